@@ -40,6 +40,8 @@ LOCK = ".lock"
 STILL = "a file that stays as it is while it is read; this one was changed"
 # nanoseconds after which another write to a file is sure to move its time of change
 SETTLED = 2 * 10**9
+# what may be looked for, and how it is told that it is there
+FOUND = {"file": Path.is_file, "folder": Path.is_dir, "file or folder": Path.exists}
 log = logging.getLogger("raydpfl")
 
 
@@ -64,17 +66,18 @@ def data_root(root: Path | None) -> Path:
     return Path(root or os.environ.get("RAYDPFL_DATA") or cache_root() / "downloads")
 
 
-def find_file(field: str, name: str, root: Path | None) -> Path:
-    """The file `name`, absolute, or relative to the data root or the working folder.
+def find_file(field: str, name: str, root: Path | None, what: str = "file") -> Path:
+    """The file, or what else of `FOUND` is asked for, `name`: absolute, or relative to the data
+    root or the working folder.
 
     Raises `ConfigError` naming `field` where there is none.
     """
     for path in (data_root(root) / name, Path(name)):
         with suppress(OSError):  # a name that is too long, or a folder that may not be entered
-            if path.is_file():
+            if FOUND[what](path):
                 return path
     where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
-    raise ConfigError(field, name, f"a file, absolute or under {where}")
+    raise ConfigError(field, name, f"a {what}, absolute or under {where}")
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:

@@ -146,9 +146,14 @@ def _arrow(path: Path) -> pa.Table:
 
     with path.open("rb") as file:
         if file.read(4) == b"\xff\xff\xff\xff":
-            with pa.memory_map(str(path)) as source:
-                return pa.ipc.open_stream(source).read_all()
+            return read_stream(path)
     return feather.read_table(path)
+
+
+def read_stream(path: Path) -> pa.Table:
+    """The table in a file that holds an Arrow stream."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_stream(source).read_all()
 
 
 def _parquet(path: Path) -> pa.Table:

@@ -21,7 +21,7 @@ from raydpfl.data.inputs import inputs
 from raydpfl.data.sources import FAMILY, Data, Split
 from raydpfl.data.sources.image_folder import SUFFIXES
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root
+from raydpfl.files import find_file
 from raydpfl.member import choose
 
 TARGETS = ("label", "labels", "target", "targets", "y", "class", "category", "outcome", "output")
@@ -92,7 +92,7 @@ def _source(files: list[str], root: Path | None) -> dict[str, Any]:
     """The kind of data that the files are, and the fields that name them. Raises `ConfigError`."""
     if len(files) > 2:
         raise ConfigError("FILE", files, "one file or folder, or two: training and test rows")
-    paths = [_place(name, root) for name in files]
+    paths = [find_file("FILE", name, root, "file or folder") for name in files]
     first = paths[0]
     parts = dict(zip(("train", "test"), files, strict=False))
     if first.is_dir():
@@ -105,15 +105,6 @@ def _source(files: list[str], root: Path | None) -> dict[str, Any]:
         accepted = f"{KINDS}, a text, a folder of images, or one that save_to_disk wrote"
         raise ConfigError("FILE", files[0], accepted)
     return keys
-
-
-def _place(name: str, root: Path | None) -> Path:
-    """Where a file or folder is. Raises `ConfigError`."""
-    for path in (data_root(root) / name, Path(name)):
-        if path.exists():
-            return path
-    where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
-    raise ConfigError("FILE", name, f"a file or folder, absolute or under {where}")
 
 
 def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:

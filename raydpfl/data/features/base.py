@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from raydpfl.member import Member
 
 class Features(Member):
     """Base of the family."""
+
+    learns: ClassVar[bool] = True  # from training rows; false: a row's columns are its own matter
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -41,6 +44,8 @@ class Features(Member):
             held: int64, the training rows that are held out.
             root: the folder of data sets.
         """
+        if not self.learns:
+            return self.columns(x, test_x, root)
         kept = np.ones(len(x), bool)
         kept[held] = False
         others = np.concatenate([x[~kept], test_x])

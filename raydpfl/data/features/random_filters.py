@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -29,17 +30,13 @@ class RandomFilters(Features):
     principal components 38 % (001 prints 86 % for ImageNet's ResNet-18 and all images).
     """
 
+    learns: ClassVar[bool] = False
+
     kind: str = "random_filters"
     filters: int = Field(default=64, ge=1, le=1 << 16)
     size: int = Field(default=6, ge=2)
     pool: int = Field(default=2, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 64)
-
-    def apart(
-        self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `Features.apart`: it learns nothing of any row."""
-        return self.columns(x, test_x, root)
 
     def columns(
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None

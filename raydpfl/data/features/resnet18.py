@@ -37,6 +37,7 @@ class ResNet18Features(Features):
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"weights"})
+    learns: ClassVar[bool] = False
 
     kind: str = "resnet18"
     weights: str = "imagenet"
@@ -63,12 +64,6 @@ class ResNet18Features(Features):
         if self.weights == "imagenet":
             return [_pretrained().url, *found]
         return [file_identity("data.features.weights", self.weights, root), *found]
-
-    def apart(
-        self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `Features.apart`: it learns nothing of any row."""
-        return self.columns(x, test_x, root)
 
     def columns(
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None

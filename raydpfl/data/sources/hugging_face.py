@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from raydpfl.data.columns import Columns, of_table
+from raydpfl.data.columns import Columns, of_table, read_stream
 from raydpfl.data.sources.tabular import Tabular
 from raydpfl.errors import ConfigError
 from raydpfl.files import data_root, digest
@@ -60,7 +60,7 @@ class HuggingFace(Tabular):
             if folder is None:
                 table = _loaded(self.path, name).with_format("arrow")[:]
             else:
-                table = pa.concat_tables(_stream(file) for file in self._files(folder, name))
+                table = pa.concat_tables(read_stream(file) for file in self._files(folder, name))
             found = of_table(table, f"{self.path} ({name})")
         except ConfigError:
             raise
@@ -91,11 +91,6 @@ class HuggingFace(Tabular):
         except (OSError, ValueError, LookupError, TypeError):
             accepted = "a folder that save_to_disk of datasets wrote, or the name of a data set"
             raise ConfigError("data.path", self.path, accepted) from None
-
-
-def _stream(path: Path) -> pa.Table:
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_stream(source).read_all()
 
 
 def _loaded(path: str, split: str) -> Any:

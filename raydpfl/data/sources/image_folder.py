@@ -14,7 +14,7 @@ from raydpfl.data.columns import Columns
 from raydpfl.data.inputs import DEEP, FORMATS
 from raydpfl.data.sources.tabular import Tabular
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root, digest
+from raydpfl.files import digest, find_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -72,12 +72,7 @@ class ImageFolder(Tabular):
         return found
 
     def _folder(self, part: str, root: Path | None) -> Path:
-        name = getattr(self, part)
-        for path in (data_root(root) / name, Path(name)):
-            if path.is_dir():
-                return path
-        where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
-        raise ConfigError(f"data.{part}", name, f"a folder, absolute or under {where}")
+        return find_file(f"data.{part}", getattr(self, part), root, "folder")
 
     def _images(self, part: str, folder: Path) -> list[Path]:
         """The images of the classes, in the order of their names. Raises `ConfigError`."""
