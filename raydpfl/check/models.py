@@ -23,6 +23,7 @@ from raydpfl import models
 from raydpfl.check import members, rounds
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Look, hold
+from raydpfl.check.tasks import dealt
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.keys import Purpose, keyed_globals, stream
@@ -56,25 +57,7 @@ class Made(Data):
     def split(self, seed: int, root: Path | None) -> Split:
         target = Target(self.targets, self.classes)
         form = Form(self.shape, target, self.task, self.tokens)
-        sizes = ROWS + np.arange(self.clients) % 2
-        ends = np.concatenate([[0], np.cumsum(sizes)])
-        generator = stream(seed, Purpose.DATA)
-        count = int(ends[-1]) + TEST
-        x = form.inputs(count, generator).numpy()
-        y = self.task.made_up(generator, count, form.outputs).numpy()
-
-        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return x[ends[first] : ends[last]], y[ends[first] : ends[last]]
-
-        return Split(
-            sizes=sizes,
-            shape=self.shape,
-            classes=self.classes,
-            rows=rows,
-            test=lambda: (x[-TEST:], y[-TEST:]),
-            tokens=self.tokens,
-            targets=self.targets,
-        )
+        return dealt(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
 
 
 def _form(case: Case) -> Form:

@@ -48,25 +48,25 @@ class Made(Data):
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = apportion(self.clients * ROWS, np.arange(self.clients) % 3 + 1.0)
-        form = made_up(self.task)
-        count = int(sizes.sum()) + TEST
-        generator = stream(seed, Purpose.DATA)
-        x = form.inputs(count, generator).numpy()
-        y = self.task.made_up(generator, count, form.outputs).numpy()
-        ends = np.concatenate([[0], np.cumsum(sizes)])
+        return dealt(made_up(self.task), sizes, TEST, seed)
 
-        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return x[ends[first] : ends[last]], y[ends[first] : ends[last]]
 
-        return Split(
-            sizes=sizes,
-            shape=form.shape,
-            classes=form.target.classes,
-            rows=rows,
-            test=lambda: (x[-TEST:], y[-TEST:]),
-            tokens=form.tokens,
-            targets=form.target.shape,
-        )
+def dealt(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
+    """Random samples of this form, so many for each client and for testing."""
+    count = int(sizes.sum()) + test
+    generator = stream(seed, Purpose.DATA)
+    x = form.inputs(count, generator).numpy()
+    y = form.task.made_up(generator, count, form.outputs).numpy()
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return Split(
+        sizes=sizes,
+        shape=form.shape,
+        classes=form.target.classes,
+        rows=lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]]),
+        test=lambda: (x[-test:], y[-test:]),
+        tokens=form.tokens,
+        targets=form.target.shape,
+    )
 
 
 class Net(Model):
