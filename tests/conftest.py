@@ -100,6 +100,41 @@ def forgotten():
             sys.modules.pop(name)
 
 
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Runs the command line in this process: its exit code, and what it prints to both streams."""
+    from raydpfl import cli
+
+    def run(*words) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["raydpfl", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        out, said = capsys.readouterr()
+        assert "--debug" in words or "Traceback" not in out + said
+        return code, out, said
+
+    return run
+
+
+@pytest.fixture
+def complain(typed):
+    """The one line that a command prints to standard error, after it has ended with `code`. What is
+    refused prints nothing else, but for `show`, which shows what is not.
+    """
+
+    def complain(words, code=2) -> str:
+        ended, out, said = typed(*words)
+        assert ended == code, said
+        assert out == "" or code == 1 or words[0] == "show", out
+        assert said.count("\n") == 1 and said.startswith("raydpfl: "), said
+        return said.removeprefix("raydpfl: ").rstrip()
+
+    return complain
+
+
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
     """Client actors of other tests' runs take no core from this test's."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 
 import conftest
@@ -29,7 +28,6 @@ from raydpfl.audit.bounds import (
     one_shot,
 )
 from raydpfl.audit.canaries import Canaries
-from raydpfl.cli import main
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
@@ -728,31 +726,16 @@ def test_what_cannot_be_audited_is_refused_with_its_field(change, field):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(tmp_path, monkeypatch, typed):
     (tmp_path / "small.yaml").write_text(small().to_yaml())
-    command = [
-        "raydpfl",
-        "audit",
-        str(tmp_path / "small.yaml"),
-        "rounds=2",
-        "--canaries",
-        "60",
-        "--out",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "sound")])
-    main()
-    said = capsys.readouterr().out
-    assert "\nNothing speaks against the claims: epsilon" in said
+    command = ["audit", tmp_path / "small.yaml", "rounds=2", "--canaries", "60", "--out"]
+    code, said, _ = typed(*command, tmp_path / "sound")
+    assert code == 0 and "\nNothing speaks against the claims: epsilon" in said
     assert said.endswith(f"raydpfl report {tmp_path / 'sound'}\n")
     half_the_clients_noise(monkeypatch)
-    monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "broken"), "--json"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    printed = capsys.readouterr()
-    assert end.value.code == 1 and "not as private as it claims" in printed.err
-    assert json.loads(printed.out) == json.loads((tmp_path / "broken" / "audit.json").read_text())
+    code, out, said = typed(*command, tmp_path / "broken", "--json")
+    assert code == 1 and "not as private as it claims" in said
+    assert json.loads(out) == json.loads((tmp_path / "broken" / "audit.json").read_text())
 
 
 def test_an_audit_leaves_the_run_as_it_is():

@@ -5,13 +5,12 @@ and what is accepted.
 from __future__ import annotations
 
 import functools
-import sys
 
 import pytest
 import yaml
 from conftest import SMALL
 
-from raydpfl import Experiment, cli
+from raydpfl import Experiment
 from raydpfl.config import dump, parse_yaml
 
 # What is changed (overrides of the small experiment), and how the one line begins.
@@ -227,21 +226,9 @@ BAD = {
 }
 
 
-def complain(arguments, monkeypatch, capsys, code=2) -> str:
-    """The one line that the command prints to standard error, after it has ended with `code`."""
-    monkeypatch.setattr(sys, "argv", ["raydpfl", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    said = capsys.readouterr().err
-    assert stop.value.code == code, said
-    assert said.count("\n") == 1 and "Traceback" not in said
-    assert said.startswith("raydpfl: ")
-    return said.removeprefix("raydpfl: ").rstrip()
-
-
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
-    bad, tmp_path, monkeypatch, capsys
+    bad, tmp_path, monkeypatch, complain
 ):
     overrides, line = BAD[bad]
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
@@ -250,13 +237,13 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
     monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray was started"))
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", config, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys)
+    said = complain(["run", config, *overrides, "--out", tmp_path / "out"])
     assert said.startswith(line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
 
 
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
-def test_data_that_are_not_there_leave_nothing_behind(command, tmp_path, monkeypatch, capsys):
+def test_data_that_are_not_there_leave_nothing_behind(command, tmp_path, monkeypatch, complain):
     def offline(*_, **__):
         raise OSError("no network")
 
@@ -268,13 +255,13 @@ def test_data_that_are_not_there_leave_nothing_behind(command, tmp_path, monkeyp
     repeats = {"sweep": {"repeats": 2}} if command == "sweep" else {}
     config.write_text(yaml.safe_dump(SMALL | repeats))
     arguments = [command, config, "data={kind: mnist, clients: 50}", "--out", tmp_path / "out"]
-    said = complain(arguments, monkeypatch, capsys)
+    said = complain(arguments)
     assert said.startswith(f"data.kind = 'mnist': a data set that is under {tmp_path}/data/root ")
     assert "and was not downloaded (" in said and said.endswith("no network)")
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
-def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys):
+def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"noise": {"kind": "none"}}))
     said = complain(
         [
@@ -285,59 +272,50 @@ def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, monkeypatc
             "--out",
             tmp_path / "out",
         ],
-        monkeypatch,
-        capsys,
         code=1,
     )
     assert said.startswith("not enough memory: Unable to allocate 7.11 PiB")
 
 
-def test_a_config_that_is_not_there(tmp_path, monkeypatch, capsys):
-    assert complain(["run", tmp_path / "no.yaml"], monkeypatch, capsys).endswith(
+def test_a_config_that_is_not_there(tmp_path, complain):
+    assert complain(["run", tmp_path / "no.yaml"]).endswith(
         "a file that can be read (No such file or directory)"
     )
 
 
-def test_a_config_that_is_no_yaml(tmp_path, monkeypatch, capsys):
+def test_a_config_that_is_no_yaml(tmp_path, complain):
     (tmp_path / "bad.yaml").write_text("rounds: [1")
-    assert "a YAML file (" in complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
+    assert "a YAML file (" in complain(["show", tmp_path / "bad.yaml"])
 
 
-def test_a_config_that_is_a_list(tmp_path, monkeypatch, capsys):
+def test_a_config_that_is_a_list(tmp_path, complain):
     (tmp_path / "bad.yaml").write_text("- rounds")
-    assert (
-        complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
-        == "config = ['rounds']: a mapping of sections"
-    )
+    assert complain(["show", tmp_path / "bad.yaml"]) == "config = ['rounds']: a mapping of sections"
 
 
-def test_a_directory_that_holds_something_else(tmp_path, monkeypatch, capsys):
+def test_a_directory_that_holds_something_else(tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path], monkeypatch, capsys)
+    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path])
     assert said.endswith("a new or empty directory, or --resume to go on with the run in it")
 
 
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
-def test_a_directory_that_cannot_be_made(command, tmp_path, monkeypatch, capsys):
+def test_a_directory_that_cannot_be_made(command, tmp_path, complain):
     (tmp_path / "file").write_text("")
     (tmp_path / "small.yaml").write_text(
         yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {}))
     )
-    said = complain(
-        [command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"], monkeypatch, capsys
-    )
+    said = complain([command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"])
     assert said == f"--out = '{tmp_path}/file/out': a directory that can be made (Not a directory)"
 
 
-def test_resuming_what_is_no_run(tmp_path, monkeypatch, capsys):
+def test_resuming_what_is_no_run(tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(
-        ["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"], monkeypatch, capsys
-    )
+    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"])
     assert said.endswith("the directory of a run; it has no config.yaml")
 
 
-def test_resuming_another_experiment(tmp_path, monkeypatch, capsys):
+def test_resuming_another_experiment(tmp_path, complain):
     from conftest import experiment
 
     from raydpfl import run
@@ -349,30 +327,28 @@ def test_resuming_another_experiment(tmp_path, monkeypatch, capsys):
         ("rounds=1", "rounds = 1: 2 or more, as in the run to be resumed"),
     ]:
         given = ["run", tmp_path / "small.yaml", change, "--out", tmp_path / "out", "--resume"]
-        assert complain(given, monkeypatch, capsys) == refused
+        assert complain(given) == refused
 
 
-def test_an_address_for_a_run_without_ray(tmp_path, monkeypatch, capsys):
+def test_an_address_for_a_run_without_ray(tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--address", "auto"], monkeypatch, capsys)
+    said = complain(["run", tmp_path / "small.yaml", "--address", "auto"])
     assert said == "--address = 'auto': client.actors above 0; 0 runs in this process, without Ray"
 
 
-def test_an_address_where_nothing_answers(tmp_path, monkeypatch, capsys):
+def test_an_address_where_nothing_answers(tmp_path, monkeypatch, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     said = complain(
         ["run", tmp_path / "small.yaml", "client.actors=1", "--address", "127.0.0.1:1"],
-        monkeypatch,
-        capsys,
     )
     assert said.startswith(
         "--address = '127.0.0.1:1': the address of a running Ray cluster (if it asks for a token,"
     )
 
 
-def test_an_unknown_option_of_the_command(monkeypatch, capsys):
-    assert "No such option" in complain(["run", "a.yaml", "--fast"], monkeypatch, capsys)
+def test_an_unknown_option_of_the_command(complain):
+    assert "No such option" in complain(["run", "a.yaml", "--fast"])
 
 
 SAID = {
@@ -388,10 +364,10 @@ SAID = {
 
 
 @pytest.mark.parametrize("override", SAID)
-def test_what_is_said_names_what_to_give(override, tmp_path, monkeypatch, capsys):
+def test_what_is_said_names_what_to_give(override, tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = ["run", tmp_path / "small.yaml", override, "--out", tmp_path / "out"]
-    assert complain(words, monkeypatch, capsys).startswith(SAID[override])
+    assert complain(words).startswith(SAID[override])
 
 
 WHOLE = {
@@ -425,27 +401,23 @@ def test_text_that_looks_like_a_number_is_read_back_as_text():
 
 
 @pytest.mark.parametrize("command", ["run", "audit", "budget"])
-def test_a_sweep_is_told_from_a_run(command, tmp_path, monkeypatch, capsys):
+def test_a_sweep_is_told_from_a_run(command, tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     config = tmp_path / "small.yaml"
     for override in ("sweep.repeats=3", "local.lr={grid: [0.1, 0.2]}", "bounding={choice: [a, b]}"):
-        said = complain([command, config, override], monkeypatch, capsys)
+        said = complain([command, config, override])
         assert said.startswith(override.split("=")[0].split(".r")[0]) and "raydpfl sweep" in said
     (tmp_path / "swept").mkdir()
     (tmp_path / "swept" / "sweep.yaml").write_text("sweep: {repeats: 2}")
-    said = complain([command, tmp_path / "swept"], monkeypatch, capsys)
+    said = complain([command, tmp_path / "swept"])
     assert f"raydpfl sweep {tmp_path / 'swept'} --resume" in said
 
 
 @pytest.mark.slow
-def test_options_that_count_take_an_exponent_too(monkeypatch, capsys):
-    words = ["raydpfl", "budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2"]
-    found = []
-    for rounds in ("1e1", "10"):
-        monkeypatch.setattr(sys, "argv", [*words, "--json", "--rounds", rounds])
-        cli.main()
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1]
+def test_options_that_count_take_an_exponent_too(typed, complain):
+    words = ["budget", "--population", "2e3", "--cohort", "8e1", "--epsilon", "2"]
+    found = [typed(*words, "--json", "--rounds", rounds) for rounds in ("1e1", "10")]
+    assert found[0] == found[1] and found[0][0] == 0
     for wrong in ("1.5", "x", "1e400"):
-        said = complain([*words[1:], "--rounds", wrong], monkeypatch, capsys)
+        said = complain([*words, "--rounds", wrong])
         assert said == f"Invalid value for '--rounds': '{wrong}' is not a whole number"

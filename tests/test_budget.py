@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from conftest import SMALL, experiment
 from rich.console import Console
 from scipy.special import ndtr, ndtri
 
-from raydpfl import budget, cli, privacy
+from raydpfl import budget, privacy
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling, paper
 
@@ -483,19 +482,8 @@ def test_a_delta_above_one_over_the_population_is_noted():
     )
 
 
-def command(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "budget", *map(str, arguments)])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
 @pytest.mark.slow
-def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_a_table_or_json(tmp_path, typed):
     options = [
         "--population",
         1920,
@@ -508,12 +496,12 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys, tmp_path):
         "--epsilon",
         5,
     ]
-    code, table, _ = command(monkeypatch, capsys, *options)
+    code, table, _ = typed("budget", *options)
     assert code == 0 and "against whoever sees" in table and "blind guessing" in table
-    code, text, _ = command(monkeypatch, capsys, *options, "--json")
+    code, text, _ = typed("budget", *options, "--json")
     assert code == 0 and json.loads(text)["sampling"]["kind"] == "with_replacement"
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    code, text, _ = command(monkeypatch, capsys, tmp_path / "small.yaml", "rounds=2", "--json")
+    code, text, _ = typed("budget", tmp_path / "small.yaml", "rounds=2", "--json")
     assert code == 0 and json.loads(text)["rounds"] == 2
 
 
@@ -581,11 +569,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, capsys, tmp_path):
+def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     arguments = [each.replace("\u00a0", " ") for each in options.split(" ") if each]
-    code, said, complaint = command(monkeypatch, capsys, *arguments)
+    code, said, complaint = typed("budget", *arguments)
     assert code == 2 and not said and complaint.count("\n") == 1
     assert complaint.removeprefix("raydpfl: ").startswith(BAD[options])
 

@@ -7,17 +7,14 @@ import csv
 import io
 import json
 import re
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console
-from test_bad_input import complain
 from test_report import GUARANTEE, lean, made, studied, swept
 
-from raydpfl import cli
 from raydpfl.errors import ConfigError
 from raydpfl.report import compare
 from raydpfl.report.figures import Drawing
@@ -78,21 +75,21 @@ def test_how_a_run_is_carried_out_tells_two_of_one_seed_apart_and_else_its_direc
     assert labels(a, same) == [("a", 1), ("d", 1)]
 
 
-def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, monkeypatch, capsys):
+def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, complain):
     a = run(tmp_path / "a")
     dealt = run(tmp_path / "dealt", data={"clients": 7})
     assert labels(a, dealt) == [("clients 50", 1), ("clients 7", 1)]
     other = run(tmp_path / "other", data={"kind": "mnist"})
-    said = complain(["compare", a, other], monkeypatch, capsys)
+    said = complain(["compare", a, other])
     assert "runs on the same data; data.kind is fashion_mnist_mini in a and mnist here" in said
     loss = lean(tmp_path / "loss", "test_loss")
     table = pq.read_table(loss / "rounds.parquet").drop_columns("test_accuracy")
     pq.write_table(table, loss / "rounds.parquet")
     summary = json.loads((loss / "summary.json").read_text())
     (loss / "summary.json").write_text(json.dumps({**summary, "test_accuracy": None}))
-    said = complain(["compare", a, loss], monkeypatch, capsys)
+    said = complain(["compare", a, loss])
     assert said.startswith("--metric") and "a score that all of them have (test_loss)" in said
-    said = complain(["compare", a, loss, "--metric", "test_accuracy"], monkeypatch, capsys)
+    said = complain(["compare", a, loss, "--metric", "test_accuracy"])
     assert said.endswith("loss does not have it")
     assert compared([a, loss], "test_loss").metric == "test_loss"
     with pytest.raises(ConfigError, match="has no run that has ended"):
@@ -185,13 +182,12 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_table_and_writes_the_page(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_table_and_writes_the_page(tmp_path, typed):
     folders = [run(tmp_path / f"{lr}", local={"lr": lr}) for lr in (0.1, 0.2)]
     out = tmp_path / "page"
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "compare", *map(str, folders), "--out", str(out)])
-    cli.main()
-    said = capsys.readouterr().out
-    assert said.splitlines()[0].startswith("setting") and str(out / "index.html") in said
+    code, said, _ = typed("compare", *folders, "--out", out)
+    assert code == 0 and str(out / "index.html") in said
+    assert said.splitlines()[0].startswith("setting")
     rows = list(csv.DictReader((out / "tables" / "results.csv").open()))
     assert [(row["setting"], row["test accuracy"]) for row in rows] == [
         ("local lr 0.1", "0.75"),

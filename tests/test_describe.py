@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from test_bad_input import complain
 from typer.testing import CliRunner
 
 from raydpfl import cli, data, report, run
@@ -177,13 +176,12 @@ GOOD = [
 
 
 @pytest.mark.parametrize("made", GOOD, ids=lambda made: made.__name__)
-def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, capsys):
+def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
     files, expected, model = made(tmp_path)
-    monkeypatch.setattr("sys.argv", ["raydpfl", "data", "describe", *files])
-    cli.main()
-    advice = capsys.readouterr().out
+    code, advice, _ = typed("data", "describe", *files)
+    assert code == 0
     tree = parse_yaml(advice)
     assert expected.items() <= tree["data"].items() and tree["model"]["kind"] == model
     assert f"# data: kind: {tree['data']['kind']}" in advice.splitlines()[0]
@@ -320,11 +318,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, capsys):
+def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, complain):
     make, message = BAD[name]
     monkeypatch.chdir(tmp_path)
     make(tmp_path / name)
-    assert message in complain(["data", "describe", name], monkeypatch, capsys)
+    assert message in complain(["data", "describe", name])
 
 
 def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import yaml
 from conftest import SMALL
-from test_bad_input import complain
 
 from raydpfl import directing
 
@@ -43,15 +42,15 @@ def place(tmp_path, monkeypatch):
         (["submit", "study.yaml", "--address", "http://127.0.0.1:1"], "raydpfl reproduce study"),
     ],
 )
-def test_another_command_is_named(words, said, place, monkeypatch, capsys):
-    assert said in complain(words, monkeypatch, capsys)
+def test_another_command_is_named(words, said, place, complain):
+    assert said in complain(words)
 
 
-def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, monkeypatch, capsys):
+def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, complain):
     wrong = "local.lr={grid: [0.1, -1]}"
-    said = complain(["sweep", "experiment.yaml", wrong], monkeypatch, capsys)
+    said = complain(["sweep", "experiment.yaml", wrong])
     assert said.startswith("local.lr = -1")
-    said = complain(["run", "experiment.yaml", "rounds=0"], monkeypatch, capsys)
+    said = complain(["run", "experiment.yaml", "rounds=0"])
     assert said.startswith("rounds = 0")
 
 

@@ -10,9 +10,8 @@ import sys
 import pytest
 import yaml
 from conftest import SMALL, experiment
-from test_bad_input import complain
 
-from raydpfl import cli, run
+from raydpfl import run
 from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
 
@@ -68,9 +67,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("content", CONFIGS)
-def test_a_config_that_is_none(content, tmp_path, monkeypatch, capsys):
+def test_a_config_that_is_none(content, tmp_path, complain):
     make(tmp_path / "bad.yaml", content)
-    said = complain(["show", tmp_path / "bad.yaml"], monkeypatch, capsys)
+    said = complain(["show", tmp_path / "bad.yaml"])
     assert CONFIGS[content].replace("it has no config.yaml", "No such file or directory") in said
 
 
@@ -89,20 +88,18 @@ STORED = {
 
 
 @pytest.mark.parametrize("content", STORED)
-def test_a_stored_config_that_is_none(content, small, tmp_path, monkeypatch, capsys):
+def test_a_stored_config_that_is_none(content, small, tmp_path, complain):
     (tmp_path / "out").mkdir()
     make(tmp_path / "out" / "config.yaml", content)
-    said = complain(["run", small, "--out", tmp_path / "out", "--resume"], monkeypatch, capsys)
+    said = complain(["run", small, "--out", tmp_path / "out", "--resume"])
     assert said.startswith("--resume = ") and STORED[content] in said
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 3000, "2024-13-45", "{a: &a [*a]}", "!!python/name:os.system"]
 )
-def test_an_override_that_no_value_is(text, small, monkeypatch, capsys):
-    assert complain(["show", small, f"local.lr={text}"], monkeypatch, capsys).endswith(
-        "a value in YAML"
-    )
+def test_an_override_that_no_value_is(text, small, complain):
+    assert complain(["show", small, f"local.lr={text}"]).endswith("a value in YAML")
 
 
 def test_aliases_that_mean_what_they_say_are_taken():
@@ -112,8 +109,8 @@ def test_aliases_that_mean_what_they_say_are_taken():
 
 @pytest.mark.parametrize("name", ["x" * 5000, "nul\0.yaml"])
 @pytest.mark.parametrize("command", ["show", "run", "sweep", "budget", "audit"])
-def test_a_config_whose_name_no_file_has(command, name, monkeypatch, capsys):
-    assert "a file that can be read" in complain([command, name], monkeypatch, capsys)
+def test_a_config_whose_name_no_file_has(command, name, complain):
+    assert "a file that can be read" in complain([command, name])
 
 
 OWN = """
@@ -149,16 +146,14 @@ QUITS = {
 
 
 @pytest.mark.parametrize("when", QUITS)
-def test_a_model_that_quits(when, small, tmp_path, monkeypatch, capsys):
+def test_a_model_that_quits(when, small, tmp_path, monkeypatch, complain):
     (tmp_path / "quits.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     code, line = QUITS[when]
     overrides = ["model.kind=quits:Quits", f"model.args={{when: {when}}}"]
     if when == "evaluate":
         overrides.append("noise.kind=none")
-    said = complain(
-        ["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, code
-    )
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], code)
     assert line in said
     if code == 1:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
@@ -177,12 +172,10 @@ def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
     sys.modules.pop("quits")
 
 
-def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, capsys):
+def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, complain):
     (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
-    said = complain(
-        ["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"], monkeypatch, capsys
-    )
+    said = complain(["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"])
     assert said.startswith(
         "bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported "
         "(SystemExit: 3"
@@ -228,7 +221,7 @@ FILES = [
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name,room", FILES)
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
-    name, room, small, tmp_path, monkeypatch, capsys, full
+    name, room, small, tmp_path, monkeypatch, full, complain, typed
 ):
     monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure=[{'trajectory' if 'trajectory' in name else ''}]"]
@@ -236,19 +229,14 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     sync = os.fsync
     full(name, room)
-    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], monkeypatch, capsys, 1)
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     monkeypatch.setattr(os, "fsync", sync)
     assert said.startswith(f"{tmp_path}/out/{name}")
     assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
     assert not list((tmp_path / "out").glob("**/.*"))  # nothing half written takes up the room
     resume = ["--resume"] if (tmp_path / "out").exists() else []
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["raydpfl", "run", str(small), *overrides, "--out", str(tmp_path / "out"), *resume],
-    )
-    cli.main()
+    assert typed("run", small, *overrides, "--out", tmp_path / "out", *resume)[0] == 0
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["model_sha256"] == whole.summary["model_sha256"]
 
@@ -276,7 +264,7 @@ LEDGERS = {
 
 
 @pytest.mark.parametrize("content", LEDGERS)
-def test_a_ledger_that_is_none(content, small, tmp_path, monkeypatch, capsys):
+def test_a_ledger_that_is_none(content, small, tmp_path, complain):
     run(experiment(rounds=2), tmp_path / "out")
     ledger = tmp_path / "out" / "ledger.jsonl"
     ledger.unlink()
@@ -284,11 +272,11 @@ def test_a_ledger_that_is_none(content, small, tmp_path, monkeypatch, capsys):
         ledger.symlink_to(content)
     else:
         make(ledger, content)
-    said = complain(["run", small, "--out", tmp_path / "out", "--resume"], monkeypatch, capsys, 1)
+    said = complain(["run", small, "--out", tmp_path / "out", "--resume"], 1)
     assert LEDGERS[content] in said and "ledger" in said
 
 
-def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, capsys):
+def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, complain):
     run(experiment(rounds=2), tmp_path / "out")
     opened = os.open
 
@@ -299,7 +287,7 @@ def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
-        said = complain(["run", small, "--out", tmp_path / "out", "--resume"], patch, capsys, 1)
+        said = complain(["run", small, "--out", tmp_path / "out", "--resume"], 1)
     assert said.startswith(
         f"{tmp_path}/out/ledger.jsonl cannot be read and written, as a ledger must be"
     )
@@ -326,7 +314,7 @@ SOURCES = {1: "SystemExit: 9; ", 2: "KeyError: 'two", 3: "FileNotFoundError: [Er
 
 @pytest.mark.parametrize("clients", SOURCES)
 @pytest.mark.parametrize("command", ["run", "data describe"])
-def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypatch, capsys):
+def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypatch, complain):
     (tmp_path / "failing.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
@@ -337,8 +325,6 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
             f"data={{kind: failing:Own, clients: {clients}}}",
             "selection.cohort=1",
         ],
-        monkeypatch,
-        capsys,
     )
     assert said.startswith(
         "data.kind = 'failing:Own': a source that gives its samples (" + SOURCES[clients]
@@ -347,14 +333,14 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
     sys.modules.pop("failing")
 
 
-def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, capsys):
+def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, complain):
     (tmp_path / "quitting.py").write_text(
         "import sys\nfrom raydpfl.server import Server\nclass Own(Server):\n    kind: str = ''\n"
         "    def model_post_init(self, _):\n        sys.exit(5)\n"
         "    def direction(self, update, state):\n        return update\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    said = complain(["audit", small, "server={kind: quitting:Own}"], monkeypatch, capsys, 1)
+    said = complain(["audit", small, "server={kind: quitting:Own}"], 1)
     assert (
         said.startswith("code that the config names called sys.exit(5) (")
         and "quitting.py, line 6)" in said
@@ -365,18 +351,16 @@ def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
-def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, monkeypatch, capsys, full):
+def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, full, complain):
     full(name, 0)
-    said = complain(
-        ["audit", small, "--canaries", "50", "--out", tmp_path / "out"], monkeypatch, capsys, 1
-    )
+    said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], 1)
     assert said == f"{tmp_path}/out/{name} cannot be written (No space left on device)"
 
 
 @pytest.mark.parametrize("raised", ["GeneratorExit", "type('Odd', (BaseException,), {})('x\\ny')"])
-def test_a_module_that_raises_what_is_no_exception(raised, small, tmp_path, monkeypatch, capsys):
+def test_a_module_that_raises_what_is_no_exception(raised, small, tmp_path, monkeypatch, complain):
     name = f"odd_{len(raised)}"
     (tmp_path / f"{name}.py").write_text(f"raise {raised}")
     monkeypatch.syspath_prepend(tmp_path)
     asked = ["run", small, f"model={{kind: '{name}:X'}}", "--out", tmp_path / "out"]
-    assert "code that the config names raised " in complain(asked, monkeypatch, capsys, code=1)
+    assert "code that the config names raised " in complain(asked, code=1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import yaml
 from conftest import SMALL, experiment
-from test_bad_input import complain
 
-from raydpfl import Experiment, cli
+from raydpfl import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.outline import outline
 from raydpfl.tune import Sweep, estimate
@@ -22,15 +19,15 @@ STUDY = {
 
 
 @pytest.fixture
-def shown(tmp_path, monkeypatch, capsys):
+def shown(tmp_path, monkeypatch, typed):
     """What `raydpfl show` prints of a tree."""
     monkeypatch.chdir(tmp_path)
 
     def show(tree, *arguments):
         (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-        monkeypatch.setattr(sys, "argv", ["raydpfl", "show", "asked.yaml", *arguments])
-        cli.main()
-        return capsys.readouterr().out
+        code, out, _ = typed("show", "asked.yaml", *arguments)
+        assert code == 0
+        return out
 
     return show
 
@@ -81,7 +78,7 @@ def test_whole_sections_and_kinds_that_are_searched_stand_as_they_were_given(sho
     assert Sweep.from_dict(written).size == 4
 
 
-def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, monkeypatch, capsys):
+def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, typed):
     tree = {**SMALL, "selection": {"kind": "uniform", "cohort": {"grid": [20, 51, 0, 10]}}}
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree))
     text = outline(str(tmp_path / "asked.yaml")).text
@@ -92,17 +89,11 @@ def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, mon
     assert f"  selection.cohort=51  cannot be run: selection.cohort = 51: {most}" in said
     assert "  selection.cohort=20" in said and "  selection.cohort=10" in said
     assert "2 of these 4 cannot be run." in said
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "show", str(tmp_path / "asked.yaml")])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.out == text
-    assert printed.err == f"raydpfl: selection.cohort = 51: {most}\n"
+    ended = typed("show", tmp_path / "asked.yaml")
+    assert ended == (2, text, f"raydpfl: selection.cohort = 51: {most}\n")
 
 
-def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(
-    tmp_path, monkeypatch, capsys
-):
+def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(tmp_path, complain):
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(SMALL))
     cases = {
         "sweep.search=tpe": "sweep.search = 'tpe': should be",
@@ -110,7 +101,7 @@ def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(
         "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: values that differ",
     }
     for override, line in cases.items():
-        said = complain(["show", tmp_path / "asked.yaml", override], monkeypatch, capsys)
+        said = complain(["show", tmp_path / "asked.yaml", override])
         assert said.startswith(line)
 
 

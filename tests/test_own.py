@@ -10,13 +10,11 @@ import types
 import pytest
 import yaml
 from conftest import SMALL, experiment, form
-from test_bad_input import complain
 from torch import nn
 
 from raydpfl import (
     Experiment,
     bounding,
-    cli,
     data,
     local,
     models,
@@ -326,7 +324,7 @@ def test_what_an_own_member_uses_itself_is_no_mistake(name, mine, tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["run", "budget", "show", "audit"])
-def test_nothing_is_called_that_is_no_model(path, command, mine, tmp_path, monkeypatch, capsys):
+def test_nothing_is_called_that_is_no_model(path, command, mine, tmp_path, complain, typed):
     mine("class Own:\n    def touch(*a, **k): Path('pwned').touch()\nrun = Own().touch")
     tree = {
         **SMALL,
@@ -334,12 +332,9 @@ def test_nothing_is_called_that_is_no_model(path, command, mine, tmp_path, monke
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     if command in ("run", "audit"):
-        assert complain([command, "c.yaml", "--out", "out"], monkeypatch, capsys).startswith(
-            f"model.kind = '{path}': "
-        )
+        assert complain([command, "c.yaml", "--out", "out"]).startswith(f"model.kind = '{path}': ")
     else:
-        monkeypatch.setattr(sys, "argv", ["raydpfl", command, "c.yaml"])
-        cli.main()
+        assert typed(command, "c.yaml")[0] == 0
     assert not (tmp_path / "pwned").exists()
     assert (tmp_path / "imported").exists() == (
         command in ("run", "audit") and path.startswith("mine:")
@@ -381,9 +376,7 @@ def test_a_function_makes_a_model_if_it_says_so(mine):
             models.parse({"kind": f"mine:{name}"})
 
 
-def test_questions_about_a_config_import_no_more_than_they_must(
-    mine, tmp_path, monkeypatch, capsys
-):
+def test_questions_about_a_config_import_no_more_than_they_must(mine, tmp_path, typed):
     mine(
         "from torch import nn\nfrom raydpfl.server import Sgd\n"
         "class Net(nn.Linear):\n    pass\nclass Step(Sgd):\n    pass"
@@ -396,9 +389,9 @@ def test_questions_about_a_config_import_no_more_than_they_must(
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
 
     def say(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
-        cli.main()
-        return capsys.readouterr().out
+        code, out, _ = typed(*words)
+        assert code == 0
+        return out
 
     shown = say("show", "c.yaml", "bounding.kind=mine:Clip", "data.partition.kind=mine:Deal")
     assert (
@@ -429,13 +422,11 @@ def test_a_module_that_exits_while_it_is_imported_is_refused_in_one_line(mine):
     )
 
 
-def test_help_says_that_a_config_is_code(monkeypatch, capsys):
+def test_help_says_that_a_config_is_code(typed):
     for words in ([], ["run"], ["budget"], ["submit"]):
-        monkeypatch.setattr(sys, "argv", ["raydpfl", *words, "--help"])
-        with pytest.raises(SystemExit, match="0"):
-            cli.main()
-            raise SystemExit(0)
-        said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        code, out, _ = typed(*words, "--help")
+        said = " ".join(out.replace("│", " ").split())
+        assert code == 0
         assert "import paths in it" in said or "where it names an import path" in said
 
 

@@ -12,7 +12,7 @@ import torch
 from conftest import experiment, form
 from test_same_bits import assert_same_bits
 
-from raydpfl import cli, models, run
+from raydpfl import models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.local import Sgd, resolve
@@ -222,11 +222,7 @@ def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
 
 
-def test_the_error_is_one_line(tmp_path, monkeypatch, capsys):
+def test_the_error_is_one_line(tmp_path, complain):
     config = tmp_path / "config.yaml"
     config.write_text(of("Torch").to_yaml().replace("own_modules:Torch", "own_modules:Global"))
-    monkeypatch.setattr("sys.argv", ["raydpfl", "run", str(config), "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and len(said.splitlines()) == 1 and "own_modules:Global" in said
+    assert "own_modules:Global" in complain(["run", config, "--out", tmp_path / "out"])

@@ -9,21 +9,18 @@ from pathlib import Path
 
 import forks
 import pytest
-from test_bad_input import complain
 
 import raydpfl
-from raydpfl import Experiment, cli, project
+from raydpfl import Experiment, project
 
 ROOT = Path(raydpfl.__file__).parent
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch, capsys):
+def made(tmp_path, monkeypatch, typed):
     """The directory of a project, where its own modules are found."""
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "new", str(tmp_path / "mine")])
-    cli.main()
-    said = capsys.readouterr().out
-    assert f"cd {tmp_path / 'mine'}" in said and "raydpfl run experiment.yaml" in said
+    code, said, _ = typed("new", tmp_path / "mine")
+    assert code == 0 and f"cd {tmp_path / 'mine'}" in said and "raydpfl run experiment.yaml" in said
     monkeypatch.syspath_prepend(tmp_path / "mine")
     return tmp_path / "mine"
 
@@ -43,14 +40,14 @@ def test_a_project_passes_as_its_readme_says(made):
     assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
 
 
-def test_what_is_in_a_directory_is_left_alone(made, tmp_path, monkeypatch, capsys):
+def test_what_is_in_a_directory_is_left_alone(made, tmp_path, complain):
     before = {path: path.read_bytes() for path in made.iterdir()}
-    said = complain(["new", made], monkeypatch, capsys)
+    said = complain(["new", made])
     assert said.startswith("DIR = ") and said.endswith("a new directory, or one that is empty")
     assert {path: path.read_bytes() for path in made.iterdir()} == before
     (tmp_path / "file").touch()
-    assert "one that is empty" in complain(["new", tmp_path / "file"], monkeypatch, capsys)
-    below = complain(["new", tmp_path / "file" / "mine"], monkeypatch, capsys)
+    assert "one that is empty" in complain(["new", tmp_path / "file"])
+    below = complain(["new", tmp_path / "file" / "mine"])
     assert "a directory that can be written to" in below
     (tmp_path / "empty").mkdir()
     assert len(project.make(tmp_path / "empty")) == len(before)

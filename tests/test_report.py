@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -17,9 +16,8 @@ import pytest
 import yaml
 from conftest import SMALL
 from matplotlib.figure import Figure
-from test_bad_input import complain
 
-from raydpfl import Experiment, cli
+from raydpfl import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.report import write
 from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
@@ -666,27 +664,27 @@ def test_a_study_has_a_page(study):
 # ---- what is refused ----
 
 
-def test_what_is_no_directory_of_ours_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    said = complain(["report", tmp_path], monkeypatch, capsys)
+def test_what_is_no_directory_of_ours_is_refused_in_one_line(tmp_path, complain):
+    said = complain(["report", tmp_path])
     assert said.endswith("a run, a sweep, an audit or a study; this one holds none of them")
-    said = complain(["report", tmp_path / "nowhere"], monkeypatch, capsys)
+    said = complain(["report", tmp_path / "nowhere"])
     assert said.endswith("there is no such directory")
     folder = made(tmp_path / "run")
     (tmp_path / "audit.json").write_text("{}")
-    said = complain(["report", folder, tmp_path], monkeypatch, capsys)
+    said = complain(["report", folder, tmp_path])
     assert said.endswith("where several are compared; this one (audit) has no run that has ended")
-    said = complain(["report", tmp_path], monkeypatch, capsys)
+    said = complain(["report", tmp_path])
     assert "the file of an audit (it is not what an audit writes)" in said
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+def test_a_place_that_cannot_be_written_is_named(tmp_path, complain):
     folder = made(tmp_path / "run")
     (folder / "report").write_text("in the way")
-    said = complain(["report", folder], monkeypatch, capsys)
+    said = complain(["report", folder])
     assert said.startswith("--out = ") and "a directory that can be made" in said
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    said = complain(["report", folder, "--out", tmp_path / "full"], monkeypatch, capsys)
+    said = complain(["report", folder, "--out", tmp_path / "full"])
     assert "a new or empty directory, or that of a report" in said
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
@@ -714,16 +712,16 @@ def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
 
 
 @pytest.mark.slow
-def test_a_run_and_its_report_by_the_commands(tmp_path, monkeypatch, capsys):
+def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = ["run", str(tmp_path / "small.yaml"), "measure=[clients, bounding, trajectory]"]
     for each in (
         [*words, "--out", str(tmp_path / "o"), "--quiet"],
         ["report", str(tmp_path / "o")],
     ):
-        monkeypatch.setattr(sys, "argv", ["raydpfl", *each])
-        cli.main()
-    assert capsys.readouterr().out.strip() == f"Report: {tmp_path / 'o' / 'report' / 'index.html'}"
+        code, said, _ = typed(*each)
+        assert code == 0
+    assert said.strip() == f"Report: {tmp_path / 'o' / 'report' / 'index.html'}"
     left_out = page(tmp_path / "o").partition('id="left-out"')[2]
     assert set(re.findall(r"<li><strong>(.*?)</strong>", left_out)) == {
         "Every client&#x27;s epsilon against its budget",

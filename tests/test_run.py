@@ -16,7 +16,7 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, cli, models, noise, privacy, run, shown
+from raydpfl import Experiment, bounding, models, noise, privacy, run, shown
 from raydpfl.config import overridden
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ClientError, ConfigError, RunError
@@ -561,21 +561,16 @@ def test_a_new_kind_of_a_section_within_a_section_leaves_all_of_the_old_one_behi
     assert features == 60  # null where features were a section
 
 
-def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_path, typed):
     told = experiment(
         selection={"kind": "multinomial", "cohort": 10},
         noise={"kind": "gaussian", "epsilon": 6.0},
         privacy={"accountants": ["rdp", "pld"]},
     )
     (tmp_path / "run.yaml").write_text(told.to_yaml())
-    monkeypatch.setattr(
-        sys, "argv", ["raydpfl", "run", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "out")]
-    )
-    cli.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round ")]
-    assert "epsilon 6 " in lines[-1] and not any("inf" in line for line in lines)
+    code, said, _ = typed("run", tmp_path / "run.yaml", "--out", tmp_path / "out")
+    lines = [line for line in said.splitlines() if line.startswith("round ")]
+    assert code == 0 and "epsilon 6 " in lines[-1] and not any("inf" in line for line in lines)
 
 
 def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):

@@ -4,13 +4,13 @@ keep the contract, and run privately with the epsilon of what they release.
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import experiment
 
-from raydpfl import cli, privacy, run
+from raydpfl import privacy, run
 from raydpfl.check import check, render
 from raydpfl.errors import ConfigError
 from raydpfl.origin import sources
@@ -112,20 +112,10 @@ def test_what_is_no_accountant_is_refused_in_one_line(name, why):
 
 
 @pytest.fixture
-def said(monkeypatch, capsys):
+def said(monkeypatch, typed):
     """Runs `raydpfl check` with these arguments: its exit code, and what it prints."""
     monkeypatch.chdir(HERE)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["raydpfl", "check", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(typed, "check")
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from conftest import SMALL
 from rich.console import Console
 from test_same_bits import kill_tree
 
-from raydpfl import cli
 from raydpfl import study as room
 from raydpfl.compare import over_seeds, paired
 from raydpfl.errors import ConfigError
@@ -816,18 +815,9 @@ def test_a_study_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
 # --- the command ---
 
 
-def complain(arguments, monkeypatch, capsys) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return end.value.code, said
-
-
 @pytest.mark.slow
 def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, complain
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(changed("study/id", "a b")))
@@ -845,16 +835,15 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
         (["--list", "002/fig1", "--out", "x"], "--out = 'x': not with --list"),
         (["--list", "--resume"], "--resume = 'True': not with --list"),
     ):
-        code, said = complain(arguments, monkeypatch, capsys)
-        assert code == 2 and field in said
+        said = complain(["reproduce", *arguments])
+        assert field in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["study.yaml"]
 
 
 @pytest.mark.slow
-def test_the_list_names_every_study_what_it_shows_and_what_is_lost(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "reproduce", "--list"])
-    cli.main()
-    shown = capsys.readouterr().out
+def test_the_list_names_every_study_what_it_shows_and_what_is_lost(typed):
+    code, shown, _ = typed("reproduce", "--list")
+    assert code == 0
     said = re.sub(r"\n +", " ", shown)  # titles are wrapped
     for name, path in shipped.paths().items():
         about = shipped.header(path)

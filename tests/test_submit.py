@@ -389,7 +389,7 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
 
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go_on(
-    code, tmp_path, monkeypatch, capsys
+    code, tmp_path, monkeypatch, typed
 ):
     (tmp_path / "job").mkdir()
     stub = server(
@@ -398,14 +398,9 @@ def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go
         code=code,
     )
     monkeypatch.setattr(submit, "JobServer", lambda address: stub)
-    monkeypatch.setattr(
-        sys, "argv", ["raydpfl", "submit", "--follow", "job", "--out", str(tmp_path / "out")]
-    )
-    with suppress(SystemExit) if code == 0 else pytest.raises(SystemExit, match=str(code)):
-        cli.main()
-    said = capsys.readouterr()
-    assert f"its words\nBrought back to: {tmp_path / 'out'}" in said.out
-    assert ("raydpfl submit CONFIG --resume job" in said.err) == (code == 1)
+    ended, out, said = typed("submit", "--follow", "job", "--out", tmp_path / "out")
+    assert ended == code and f"its words\nBrought back to: {tmp_path / 'out'}" in out
+    assert ("raydpfl submit CONFIG --resume job" in said) == (code == 1)
 
 
 def test_a_connection_that_breaks_is_made_anew_and_nothing_is_shown_twice(monkeypatch):

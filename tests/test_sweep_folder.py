@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import SMALL
-from test_sweep import complain, tree
+from test_sweep import tree
 
-from raydpfl import cli
 from raydpfl import run as run_one
 from raydpfl.bounding import Bounding
 from raydpfl.errors import ConfigError, FileError
@@ -63,31 +61,18 @@ def of(out: Path, rate: float, seed: int) -> Path:
     raise AssertionError(f"no trial has lr {rate} and seed {seed}")
 
 
-def sweep(arguments, monkeypatch, capsys) -> tuple[int, str, str]:
-    """Exit code and what `raydpfl sweep` prints to both streams."""
-    monkeypatch.setattr(sys, "argv", ["raydpfl", "sweep", *map(str, arguments)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as ended:
-        code = ended.code
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.out + printed.err
-    return code, printed.out, printed.err
-
-
 # --- among how many runs a choice was made ---
 
 
 def test_a_resume_with_fewer_values_and_seeds_still_counts_all_that_was_trained(
-    out, tmp_path, monkeypatch, capsys
+    out, tmp_path, typed
 ):
     given = [
         config(tmp_path / "fewer.yaml", {"grid": [0.1]}, sweep={}),
         "sweep.repeats=1",
         "local.lr={grid: [0.1]}",
     ]
-    code, said, _ = sweep([*given, "--out", out, "--resume"], monkeypatch, capsys)
+    code, said, _ = typed("sweep", *given, "--out", out, "--resume")
     assert (
         code == 0
         and "The best of 1 setting was chosen by the test accuracy of 1 run on one test set" in said
@@ -225,15 +210,15 @@ FAILING = {"bounding": {"kind": "none"}, "noise": {"kind": "none"}, "client": {"
 
 
 def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
-    shared_ray, tmp_path, monkeypatch, capsys
+    shared_ray, tmp_path, typed
 ):
     path = config(tmp_path / "failing.yaml", {"grid": [0.1]}, **FAILING)
     out = tmp_path / "out"
-    assert sweep([path, "--out", out], monkeypatch, capsys)[0] == 0
+    assert typed("sweep", path, "--out", out)[0] == 0
     assert (out / "best.yaml").exists()
 
     more = [path, "local.lr={grid: [0.1, 1.0e+30]}", "--out", out, "--resume"]
-    code, said, last = sweep(more, monkeypatch, capsys)
+    code, said, last = typed("sweep", *more)
     lines = [line for line in said.splitlines() if not re.match(r"\d+/\d+ ", line)]
     assert code == 1 and lines[0] == "Failed: 2 of 4 trials"
     assert [line.split()[:2] for line in lines[1:3]] == [
@@ -254,7 +239,7 @@ def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
         for failed in summary["failed"]
     ] == [True] * 2
 
-    code, said, last = sweep([*more, "sweep.on_error=choose"], monkeypatch, capsys)
+    code, said, last = typed("sweep", *more, "sweep.on_error=choose")
     assert code == 0, last
     assert "Failed: 2 of 4 trials" in said and "Best: local.lr=0.1" in said
     assert (
@@ -291,12 +276,12 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     assert not (tmp_path / ".tune-1" / "state").exists()
 
 
-def test_results_that_cannot_be_written_are_none(out, monkeypatch, capsys):
+def test_results_that_cannot_be_written_are_none(out, monkeypatch, typed):
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
     monkeypatch.setattr(results, "replace_file", full)
-    code, said, last = sweep([out, "--resume"], monkeypatch, capsys)
+    code, said, last = typed("sweep", out, "--resume")
     assert code == 1 and "Best:" not in said and not (out / "best.yaml").exists()
     assert (
         "the results could not be written (results.parquet cannot be written "
@@ -305,53 +290,53 @@ def test_results_that_cannot_be_written_are_none(out, monkeypatch, capsys):
     assert last.count("\n") == 1 and not (out / "summary.json").exists()
 
 
-def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, capsys):
+def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, complain):
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
     monkeypatch.setattr(course, "replace_file", full)
-    said = complain([str(out), "--resume"], monkeypatch, capsys)
+    said = complain(["sweep", str(out), "--resume"])
     assert said.endswith(
         ": a directory that can be written to (sweep.yaml cannot be written "
-        "(No space left on device))\n"
+        "(No space left on device))"
     )
 
 
 # --- a trial is what its config says ---
 
 
-def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, monkeypatch, capsys):
+def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, complain):
     a = of(out, 0.1, 3)
     b = of(out, 1.0, 3)
     shutil.rmtree(a)
     shutil.copytree(b, a)
-    said = complain([str(out), "--resume"], monkeypatch, capsys)
+    said = complain(["sweep", str(out), "--resume"])
     assert said == (
         f"--resume = 'trials/{a.name}/config.yaml': the config of local.lr=0.1 seed=3; "
-        f"its local.lr is 1.0, not 0.1 (rename {a.name} {AWAY}\n"
+        f"its local.lr is 1.0, not 0.1 (rename {a.name} {AWAY}"
     )
 
 
-def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, monkeypatch, capsys):
+def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, typed):
     place = of(out, 0.1, 3)
     (place / "config.yaml").write_text("")
     place.rename(place.with_name("broken"))
-    code, said, _ = sweep([out, "--resume"], monkeypatch, capsys)
+    code, said, _ = typed("sweep", out, "--resume")
     assert code == 0 and "Choosing among 5 private runs" in said
 
 
-def test_a_trial_of_another_seed_is_not_taken_for_it(out, monkeypatch, capsys):
+def test_a_trial_of_another_seed_is_not_taken_for_it(out, complain):
     a = of(out, 0.1, 3)
     b = of(out, 0.1, 4)
     shutil.rmtree(a)
     shutil.copytree(b, a)
-    assert "its seed is 4, not 3" in complain([str(out), "--resume"], monkeypatch, capsys)
+    assert "its seed is 4, not 3" in complain(["sweep", str(out), "--resume"])
 
 
-def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, monkeypatch, capsys, caplog):
+def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, caplog, typed):
     before = pq.read_table(out / "results.parquet").drop_columns(["seconds"])
     shutil.copy(of(out, 1.0, 3) / "summary.json", (a := of(out, 0.1, 3)) / "summary.json")
-    assert sweep([out, "--resume"], monkeypatch, capsys)[0] == 0
+    assert typed("sweep", out, "--resume")[0] == 0
     assert f"{a.name}/summary.json is set aside (its test_accuracy is" in caplog.text
     assert pq.read_table(out / "results.parquet").drop_columns(["seconds"]).equals(before)
 
@@ -359,13 +344,11 @@ def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, monkeypat
 @pytest.mark.parametrize(
     "torn", ["{}", "[]", "", '{"status": "completed"', "3", '{"status": "done"}', "[" * 100_000]
 )
-def test_a_summary_that_is_none_is_set_aside_and_the_trial_goes_on(
-    torn, out, monkeypatch, capsys, caplog
-):
+def test_a_summary_that_is_none_is_set_aside_and_the_trial_goes_on(torn, out, caplog, typed):
     place = of(out, 0.1, 3)
     before = json.loads((place / "summary.json").read_text())
     (place / "summary.json").write_text(torn)
-    assert sweep([out, "--resume"], monkeypatch, capsys)[0] == 0
+    assert typed("sweep", out, "--resume")[0] == 0
     assert [
         record.getMessage().startswith(f"{place.name}/summary.json is set aside (")
         for record in caplog.records
@@ -427,9 +410,9 @@ def test_two_values_that_mean_the_same_are_refused(case):
         "bounding.bound={grid: [1, 2]}",
     ],
 )
-def test_another_sweep_is_refused(change, out, tmp_path, monkeypatch, capsys):
+def test_another_sweep_is_refused(change, out, tmp_path, complain):
     given = config(tmp_path / "other.yaml")
-    said = complain([str(given), change, "--out", str(out), "--resume"], monkeypatch, capsys)
+    said = complain(["sweep", str(given), change, "--out", str(out), "--resume"])
     assert said.startswith(change.partition("=")[0]) and "as in the sweep to be resumed" in said
 
 
@@ -539,16 +522,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_directory_is_refused_in_one_line_and_left_as_it_is(
-    case, out, tmp_path, monkeypatch, capsys
-):
+def test_a_broken_directory_is_refused_in_one_line_and_left_as_it_is(case, out, tmp_path, complain):
     spoil, expected = BROKEN[case]
     spoil(out)
     before = sorted(
         (str(path), path.is_file() and path.stat().st_mtime_ns) for path in out.rglob("*")
     )
     for given in ([str(out)], [str(config(tmp_path / "same.yaml")), "--out", str(out)]):
-        said = complain([*given, "--resume"], monkeypatch, capsys)
+        said = complain(["sweep", *given, "--resume"])
         assert re.search(expected, said), said
     assert (
         sorted((str(path), path.is_file() and path.stat().st_mtime_ns) for path in out.rglob("*"))
@@ -581,10 +562,10 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_what_is_made_again_stands_in_nobodys_way(case, out, monkeypatch, capsys):
+def test_what_is_made_again_stands_in_nobodys_way(case, out, typed):
     expected = pq.read_table(out / "results.parquet")
     HARMLESS[case](out)
-    code, said, _ = sweep([out, "--resume"], monkeypatch, capsys)
+    code, said, _ = typed("sweep", out, "--resume")
     assert code == 0 and "Choosing among 4 private runs" in said
     assert pq.read_table(out / "results.parquet").equals(expected) and (out / "best.yaml").exists()
 

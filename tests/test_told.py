@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from conftest import SMALL, experiment
-from test_bad_input import complain
 
 from raydpfl import cli, files, run
 from raydpfl.errors import ConfigError, RunError, brief, contained, told
@@ -41,9 +40,7 @@ def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
     assert result.summary["clients_per_second"] == pytest.approx(20 * 4 / working)
 
 
-def test_a_budget_that_stops_the_first_round_says_that_nothing_was_released(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_budget_that_stops_the_first_round_says_that_nothing_was_released(tmp_path, typed):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     words = [
         "run",
@@ -52,10 +49,8 @@ def test_a_budget_that_stops_the_first_round_says_that_nothing_was_released(
         "--out",
         str(tmp_path / "o"),
     ]
-    monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
-    cli.main()
-    said = capsys.readouterr().out
-    assert "No round was run: nothing of the data was released" in said
+    code, said, _ = typed(*words)
+    assert code == 0 and "No round was run: nothing of the data was released" in said
     assert "No privacy guarantee" not in said
 
 
@@ -122,18 +117,15 @@ def deeper(x):
     ],
 )
 def test_an_error_in_the_users_own_code_shows_their_frames_first(
-    sections, tmp_path, monkeypatch, capsys
+    sections, tmp_path, monkeypatch, typed
 ):
     (tmp_path / "frames.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | sections))
-    monkeypatch.setattr(
-        sys, "argv", ["raydpfl", "run", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "o")]
-    )
-    with pytest.raises(SystemExit, match="1"):
-        cli.main()
+    code, _, said = typed("run", tmp_path / "c.yaml", "--out", tmp_path / "o")
     place = tmp_path / "frames.py"
-    first, source, *rest = capsys.readouterr().err.splitlines()
+    first, source, *rest = said.splitlines()
+    assert code == 1
     assert first == f"raydpfl: {place}:13: IndexError: list index out of range"
     assert source == "    return [][len(str(x))]"
     assert rest[0].startswith(f"  called by {place}:") and "raydpfl/" not in "".join(rest)
@@ -150,17 +142,14 @@ def sections_hook(sections):
 
 
 @pytest.mark.slow
-def test_all_frames_are_shown_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
+def test_all_frames_are_shown_where_they_are_asked_for(tmp_path, monkeypatch, typed):
     monkeypatch.setenv(cli.DEBUG, "")
     (tmp_path / "deep.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     rule = {"bounding": {"kind": "deep:Rule", "bound": 1.0}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | rule))
-    words = ["run", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "o"), "--debug"]
-    monkeypatch.setattr(sys, "argv", ["raydpfl", *words])
-    with pytest.raises(SystemExit, match="1"):
-        cli.main()
-    said = capsys.readouterr().err
+    code, _, said = typed("run", tmp_path / "c.yaml", "--out", tmp_path / "o", "--debug")
+    assert code == 1
     assert "raydpfl/cli.py" in said and "in factor" in said
 
 
@@ -289,8 +278,8 @@ RELATIONS = {
 
 
 @pytest.mark.parametrize("name", RELATIONS)
-def test_what_no_accountant_covers_blames_what_was_asked_for(name, tmp_path, monkeypatch, capsys):
+def test_what_no_accountant_covers_blames_what_was_asked_for(name, tmp_path, complain):
     overrides, line = RELATIONS[name]
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["budget", tmp_path / "small.yaml", *overrides], monkeypatch, capsys)
+    said = complain(["budget", tmp_path / "small.yaml", *overrides])
     assert said.startswith(line)

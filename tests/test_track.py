@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from conftest import experiment
-from test_bad_input import complain
 
 from raydpfl import Experiment, events, runner, track
 from raydpfl import run as run_one
@@ -194,7 +193,7 @@ def test_what_tracks_is_no_part_of_a_trials_name():
 
 
 def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, complain
 ):
     (tmp_path / "small.yaml").write_text(tracked().to_yaml())
     real = track.importlib.util.find_spec
@@ -202,7 +201,7 @@ def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_writte
         track.importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
     )
     words = ["run", tmp_path / "small.yaml", "track=[mlflow]", "--out", tmp_path / "out"]
-    said = complain(words, monkeypatch, capsys)
+    said = complain(words)
     assert (
         said == "track = 'mlflow': others, or none (track=[]); mlflow needs pip install "
         "raydpfl[mlflow]"
