@@ -23,7 +23,7 @@ from raydpfl import compiling, hardware, models, native, sums
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, clients_normals, stream, words
-from raydpfl.local import Sgd, Trainer, resolve
+from raydpfl.local import Sgd, Trainer, batches, resolve
 from raydpfl.local.filters import Filters, Window
 from raydpfl.local.spanned import spanned_pays
 from raydpfl.plan import Plan
@@ -178,6 +178,28 @@ def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
     compiled = drawn(n, stds)
     monkeypatch.setattr(native, "library", lambda: None)
     np.testing.assert_array_equal(compiled, drawn(n, stds))
+
+
+@needs
+@pytest.mark.parametrize("most, batch", [(5, 1), (17, 4), (native.RANKED, 9), (65, 9)])
+@pytest.mark.parametrize("made", [{"steps": 3}, {"epochs": 2}])
+def test_batches_are_those_that_sorted_words_give(most, batch, made, monkeypatch):
+    local = Sgd(batch=batch, **made)
+    generator = np.random.default_rng(most)
+    sizes = generator.integers(0, most + 1, 12)
+    sizes[3] = most
+    who = (np.sort(generator.integers(0, 90, 12)), generator.integers(0, 3, 12))
+    asked = []
+    shuffled = native.shuffled
+    monkeypatch.setattr(native, "shuffled", lambda *given: asked.append(shuffled(*given)))
+    batches(4, 2**33, *who, sizes, local)
+    assert asked == [most <= native.RANKED]
+    monkeypatch.setattr(native, "shuffled", shuffled)
+    index, batch_sizes = batches(4, 2**33, *who, sizes, local)
+    monkeypatch.setattr(native, "library", lambda: None)
+    expected, rows = batches(4, 2**33, *who, sizes, local)
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(batch_sizes, rows)
 
 
 @needs

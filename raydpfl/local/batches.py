@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raydpfl import native
 from raydpfl.keys import Purpose, stream, words
 from raydpfl.local.base import Local
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
@@ -49,14 +50,14 @@ def batches(
     steps = local.step_counts(counts)
     index = np.zeros((len(counts), int(steps.max(initial=0)), width), dtype=np.int64)
     every = batch_sizes == counts
-    index[every] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
+    if every.any():
+        index[every] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
     fresh = ~every & (local.sampling == "fresh")
     few = fresh & (counts <= RANKED * batch_sizes)
     of = _Streams(seed, t, np.asarray(clients), np.asarray(draws))
     # A client with many rows ranks them alone: how many bits they take may not show in the others.
     ranked = np.flatnonzero(few & (counts <= 1 << BITS))
-    if len(ranked):
-        _rank(index, ranked, of.words(ranked, steps[ranked], counts[ranked]), batch_sizes[ranked])
+    of.rank(index, ranked, steps[ranked], counts[ranked], batch_sizes[ranked])
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         alike = np.flatnonzero(many == b)
@@ -82,6 +83,24 @@ class _Streams:
         """See `raydpfl.keys.words`; of the clients at these slots."""
         who = {"clients": self.clients[slots], "draws": self.draws[slots]}
         return words(self.seed, Purpose.BATCH, t=self.t, **who, steps=steps, sizes=sizes)
+
+    def rank(
+        self,
+        index: np.ndarray,
+        slots: np.ndarray,
+        steps: np.ndarray,
+        sizes: np.ndarray,
+        batch_sizes: np.ndarray,
+    ) -> None:
+        """Writes the batches of the clients at these slots, int64 [k], who have so many steps, rows
+        and rows in a batch, int64 [k] each, to `index`.
+        """
+        if not len(slots):
+            return
+        key = (self.seed, Purpose.BATCH, self.t)
+        who = (self.clients[slots], self.draws[slots])
+        if not native.shuffled(key, *who, steps, sizes, slots, batch_sizes, index):
+            _rank(index, slots, self.words(slots, steps, sizes), batch_sizes)
 
     def uniform(self, slots: np.ndarray, steps: int, b: int) -> np.ndarray:
         """Numbers in [0, 1), float64 [slots, steps, b], as numpy's generators make them."""

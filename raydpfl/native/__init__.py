@@ -38,6 +38,7 @@ from raydpfl import compiling
 
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
+RANKED = 64  # rows of a client, as in kernels.c
 PARTIAL = 64  # partial sums of a norm
 CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cache
 # of the polynomial for e^x, after the first
@@ -263,6 +264,46 @@ def words(
     seeds = (ctypes.c_uint64(each) for each in key)
     shape = (ctypes.c_int64(most), ctypes.c_int64(width))
     compiled.raydpfl_words(ctypes.c_int64(len(out)), *seeds, *map(_at, given), *shape, _at(out))
+    return True
+
+
+def shuffled(
+    key: tuple[int, int, int],
+    clients: np.ndarray,
+    draws: np.ndarray,
+    steps: np.ndarray,
+    sizes: np.ndarray,
+    places: np.ndarray,
+    batches: np.ndarray,
+    index: np.ndarray,
+) -> bool:
+    """Writes the rows that keyed words shuffle to the front, batch by batch, to `index`
+    (`raydpfl.local.batches`); False where nothing is compiled, or a client has more than `RANKED`
+    rows.
+
+    Args:
+        key: seed, purpose and round.
+        clients: int64 [k].
+        draws: int64 [k], below 2^32.
+        steps: int64 [k], how many batches a client has, Q at most.
+        sizes: int64 [k], its rows.
+        places: int64 [k], its place among the C.
+        batches: int64 [k], how many of its rows are in a batch, B at most.
+        index: int64 [C, Q, B]; batches beyond a client's own hold its first rows.
+    """
+    compiled = library()
+    if compiled is None or sizes.max() > RANKED:
+        return False
+    rows, width = index.shape[1:]
+    most = int(steps.max())
+    assert most <= rows and (batches <= np.minimum(sizes, width)).all()
+    assert (places < len(index)).all() and index.flags.c_contiguous
+    every = (clients, draws, steps, sizes, places, batches)
+    given = [np.ascontiguousarray(each, np.int64) for each in every]
+    seeds = (ctypes.c_uint64(each) for each in key)
+    shape = (ctypes.c_int64(each) for each in (most, rows, width))
+    arrays = map(_at, given)
+    compiled.raydpfl_shuffled(ctypes.c_int64(len(steps)), *seeds, *arrays, *shape, _at(index))
     return True
 
 

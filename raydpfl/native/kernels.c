@@ -205,6 +205,7 @@ typedef struct {
 
 typedef double doubles __attribute__((vector_size(4 * WIDE)));
 typedef int64_t longs __attribute__((vector_size(4 * WIDE)));
+typedef int64_t longs_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
 typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
 typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
 
@@ -1535,22 +1536,34 @@ static void philox(const uint64_t key[2], const uint64_t counter[4], uint64_t wo
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
 }
 
+/* One of them, and the words that are left of its last block. */
+typedef struct {
+    uint64_t counter[4], words[4];
+    int left;
+} Stream;
+
+static Stream stream_at(const Streams *s, int64_t place) {
+    return (Stream){{0, s->draws[place] << 32, s->clients[place], s->round}};
+}
+
+static void next_words(const Streams *s, Stream *stream, int64_t count, uint64_t *to) {
+    for (int64_t i = 0; i < count; i++) {
+        if (!stream->left) {
+            stream->counter[0]++;
+            philox(s->key, stream->counter, stream->words);
+            stream->left = 4;
+        }
+        to[i] = stream->words[4 - stream->left--];
+    }
+}
+
 static void draw_words(void *what, int64_t place, int64_t thread) {
     const Streams *s = what;
     uint64_t *to = s->found + place * s->most * s->width;
-    uint64_t counter[4] = {0, s->draws[place] << 32, s->clients[place], s->round};
-    uint64_t words[4];
-    int left = 0;
+    Stream stream = stream_at(s, place);
     memset(to, 0xFF, s->most * s->width * sizeof *to);
     for (int64_t step = 0; step < s->steps[place]; step++)
-        for (int64_t i = 0; i < s->sizes[place]; i++) {
-            if (!left) {
-                counter[0]++;
-                philox(s->key, counter, words);
-                left = 4;
-            }
-            to[step * s->width + i] = words[4 - left--];
-        }
+        next_words(s, &stream, s->sizes[place], to + step * s->width);
 }
 
 /* The words of k streams, of which each fills the first sizes[i] of a row of `width`, in the first
@@ -1560,6 +1573,58 @@ void raydpfl_words(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
                    const int64_t *sizes, int64_t most, int64_t width, uint64_t *found) {
     Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width, found};
     share(k, draw_words, &s);
+}
+
+enum { RANKED = 64 }; /* rows of a client */
+
+/* Streams, and the batches [k][steps][width] that their words shuffle. */
+typedef struct {
+    Streams s;
+    const int64_t *places, *batches;
+    int64_t rows, *index;
+} Shuffled;
+
+/* The first `batch` of n rows in the order of their words, of which the row's number takes the low
+24 bits. Every other row counts as one before those with larger words. */
+static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *found) {
+    int64_t keys[RANKED], ranks[RANKED], rows[RANKED];
+    for (int64_t i = 0; i < n; i++)
+        keys[i] = (int64_t)((words[i] & ~(uint64_t)0xFFFFFF | i) ^ (1ull << 63));
+    for (int64_t i = n; i % NUMBERS; i++) keys[i] = 0;
+    for (int64_t i = 0; i < n; i += NUMBERS) {
+        longs own = *(const longs_anywhere *)(keys + i), before = {};
+        for (int64_t other = 0; other < n; other++) before -= (longs)(own > keys[other]);
+        *(longs_anywhere *)(ranks + i) = before;
+    }
+    for (int64_t i = 0; i < n; i++) rows[ranks[i]] = i;
+    memcpy(found, rows, batch * sizeof *found);
+}
+
+static void shuffle_rows(void *what, int64_t place, int64_t thread) {
+    const Shuffled *r = what;
+    const Streams *s = &r->s;
+    int64_t batch = r->batches[place];
+    int64_t *to = r->index + r->places[place] * r->rows * s->width;
+    uint64_t words[RANKED];
+    Stream stream = stream_at(s, place);
+    for (int64_t step = 0; step < s->most; step++, to += s->width)
+        if (step < s->steps[place]) {
+            next_words(s, &stream, s->sizes[place], words);
+            rank(s->sizes[place], batch, words, to);
+        } else
+            for (int64_t i = 0; i < batch; i++) to[i] = i;
+}
+
+/* For each of k clients, of RANKED rows at most, batches of so many of its `sizes[i]` rows, shuffled
+by keyed words; `index` [C][rows][width], of which places[i] is the client's part; its batches fill
+the first `most` rows, and those beyond its own steps have the rows in their order. */
+void raydpfl_shuffled(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
+                      const uint64_t *clients, const uint64_t *draws, const int64_t *steps,
+                      const int64_t *sizes, const int64_t *places, const int64_t *batches,
+                      int64_t most, int64_t rows, int64_t width, int64_t *index) {
+    Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width};
+    Shuffled r = {s, places, batches, rows, index};
+    share(k, shuffle_rows, &r);
 }
 
 /* --- keyed normals --- */
