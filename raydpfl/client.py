@@ -277,7 +277,7 @@ class ClientActor(Process):
             if lane.slot is not None:
                 yield lane
                 continue
-            same = alike.setdefault(self.trainer.alike(lane.rows), [])
+            same = alike.setdefault((lane.width, *self.trainer.alike(lane.rows)), [])
             if same:
                 padded = len(same) * (lane.rows - same[-1].rows)
                 most = self.trainer.together(lane.width, lane.rows, features)

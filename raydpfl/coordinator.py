@@ -128,15 +128,15 @@ class Coordinator:
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
         width = self.experiment.client.lane
         assert isinstance(width, int)  # the plan has settled "auto"
-        weights = plan.weights(clients)
-        cut = dealing.lanes(cohort, weights, sizes, width, plan.step_stds(clients))
+        each = plan.weights(clients), sizes, width, plan.step_stds(clients)
+        cut = dealing.lanes(cohort, *each, plan.lane_costs(clients))
         shares = self.pool.shares([at.memory.given(lane) for lane in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
         grid = sums.grid(len(cohort), most, std)
         work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
         arriving = self.pool.run(self._broadcast(), work, shares)
-        apart = width if self.pool.per_client else None
+        apart = cut if self.pool.per_client else None
         total, results = sums.gathered(arriving, plan.d, grid, apart)
         at.memory.keep(results)
         return total, results

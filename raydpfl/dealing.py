@@ -16,33 +16,60 @@ def lanes(
     sizes: np.ndarray,
     width: int,
     stds: np.ndarray | None = None,
+    costs: np.ndarray | None = None,
 ) -> list[Lane]:
-    """The cohort cut into lanes of `width` clients of about one size, the last one filled up with
-    empty slots.
+    """The cohort cut into lanes of at most `width` clients of about one size.
 
     `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
     steps) are those of the cohort's clients; a lane's rows are those of its largest. The cut is by
     size, and by place in the cohort among equals; within a lane clients are in the order of the
     cohort. So it is a function of the cohort and the sizes, and clients of one size are cut as they
     stand.
+
+    Lanes are of `width`, the last one filled up with empty slots. Where clients differ in what they
+    cost (`costs`, see `raydpfl.local.way.Way.costs`) lanes are such that all of them cost least.
     """
     if not len(cohort):
         return []
-    count = -(-len(cohort) // width)
-    order = np.full(count * width, len(cohort))
-    order[: len(cohort)] = np.argsort(sizes, kind="stable")
-    places = np.sort(order.reshape(count, width), axis=1)
-    clients = _at(cohort.clients, places, -1)
-    draws = _at(cohort.draws, places)
-    weighted = _at(weights, places)
-    noised = [None] * count if stds is None else _at(stds, places)
-    rows = np.maximum(_at(sizes, places).max(axis=1), 1).tolist()
-    parts = zip(clients, draws, weighted, rows, noised, strict=True)
-    return [Lane(*each[:4], stds=each[4]) for each in parts]
+    order = np.argsort(sizes, kind="stable")
+    if costs is None or (costs[1] == costs[1, 0]).all():
+        order = np.append(order, np.full(-len(order) % width, len(order)))
+        ends = np.arange(width, len(order) + 1, width)
+    else:
+        ends = _ends(costs[0, order], costs[1, order], width)
+    found = []
+    for some in np.split(order, ends[:-1]):
+        places = np.sort(some)
+        rows = max(1, int(_at(sizes, places).max()))
+        drawn = _at(cohort.draws, places)
+        noised = None if stds is None else _at(stds, places)
+        clients = _at(cohort.clients, places, -1)
+        found.append(Lane(clients, drawn, _at(weights, places), rows, stds=noised))
+    return found
+
+
+def _ends(lane: np.ndarray, client: np.ndarray, width: int) -> np.ndarray:
+    """Where lanes of at most `width` end that together cost least, int64 [lanes], if one of k
+    clients of which the last is i costs lane[i] + k client[i].
+    """
+    count = len(lane)
+    least = np.zeros(count + 1)
+    begins = np.zeros(count + 1, np.int64)
+    for end in range(1, count + 1):
+        first = max(0, end - width)
+        clients = np.arange(end - first, 0, -1)
+        taken = least[first:end] + lane[end - 1] + clients * client[end - 1]
+        place = int(np.argmin(taken))
+        least[end] = taken[place]
+        begins[end] = first + place
+    ends = [count]
+    while begins[ends[-1]]:
+        ends.append(int(begins[ends[-1]]))
+    return np.array(ends[::-1])
 
 
 def _at(values: np.ndarray, places: np.ndarray, fill: int = 0) -> np.ndarray:
-    """The values, [r], at these places, [count, width]; `fill` at place r."""
+    """The values, [r], at these places, int64 [k]; `fill` at place r."""
     return np.concatenate([values, np.array([fill], values.dtype)])[places]
 
 

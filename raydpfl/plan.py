@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import origin, privacy
+from raydpfl import local, origin, privacy
 from raydpfl.config import Experiment, as_fields
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
@@ -355,6 +355,12 @@ class Plan:
         None when there is none.
         """
         return self.mechanism.step_stds(clients) if self.mechanism else None
+
+    def lane_costs(self, clients: np.ndarray) -> np.ndarray | None:
+        """What a lane costs of which one of these clients is the largest, float64 [2, r]; see
+        `raydpfl.local.way.Way.costs`.
+        """
+        return local.costs(self.experiment, self.population.sizes[clients], self.d)
 
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some

@@ -16,14 +16,15 @@ four million, so rounding to it changes no printed digit of a sensitivity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
 
 from raydpfl import native
 from raydpfl.errors import RunError
-from raydpfl.rounds import LaneResult
+from raydpfl.rounds import Lane, LaneResult
 
 # no coordinate of a round's sum may exceed this when nothing bounds the updates
 UNBOUNDED = 2.0**20
@@ -103,7 +104,10 @@ def check_range(largest: float, step: float) -> None:
 
 
 def gathered(
-    arriving: Iterable[tuple[int, LaneResult]], d: int, grid: float, width: int | None = None
+    arriving: Iterable[tuple[int, LaneResult]],
+    d: int,
+    grid: float,
+    lanes: Sequence[Lane] | None = None,
 ) -> tuple[np.ndarray, list[LaneResult]]:
     """What actors have returned, added up while others are at work.
 
@@ -111,8 +115,8 @@ def gathered(
         arriving: each result as it arrives, and its place among them.
         d: parameters of the model.
         grid: of the round.
-        width: None: totals are sums of lanes, on the grid already. Else each is one client's
-            contribution, and those at so many places in turn are a lane, whose sum is formed here.
+        lanes: None: totals are sums of lanes, on the grid already. Else each is the contribution of
+            one client of these lanes, in turn, whose sums are formed here.
 
     Returns:
         The exact sum, float64 [d], whatever the order of arrival, and the results by place.
@@ -121,14 +125,14 @@ def gathered(
     total = np.zeros(d)
     for place, result in arriving:
         found[place] = result
-        if width is None:
+        if lanes is None:
             total += result.total
             result.total = NOTHING
     results = [found[place] for place in range(len(found))]
-    if width is not None:
-        for start in range(0, len(results), width):
-            lane = np.zeros(d)
-            for result in results[start : start + width]:
-                lane += result.total
-            total += snap(lane, grid)
+    in_turn = iter(results)
+    for lane in lanes or ():
+        own = np.zeros(d)
+        for result in islice(in_turn, int((lane.clients >= 0).sum())):
+            own += result.total
+        total += snap(own, grid)
     return total, results

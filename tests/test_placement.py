@@ -47,6 +47,43 @@ def test_lanes_of_unequal_clients_hardly_pad():
     assert sizes.sum() / sum(16 * each.max() for each in sizes.reshape(-1, 16)) < 0.4
 
 
+def every_cut(count: int, width: int):
+    """The widths of all lanes, in all ways to cut so many clients."""
+    if not count:
+        yield []
+    for last in range(1, min(width, count) + 1):
+        for before in every_cut(count - last, width):
+            yield [*before, last]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lanes_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
+    generator = np.random.default_rng(seed)
+    sizes = generator.permutation(9) + 1
+    costs = np.stack([sizes * 3.0 * seed, generator.lognormal(2, 1, 9).round(2)])
+    order = np.argsort(sizes)
+
+    def cost(widths: list[int]) -> float:
+        ends = np.cumsum(widths)
+        lane, client = costs[:, order[ends - 1]]
+        return float((lane + widths * client).sum())
+
+    made = lanes(Cohort.of(np.arange(9)), np.ones(9), sizes, 4, costs=costs)
+    widths = [len(lane.clients) for lane in made]
+    assert cost(widths) == pytest.approx(min(map(cost, every_cut(9, 4))))
+    ends = np.cumsum(widths)
+    for lane, end in zip(made, ends, strict=True):
+        own = order[end - len(lane.clients) : end]
+        assert lane.clients.tolist() == sorted(own) and lane.rows == sizes[own[-1]]
+
+
+def test_clients_that_cost_the_same_are_cut_into_lanes_of_one_width():
+    costs = np.array([[5.0] * 5, [2.0] * 5])
+    sizes = np.array([4, 9, 2, 7, 5])
+    made = lanes(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
+    assert [lane.clients.tolist() for lane in made] == [[0, 6], [9, 12], [3, -1]]
+
+
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
 def test_shares_deal_every_lane_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)

@@ -32,6 +32,7 @@ from raydpfl.client import ClientActor
 from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
 from raydpfl.dealing import lanes
+from raydpfl.local import WAYS
 from raydpfl.plan import Plan
 from raydpfl.runner import Result
 from raydpfl.selection import Cohort
@@ -482,6 +483,35 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
         of_clients = [name for name in expected.column_names if name.startswith("client_")]
         for name in (*COLUMNS, *of_clients):
             np.testing.assert_array_equal(rows[name].to_numpy(), expected[name].to_numpy(), name)
+
+
+@pytest.mark.parametrize("way", ["fused", "sample_space", "vmap", "one_batch"])
+def test_lanes_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
+    way, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(WAYS[way], "calls", 0)  # so that a lane is of clients that cost the same
+    cut = []
+    joined = ClientActor._joined
+
+    def noted(actor, given):
+        cut.extend(len(lane.clients) for lane in given)
+        return joined(actor, given)
+
+    monkeypatch.setattr(ClientActor, "_joined", noted)
+    changes = {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "epochs": 2, "batch": 4},
+        "client": {"way": way, "lane": 5},
+        "rounds": 2,
+    }
+    if way == "one_batch":
+        changes["model"] = METHODS["adapters, unequal clients"]["model"]
+    plan = Plan.make(experiment(**changes))
+    inline = carried_out(plan, tmp_path / "inline")
+    assert len(set(cut)) > 1 and max(cut) <= 5
+    for actors in (0, 3):
+        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
 
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to

@@ -1,14 +1,17 @@
 """What unequal clients cost: samples a second with log-normal sizes (sigma 1) against equal ones.
 
-    python experiments/benchmarks/unequal.py [--batch 10] [--model softmax] [--features 60]
+    python experiments/benchmarks/unequal.py [--only "softmax, all rows" "cnn"] [--seconds 10]
 
-The same model and number of samples on average, in one process, a round of each in turn, by the
-clock of the processor. `--batch` 10: 20 steps of 10, so that every client takes about as many
-samples a round. `--batch full`: 20 steps on all that it has, so that a client's work goes by its
-size. `--features 784`: rows of the size of an MNIST image.
+A line for each case of `CASES`: the same model and number of samples on average, in one process, a
+round of each in turn, by the clock of the processor. In 20 steps of 10 rows every client takes
+about as many samples a round; on all of their rows, or in epochs, their work goes by their size.
+`--sizes` takes other sizes: `huge` gives the largest of 3,000 clients a ninth of all samples.
+`--actors 2` deals lanes to so many actors of Ray, and takes the clock on the wall.
 
-Not all of the difference is lost: on full batches a client of few rows takes fewer operations a
-sample in the span of its rows, and one of many has no such way.
+Not all of a difference is lost. In the span of its n rows a step of a client has n products a
+sample and output, by weights of p inputs 2 p: on all rows, one of few rows has fewer operations to
+do a sample than one of many. And a step on all of 20 rows changes as many weights as one on all of
+500.
 """
 
 from __future__ import annotations
@@ -17,49 +20,144 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
 
 from raydpfl import Experiment
+from raydpfl.actors import Actors
 from raydpfl.coordinator import Coordinator
+from raydpfl.origin import of_capability
 from raydpfl.plan import Plan
 
-WARM = 5  # rounds that are not counted
+WARM = 3  # rounds that are not counted
+ROUNDS = 1000  # at most
+LEAST = 5  # that are counted
 
 SIZES = {
     "equal": {"kind": "balanced"},
     "lognormal": {"kind": "lognormal", "sigma": 1.0},
+    "huge": {"kind": "power-law", "exponent": 1.0},
+}
+SAMPLES = {"kind": "synthetic", "clients": 3000, "samples": 80, "features": 60}
+LARGE = {**SAMPLES, "clients": 600, "features": 784}
+IMAGES = {"kind": "fashion_mnist_mini", "clients": 100, "partition": {"kind": "iid"}}
+STEPS = {"steps": 20, "batch": 10}
+ALL = {"steps": 20, "batch": "full"}
+EPOCHS = {"epochs": 3, "batch": 10}
+TANH = {"kind": "mlp", "activation": "tanh"}
+ADAPTERS = {"kind": "mlp", "hidden": [200, 200], "lora": {"rank": 4}}
+PRIVATE = {
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "std": 0.01, "placement": "step"},
+}
+
+
+def case(model: Any, local: dict, data: dict = SAMPLES, cohort: int = 150, **sections: Any) -> dict:
+    """A config but for the sizes."""
+    return {
+        "rounds": ROUNDS,
+        "data": data,
+        "model": model if isinstance(model, dict) else {"kind": model},
+        "selection": {"kind": "uniform", "cohort": cohort},
+        "local": {"kind": "sgd", "lr": 0.1, **local},
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "evaluate": {"every": ROUNDS},
+        "measure": [],
+        **sections,
+    }
+
+
+CASES = {
+    "softmax": case("softmax", STEPS),
+    "softmax, all rows": case("softmax", ALL),
+    "softmax, epochs": case("softmax", EPOCHS),
+    "softmax 784": case("softmax", STEPS, LARGE),
+    "softmax 784, all rows": case("softmax", ALL, LARGE),
+    "softmax 784, epochs": case("softmax", EPOCHS, LARGE),
+    "mlp": case("mlp", STEPS),
+    "mlp, all rows": case("mlp", ALL),
+    "mlp, epochs": case("mlp", EPOCHS),
+    "private softmax": case("softmax", STEPS, **PRIVATE),
+    "private softmax, all rows": case("softmax", ALL, **PRIVATE),
+    "private softmax, epochs": case("softmax", EPOCHS, **PRIVATE),
+    "private mlp": case("mlp", STEPS, cohort=40, **PRIVATE),
+    "private mlp, all rows": case("mlp", ALL, cohort=40, **PRIVATE),
+    "private mlp, epochs": case("mlp", EPOCHS, cohort=40, **PRIVATE),
+    "tanh mlp": case(TANH, STEPS),
+    "tanh mlp, all rows": case(TANH, ALL),
+    "tanh mlp, epochs": case(TANH, EPOCHS),
+    "private tanh mlp, epochs": case(TANH, EPOCHS, cohort=40, **PRIVATE),
+    "adam": case("mlp", {**STEPS, "kind": "adam", "lr": 0.001}, cohort=40),
+    "adam, epochs": case("mlp", {**EPOCHS, "kind": "adam", "lr": 0.001}, cohort=40),
+    "vmap": case("mlp", STEPS, cohort=40, client={"way": "vmap"}),
+    "vmap, all rows": case("mlp", ALL, cohort=40, client={"way": "vmap"}),
+    "vmap, epochs": case("mlp", EPOCHS, cohort=40, client={"way": "vmap"}),
+    "adapters": case(ADAPTERS, STEPS),
+    "adapters, all rows": case(ADAPTERS, ALL),
+    "adapters, epochs": case(ADAPTERS, EPOCHS),
+    "cnn": case("cnn", {"steps": 5, "batch": 10}, IMAGES, cohort=20),
+    "cnn, all rows": case("cnn", {"steps": 2, "batch": "full"}, IMAGES, cohort=20),
+    "cnn, epochs": case("cnn", {"epochs": 1, "batch": 10}, IMAGES, cohort=20),
+    "private cnn, epochs": case("cnn", {"epochs": 1, "batch": 10}, IMAGES, cohort=20, **PRIVATE),
+    "loop, epochs": case("mlp", EPOCHS, cohort=20, client={"way": "loop"}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument(
-        "--batch", type=lambda text: text if text == "full" else int(text), default=10
-    )
-    parser.add_argument("--model", choices=["softmax", "mlp"], default="softmax")
-    parser.add_argument("--features", type=int, default=60)
-    parser.add_argument("--clients", type=int, default=3000)
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
+    parser.add_argument("--seconds", type=float, default=5, help="of rounds, for each case")
+    parser.add_argument("--sizes", choices=[*SIZES][1:], default="lognormal")
+    parser.add_argument("--actors", type=int, default=0)
     options = parser.parse_args()
-    rates: dict[str, list[float]] = {name: [] for name in SIZES}
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {}
-        for name in SIZES:
-            plan = Plan.make(Experiment.from_dict(tree(name, options)))
-            (Path(folder) / name).mkdir()
-            runs[name] = Coordinator(plan, str(Path(folder) / name))
-            runs[name].start()
-        for t in range(WARM + options.rounds):
-            for name, coordinator in runs.items():
-                began = time.process_time()
-                coordinator.round()
-                seconds = time.process_time() - began
-                if t >= WARM:
-                    rates[name].append(samples(coordinator.plan, t) / seconds)
-    typical = {name: float(np.median(each)) for name, each in rates.items()}
-    print(", ".join(f"{name} {rate:,.0f} samples/s" for name, rate in typical.items()))
-    print(f"lognormal against equal: {typical['lognormal'] / typical['equal']:.2f}")
+    if options.actors:
+        quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+        ray.init(address="local", num_cpus=2 * options.actors, **quiet)
+    print(f"{'samples/s':26} {'way':13} {'equal':>12} {options.sizes:>12}  ratio")
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            way, rates = measured(CASES[name], Path(folder), options)
+        equal, other = (float(np.median(each)) for each in rates)
+        print(f"{name:26} {way:13} {equal:12,.0f} {other:12,.0f}  {other / equal:5.2f}", flush=True)
+
+
+def measured(
+    config: dict, folder: Path, options: argparse.Namespace
+) -> tuple[str, list[list[float]]]:
+    """The way, and the samples a second of each round: of equal sizes, and of others."""
+    clock = time.perf_counter if options.actors else time.process_time
+    runs = [started(config, folder, name, options) for name in ("equal", options.sizes)]
+    rates: list[list[float]] = [[], []]
+    begun = time.perf_counter()
+    for t in range(ROUNDS):
+        if t == WARM:
+            begun = time.perf_counter()
+        if t >= WARM + LEAST and time.perf_counter() - begun > options.seconds:
+            break
+        for run, found in zip(runs, rates, strict=True):
+            began = clock()
+            run.round()
+            found.append(samples(run.plan, t) / (clock() - began))
+    for run in runs:
+        run.pool.close()
+    return runs[0].experiment.client.way, [found[WARM:] for found in rates]
+
+
+def started(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
+    data = {**config["data"], "sizes": SIZES[name]}
+    client = {**config.get("client", {}), "actors": options.actors}
+    plan = Plan.make(Experiment.from_dict({**config, "data": data, "client": client}))
+    (folder / name).mkdir()
+    pool = None
+    if options.actors:
+        pool = Actors(plan.experiment.client, options.actors)
+        pool.told(plan.experiment, str(plan.shards), of_capability(plan.platform))
+        pool.up(options.actors, lambda: None)
+    run = Coordinator(plan, str(folder / name), pool)
+    run.start()
+    return run
 
 
 def samples(plan: Plan, t: int) -> int:
@@ -69,26 +167,6 @@ def samples(plan: Plan, t: int) -> int:
     clients = plan.experiment.selection.exposed(plan.experiment.seed, t, population)
     sizes = population.sizes[clients]
     return int((local.step_counts(sizes) * local.batch_sizes(sizes)).sum())
-
-
-def tree(name: str, options: argparse.Namespace) -> dict:
-    return {
-        "rounds": WARM + options.rounds,
-        "data": {
-            "kind": "synthetic",
-            "clients": options.clients,
-            "samples": 80,
-            "features": options.features,
-            "sizes": SIZES[name],
-        },
-        "model": {"kind": options.model},
-        "selection": {"kind": "uniform", "cohort": 150},
-        "local": {"kind": "sgd", "steps": 20, "batch": options.batch, "lr": 0.1},
-        "bounding": {"kind": "clip", "bound": 1.0},
-        "client": {"actors": 0},
-        "evaluate": {"every": WARM + options.rounds},
-        "measure": [],
-    }
 
 
 if __name__ == "__main__":

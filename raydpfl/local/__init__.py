@@ -38,7 +38,7 @@ from raydpfl.local.sam import Sam
 from raydpfl.local.scaffold import Scaffold
 from raydpfl.local.sgd import Sgd
 from raydpfl.local.way import Block
-from raydpfl.local.ways import WAYS
+from raydpfl.local.ways import WAYS, costs
 from raydpfl.member import family
 from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 
@@ -56,6 +56,7 @@ __all__ = [
     "Step",
     "Trainer",
     "batches",
+    "costs",
     "picked",
     "resolve",
     "single_thread",

@@ -149,6 +149,8 @@ class OneBatch(Vmap):
     along the first axis.
     """
 
+    calls = 1 << 19  # as a row goes through what is frozen too
+
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.at = _Pass()

@@ -90,6 +90,7 @@ class Vmap(Way):
     raises RuntimeError when it is run.
     """
 
+    calls = 1 << 24
     starts = True
     twice = True
     half = True

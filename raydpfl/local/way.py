@@ -31,6 +31,7 @@ ALIGNED = 64  # bytes: where torch's own tensors begin
 # bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
 # a multiple of 16, the same where it begins at one
 BEGINS = 16
+WEIGHTS = 16  # samples whose products take as long as reading and writing the weights does
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 """The rows and the shares of every step; see `LaneData.batches`."""
@@ -357,6 +358,8 @@ class Way:
     padded: ClassVar[bool] = True
     # whether they depend on the client's own rows, batches and steps alone, whatever they lie among
     alone: ClassVar[bool] = False
+    # products of a row with a weight that take as long as the calls of a lane's step
+    calls: ClassVar[int] = 1 << 21
     twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
     trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
     # whether a slot is trained when it is asked for, and not before
@@ -402,6 +405,27 @@ class Way:
         if cls.linear and local.linear() is None:
             return "a rule that is not linear"
         return None
+
+    @classmethod
+    def costs(cls, local: Local, sizes: np.ndarray, d: int) -> np.ndarray | None:
+        """What a lane costs whose largest client has so many rows, float64 [2, r]: by itself, and
+        for each of its clients, all of which do what that one does. In products of a row with a
+        weight: `calls` for a step, and for each client's what its rows take, and its weights, which
+        are read and written.
+
+        Args:
+            local: the rule.
+            sizes: rows of r clients, int64 [r].
+            d: parameters of the model.
+
+        Returns:
+            None for a way that trains clients one by one.
+        """
+        if cls.alone or cls.one_by_one:
+            return None
+        steps = local.step_counts(sizes)
+        rows = local.batch_sizes(sizes)
+        return np.stack([steps * cls.calls, steps * (rows + WEIGHTS) * d]).astype(np.float64)
 
     def fits(self, clip: float | None) -> None:
         """Raises `raydpfl.local.stack.NoStack` where it can clip each sample of other models, and

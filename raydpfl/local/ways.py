@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from raydpfl.errors import ConfigError
 from raydpfl.hardware import Precision
 from raydpfl.local.base import Local
@@ -16,6 +20,9 @@ from raydpfl.local.vmap import Vmap
 from raydpfl.local.way import Way
 from raydpfl.models.split import Split
 
+if TYPE_CHECKING:
+    from raydpfl.config import Experiment
+
 WAYS: dict[str, type[Way]] = {
     "compiled": Compiled,
     "sample_space": SampleSpace,
@@ -28,6 +35,16 @@ WAYS: dict[str, type[Way]] = {
     "noop": Noop,
 }
 REFERENCE = "loop"  # trains any module by any rule
+
+
+def costs(experiment: Experiment, sizes: np.ndarray, d: int) -> np.ndarray | None:
+    """See `Way.costs`, of the experiment's way; None on a GPU, where a lane takes as long as its
+    largest client.
+    """
+    client = experiment.client
+    if client.num_gpus > 0:
+        return None
+    return WAYS[client.way].costs(experiment.local, sizes, d)
 
 
 def lacking(
