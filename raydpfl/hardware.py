@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from threadpoolctl import threadpool_limits
+
 INFO = Path("/proc/cpuinfo")
+BLAS = "OPENBLAS_NUM_THREADS"
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM
 
 Precision = Literal["float32", "bfloat16", "tf32"]
@@ -67,3 +71,25 @@ def threads() -> int:
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(cores(), int(asked))) if asked.isdecimal() else cores()
+
+
+@contextmanager
+def single_blas() -> Iterator[None]:
+    """While it holds, products of numpy and scipy have the same bits on any number of cores, and
+    any thread may start processes although another one multiplies.
+
+    Their OpenBLAS sums in another order with more threads, joins its threads before every fork
+    (`pthread_atfork`), and hangs there where another thread is inside a product that uses them. So
+    it gets one thread: as it is loaded and, by the environment, as it will be. torch has its own
+    products, which it keeps.
+    """
+    before = os.environ.get(BLAS)
+    os.environ[BLAS] = "1"
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            yield
+    finally:
+        if before is None:
+            del os.environ[BLAS]
+        else:
+            os.environ[BLAS] = before

@@ -19,13 +19,12 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from threadpoolctl import threadpool_limits
 
 from raydpfl import device, interrupts
 from raydpfl.cluster import LOOK, Session, at_work, free
@@ -44,32 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("raydpfl")
 Call = Callable[..., Any]  # calls a method of the coordinator, wherever it is
-BLAS = "OPENBLAS_NUM_THREADS"
 FREE = 120.0  # seconds that a GPU of the cluster is waited for
 TICK = 0.05  # seconds between two looks of who waits
 HERE = "client.actors is 0"
 SHORT = "the run was over before it would have been up"
 NO_GAIN = "client actors would be no faster than the threads of this process"
-
-
-@contextmanager
-def forkable() -> Iterator[None]:
-    """While it holds, any thread may start processes although another one multiplies.
-
-    numpy's and scipy's OpenBLAS joins its threads before every fork (`pthread_atfork`), and hangs
-    where another thread is inside a product that uses them. So it gets one thread, those that are
-    loaded and, by the environment, those that will be. torch has its own products, which it keeps.
-    """
-    before = os.environ.get(BLAS)
-    os.environ[BLAS] = "1"
-    try:
-        with threadpool_limits(1, user_api="blas"):
-            yield
-    finally:
-        if before is None:
-            del os.environ[BLAS]
-        else:
-            os.environ[BLAS] = before
 
 
 class _Closed(Exception):

@@ -23,6 +23,7 @@ from raydpfl import local, origin, privacy
 from raydpfl.config import Experiment, as_fields
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.hardware import single_blas
 from raydpfl.member import Member
 from raydpfl.noise.base import Facts
 from raydpfl.parts import Parts, prepared
@@ -68,7 +69,7 @@ class Plan:
         accountants cannot give.
         """
         experiment.complete()
-        with as_fields():
+        with as_fields(), single_blas():
             told = foretold(experiment, data_root)  # before the data are touched
             parts = prepared(experiment, data_root)
             outline = outlined(parts.experiment, parts.population, told)

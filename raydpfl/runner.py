@@ -28,7 +28,8 @@ from raydpfl.config import Experiment, flat, read
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.files import LOCK, holding
-from raydpfl.launch import Call, Places, forkable
+from raydpfl.hardware import single_blas
+from raydpfl.launch import Call, Places
 from raydpfl.member import choose
 from raydpfl.origin import versions
 from raydpfl.plan import FREE, SHOWS, Plan
@@ -98,7 +99,7 @@ def run(
     place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     with interrupts.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with forkable(), Places(experiment, address) as places, _leaving(on_stage):
+        with single_blas(), Places(experiment, address) as places, _leaving(on_stage):
             on_stage(PREPARING)
             plan = _planned(experiment, data_root, folder if resume else None)
             drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)

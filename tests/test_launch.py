@@ -265,7 +265,7 @@ FORKS = """
 import subprocess, sys, threading
 import numpy as np
 import scipy.linalg
-from raydpfl.launch import forkable
+from raydpfl.hardware import single_blas
 
 values = np.ones((600, 600))
 started = threading.Event()
@@ -275,7 +275,7 @@ def start():
     for _ in range(200):
         subprocess.run(["true"], preexec_fn=lambda: None)
 
-with forkable():
+with single_blas():
     thread = threading.Thread(target=start)
     thread.start()
     started.set()

@@ -621,6 +621,14 @@ def test_cc_may_be_empty_or_have_arguments(
     assert native.library() is not None
 
 
+def test_where_nothing_may_be_run_from_a_folder_another_is_asked_for(no_compiler, monkeypatch):
+    def opened(*given):
+        raise OSError("/tmp/kernels.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(native, "_opened", opened)
+    assert native.found().endswith("; name a folder in TMPDIR that code may be run from")
+
+
 @pytest.mark.slow
 @needs
 @pytest.mark.parametrize("broken", [False, True])

@@ -5,6 +5,7 @@ forks in the midst.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import experiment
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
-from raydpfl import hardware, models, native, run
+from raydpfl import hardware, models, native, parts, plan, run
 from raydpfl.client import ClientActor
 from raydpfl.local import Sgd, Trainer
 from raydpfl.plan import Plan
@@ -167,6 +169,24 @@ def test_a_fork_has_threads_of_its_own():
         outer.close()
 
 
+def test_a_run_in_a_fork_of_a_process_whose_torch_has_threads_ends(tmp_path):
+    run(experiment(rounds=1), tmp_path / "here")  # what is imported, prepared and compiled
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    torch.log_softmax(torch.zeros(1 << 16, 10), 1)
+    try:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            torch.log_softmax(torch.zeros(1 << 16, 10), 1)
+            run(experiment(rounds=1), tmp_path / "there")
+            os._exit(0)
+    finally:
+        torch.set_num_threads(before)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_run_has_the_same_bits_on_any_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "cores", lambda: 4)
     hashes = set()
@@ -197,3 +217,18 @@ def test_a_process_has_a_thread_for_each_core_or_as_many_as_it_is_told(
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert hardware.threads() == expected
+
+
+def test_whatever_command_makes_a_plan_takes_products_on_one_thread(monkeypatch):
+    """Components that are kept for later runs would depend on the number of cores."""
+    counts = []
+
+    def prepared(*given):
+        blas = [each for each in threadpool_info() if each["user_api"] == "blas"]
+        counts.extend(each["num_threads"] for each in blas)
+        return parts.prepared(*given)
+
+    monkeypatch.setattr(plan, "prepared", prepared)
+    with threadpool_limits(3, user_api="blas"):
+        Plan.make(experiment())
+    assert set(counts) == {1}

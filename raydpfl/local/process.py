@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import Any
 
@@ -22,6 +23,10 @@ def single_thread() -> None:
     loses to a busy neighbour.
     """
     torch.set_num_threads(1)
+
+
+# a fork lacks the threads that torch has used before it, and would wait for them for ever
+os.register_at_fork(after_in_child=single_thread)
 
 
 def tune_allocator() -> None:

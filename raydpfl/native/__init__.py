@@ -66,7 +66,10 @@ def found() -> ctypes.CDLL | str:
         return _opened(command, compiling.name(command))
     except (OSError, subprocess.SubprocessError) as error:
         reason = _line(error)
-    return f"nothing is compiled here ({reason}); install a C compiler, or name one in CC"
+        remedy = "install a C compiler, or name one in CC"
+        if isinstance(error, OSError) and error.errno is None:  # what was compiled is not loaded
+            remedy = "name a folder in TMPDIR that code may be run from"
+    return f"nothing is compiled here ({reason}); {remedy}"
 
 
 def _line(error: Exception) -> str:
