@@ -40,8 +40,20 @@ MODULES = {
     "mlp": (130, lambda p: [nn.Linear(p, 17), nn.ReLU(), nn.Linear(17, CLASSES)]),
     # steps are drawn together by two and by one
     "wide mlp": (130, lambda p: [nn.Linear(p, 400), nn.ReLU(), nn.Linear(400, CLASSES)]),
+    "bias first": (128, lambda p: [bias_first(nn.Linear(p, CLASSES))]),
     "few features": (6, lambda p: [nn.Linear(p, CLASSES)]),
 }
+
+
+def bias_first(layer: nn.Linear) -> nn.Linear:
+    """The layer, with its bias before its weight in the flat parameters."""
+    layer.weight, weight = None, layer.weight
+    del layer.weight
+    layer.register_parameter("weight", weight)
+    assert [name for name, _ in layer.named_parameters()] == ["bias", "weight"]
+    return layer
+
+
 STDS = np.array([0.05, 0.1, 0.02, 0.0, 0.0])
 CLIP = 1.5
 
@@ -101,6 +113,29 @@ def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method
         steps = index[slot, :own, : taken[slot]]
         expected = plainly(gradients, start, local, x[slot], y[slot], steps, noises)
         assert (update - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_any_number_of_rows_is_taken_by_groups():
+    """More than twice as many as a group of those whose products are found together has."""
+    rows = 53
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1, rows, 130, generator=generator)
+    x[0, 41] = x[0, 3]
+    y = torch.randint(0, CLASSES, (1, rows), generator=generator)
+    module = nn.Linear(130, CLASSES)
+    local = Sgd(steps=70, batch=4, lr=0.05)
+    assert spanned_pays(rows, 130, CLASSES, True, 70, 4)
+    start = models.flatten(module)
+    trainer = trainer_of(module, local, y, CLIP)
+    keyed = {"t": ROUND, "clients": [3], "draws": [0]}
+    ((update,),) = (block.updates for block in trainer.lane(start, x, y, [rows], **keyed, stds=[1]))
+    index, _ = batches(SEED, ROUND, [3], [0], [rows], local)
+    who = {"client": 3, "draw": 0, "std": 1.0, "steps": 70}
+    noises = trainer.noises(x[0].numpy(), d=len(start), t=ROUND, **who)
+    expected = plainly(
+        Gradients(module, task_of(y), CLIP), start, local, x[0], y[0], index[0], noises
+    )
+    assert (update - expected).norm() <= 2e-6 * expected.norm()
 
 
 def test_the_rows_tell_in_which_form_the_noise_is_drawn():

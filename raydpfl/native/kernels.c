@@ -206,6 +206,7 @@ typedef struct {
 typedef double doubles __attribute__((vector_size(4 * WIDE)));
 typedef int64_t longs __attribute__((vector_size(4 * WIDE)));
 typedef int64_t longs_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
+typedef double four_doubles __attribute__((vector_size(32), may_alias));
 typedef double doubles_anywhere __attribute__((vector_size(4 * WIDE), aligned(8), may_alias));
 typedef float floats_anywhere __attribute__((vector_size(2 * WIDE), aligned(4), may_alias));
 
@@ -517,6 +518,17 @@ typedef struct {
     const float *w_noise, *b_noise; /* of a step, within what is drawn; NULL: none */
 } Layer;
 
+/* sums of an exact dot; rows of a tile of such dots, and of a group of tiles; columns at a time */
+enum { PARTIAL = 8, SIDE = FIVES ? 5 : 2, GROUP = 20, SOME = 112 };
+
+/* Rows in double, a group of them times another, by some of their columns at a time: a product of
+floats is exact in double, so that it may be fused with a sum. A dot has 8 sums, of every 8th
+product, which are added by halves. */
+typedef struct {
+    double left[GROUP * SOME], right[GROUP * SOME]; /* [rows][SOME] */
+    double sums[GROUP * GROUP * PARTIAL];
+} Exact;
+
 typedef struct {
     float *rows;                         /* [n][padded p], where p is no multiple of 16 */
     float *taken;                        /* [batch][padded p]: the rows of a batch */
@@ -524,12 +536,12 @@ typedef struct {
     float *kernel, *some;                /* [n][padded n], and these rows of a batch */
     float *scratch;                      /* a row of weights, padded */
     float *drawn;                        /* normals, of steps that are drawn together */
-    float *noise; /* the first layer's: what is added to its update in the end */
     float *field; /* [outputs][padded p]: noise on the first weights, where p is not padded */
     float *seen; /* [n][padded steps outputs]: of steps drawn together, on the outputs */
     float *sums; /* [n][padded outputs]: the sum of c_t a_t */
-    float *lower;                        /* [n][padded n]: L */
+    float *upper;                        /* [n][padded n]: the transpose of L */
     double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
+    Exact *group;
     Layer *layer;                        /* [layers] */
     const float *step_seen; /* a step's part of what is seen: [n][step_width] */
     int64_t step_width;
@@ -559,13 +571,8 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
 #define PART(place, count)                                                                      \
     {                                                                                           \
         int64_t size = padded(count);                                                           \
-        if (memory) (place) = memory + used;                                                    \
+        if (memory) (place) = (void *)(memory + used);                                          \
         used += size;                                                                           \
-    }
-#define DOUBLES(place, count)                                                                   \
-    {                                                                                           \
-        if (memory) (place) = (double *)(memory + used);                                        \
-        used += padded(2 * (count));                                                            \
     }
     PART(room->rows, job->p % LANES ? n * padded(job->p) : 0);
     PART(room->taken, job->batch * padded(job->p));
@@ -577,18 +584,17 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->some, job->batch * padded(n));
     PART(room->scratch, widest(job));
     if (job->noised) {
-        int64_t numbers = first_numbers(job);
         int64_t most = n * job->outputs[0] + later;
         if (most < TOGETHER) most = TOGETHER;
         PART(room->drawn, (most > job->d ? most : job->d) + 1 + LANES);
-        PART(room->noise, numbers + 1);
         PART(room->field, job->p % LANES ? job->outputs[0] * padded(job->p) : 0);
         PART(room->seen, most + n * o + LANES);
         PART(room->sums, n * o);
-        PART(room->lower, n * padded(n));
-        DOUBLES(room->exact, n * across(n));
-        DOUBLES(room->inverse, n);
-        DOUBLES(room->solved, n * o);
+        PART(room->upper, n * padded(n));
+        PART(room->exact, 2 * n * across(n));
+        PART(room->inverse, 2 * n);
+        PART(room->solved, 2 * n * o);
+        PART(room->group, n ? sizeof(Exact) / sizeof(float) : 0);
     }
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
@@ -685,6 +691,12 @@ static void finish_step(const Job *job, float *now, float *speed, const float *f
     scale_add(now, count, 1.0f, speed, -job->lr);
 }
 
+/* Copies what is above the diagonal of a [n][width] to below it. */
+static void mirror(float *a, int64_t width, int64_t n) {
+    for (int64_t r = 1; r < n; r++)
+        for (int64_t s = 0; s < r; s++) a[r * width + s] = a[s * width + r];
+}
+
 /* The products of the rows with one another, with those of their ones. */
 static void find_kernel(const Job *job, Room *room, const float *x, int64_t rows) {
     int64_t width = padded(job->p);
@@ -692,10 +704,8 @@ static void find_kernel(const Job *job, Room *room, const float *x, int64_t rows
     float one = job->biases[0] < 0 ? 0 : 1;
     multiply_rows(x, width, x, width, rows, rows, width, room->kernel, wide, 1);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t s = r; s < rows; s++) {
-            float value = room->kernel[r * wide + s] + one;
-            room->kernel[r * wide + s] = room->kernel[s * wide + r] = value;
-        }
+        for (int64_t s = r; s < rows; s++) room->kernel[r * wide + s] += one;
+    mirror(room->kernel, wide, rows);
 }
 
 static void begin_span(const Job *job, Room *room, const float *x, int64_t rows) {
@@ -849,19 +859,17 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 
 /* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
 
-enum { PARTIAL = 8, SIDE = FIVES ? 5 : 2 }; /* sums of an exact dot; rows of a tile of them */
 /* products that take as long as a normal, one in double, and reading and writing a weight */
 enum { NORMAL = 50, EXACT = 3, MEMORY = 8 };
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
 
-void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
-                     float *out);
+static void stream_normals(const uint64_t name[5], float std, int64_t count, float *out);
 
 static void draw(const Job *job, const Client *client, int64_t step, int64_t count, float std,
                  float *out) {
     const uint64_t nonce = client->draw << 32 | (uint64_t)step;
     const uint64_t name[] = {job->seed, job->purpose, job->round, client->id, nonce};
-    raydpfl_normals(1, (count + 1) / 2, name, &std, out);
+    stream_normals(name, std, count, out);
 }
 
 /* to [count] = a - b. */
@@ -897,64 +905,90 @@ static int span_pays(const Job *job, const Client *client) {
     return span < weights;
 }
 
-/* Dots of R rows with S rows, each as 8 sums of every 8th product, which are added by halves. A
-product of floats is exact in double, so that it may be fused with a sum. `same`: of R rows with
-themselves, on and above the diagonal. */
-INLINE void exact_dots(const float *a, const float *b, int64_t width, double *out, int64_t down,
+/* sums [R][S][PARTIAL] += those of R rows with S rows; `same`: of rows with themselves, on and above
+the diagonal. */
+INLINE void exact_dots(const double *left, const double *right, int64_t columns, double *sums,
                        int R, int S, int same) {
-    double sums[25][PARTIAL];
     for (int from = 0; from < PARTIAL; from += NUMBERS) {
-        doubles acc[25];
-        UNROLL for (int i = 0; i < R * S; i++) acc[i] = (doubles){};
-        for (int64_t j = from; j < width; j += PARTIAL) {
-            doubles right[5];
-            UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j);
+        doubles acc[25], b[5];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int s = same ? r : 0; s < S; s++)
+                acc[r * S + s] = *(doubles *)(sums + (r * S + s) * PARTIAL + from);
+        for (int64_t j = from; j < columns; j += PARTIAL) {
+            UNROLL for (int s = 0; s < S; s++) b[s] = *(const doubles *)(right + s * SOME + j);
             UNROLL for (int r = 0; r < R; r++) {
-                doubles left = same ? right[r] : widened(a + r * width + j);
+                doubles a = same ? b[r] : *(const doubles *)(left + r * SOME + j);
                 UNROLL for (int s = same ? r : 0; s < S; s++)
-                    acc[r * S + s] = fused_doubles(left, right[s], acc[r * S + s]);
+                    acc[r * S + s] = fused_doubles(a, b[s], acc[r * S + s]);
             }
         }
-        UNROLL for (int i = 0; i < R * S; i++) *(doubles_anywhere *)(sums[i] + from) = acc[i];
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int s = same ? r : 0; s < S; s++)
+                *(doubles *)(sums + (r * S + s) * PARTIAL + from) = acc[r * S + s];
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int s = same ? r : 0; s < S; s++) {
-            double *sum = sums[r * S + s];
-            UNROLL for (int half = PARTIAL / 2; half; half /= 2)
-                UNROLL for (int l = 0; l < half; l++) sum[l] += sum[l + half];
-            out[r * down + s] = sum[0];
+}
+
+/* `count` of the columns of n rows, of `width`, in double; rows of 0 up to a multiple of SIDE. */
+static void widen(const float *x, int64_t width, int64_t n, int64_t count, double *to) {
+    int64_t r = 0;
+    for (; r < n; r++, to += SOME)
+        for (int64_t j = 0; j < count; j += NUMBERS)
+            *(doubles *)(to + j) = widened(x + r * width + j);
+    for (; r % SIDE; r++, to += SOME) memset(to, 0, count * sizeof(double));
+}
+
+INLINE double sum_of_eight(const double *at) {
+    four_doubles four = *(const four_doubles *)at + *(const four_doubles *)(at + 4);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* The products of m rows with n rows to k [m][down], in double; where they are the same, those on
+and above the diagonal. */
+static void exact_group(Exact *room, const float *x, int64_t m, const float *y, int64_t n,
+                        int64_t width, double *k, int64_t down) {
+    const double *right = x == y ? room->left : room->right;
+    double *sums = room->sums;
+    memset(sums, 0, sizeof room->sums);
+    for (int64_t from = 0; from < width; from += SOME) {
+        int64_t count = width - from < SOME ? width - from : SOME;
+        widen(x + from, width, m, count, room->left);
+        if (x != y) widen(y + from, width, n, count, room->right);
+        for (int64_t r = 0; r < m; r += SIDE)
+            for (int64_t s = x == y ? r : 0; s < n; s += SIDE) {
+                const double *a = room->left + r * SOME;
+                double *to = sums + (r * GROUP + s * SIDE) * PARTIAL;
+                if (x == y && r == s)
+                    exact_dots(a, a, count, to, SIDE, SIDE, 1);
+                else
+                    exact_dots(a, right + s * SOME, count, to, SIDE, SIDE, 0);
+            }
+    }
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t s = x == y ? r : 0; s < n; s++) {
+            int64_t tile = r / SIDE * SIDE * GROUP + s / SIDE * SIDE * SIDE;
+            k[r * down + s] = sum_of_eight(sums + (tile + r % SIDE * SIDE + s % SIDE) * PARTIAL);
         }
 }
 
-/* K = X X^T (+ 1): the products exact, their sums in double on and above the diagonal; and rounded,
-all of it. */
+/* K = X X^T (+ 1): the products exact, their sums in double on and above the diagonal, 0 below it;
+and rounded, all of it. */
 static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t width = padded(job->p);
     int64_t down = across(n);
     int64_t wide = padded(room->most);
-    double *k = room->exact;
     double one = job->biases[0] < 0 ? 0 : 1;
-    int64_t r = 0;
-#define EXACT_DOTS(R, S, same)                                                                  \
-    exact_dots(x + r * width, x + s * width, width, k + r * down + s, down, R, S, same)
-    for (; r + SIDE <= n; r += SIDE) {
-        int64_t s = r;
-        EXACT_DOTS(SIDE, SIDE, 1);
-        for (s += SIDE; s + SIDE <= n; s += SIDE) EXACT_DOTS(SIDE, SIDE, 0);
-        for (; s + 2 <= n; s += 2) EXACT_DOTS(SIDE, 2, 0);
-        for (; s < n; s++) EXACT_DOTS(SIDE, 1, 0);
+    for (int64_t r = 0; r < n; r += GROUP)
+        for (int64_t s = r; s < n; s += GROUP)
+            exact_group(room->group, x + r * width, n - r < GROUP ? n - r : GROUP, x + s * width,
+                        n - s < GROUP ? n - s : GROUP, width, room->exact + r * down + s, down);
+    for (int64_t r = 0; r < n; r++) {
+        double *k = room->exact + r * down;
+        float *rounded = room->kernel + r * wide;
+        memset(k, 0, r * sizeof(double));
+        memset(k + n, 0, (down - n) * sizeof(double));
+        for (int64_t s = r; s < n; s++) rounded[s] = k[s] += one;
     }
-    for (; r < n; r++) {
-        int64_t s = r;
-        for (; s + 2 <= n; s += 2) EXACT_DOTS(1, 2, 0);
-        for (; s < n; s++) EXACT_DOTS(1, 1, 0);
-    }
-    for (r = 0; r < n; r++)
-        for (int64_t s = r; s < n; s++) {
-            k[r * down + s] += one;
-            room->kernel[r * wide + s] = room->kernel[s * wide + r] = k[r * down + s];
-        }
-    for (r = 0; r < n; r++) memset(k + r * down + n, 0, (down - n) * sizeof(double));
+    mirror(room->kernel, wide, n);
 }
 
 static int has_twin(const float *x, int64_t width, int64_t row) {
@@ -975,9 +1009,9 @@ INLINE void scale(double *to, int64_t count, double factor) {
     for (int64_t c = 0; c < count; c += NUMBERS) *(doubles_anywhere *)(to + c) *= factor;
 }
 
-/* L of K = L L^T: its transpose to `exact`, and the inverse of its diagonal. Its columns are 0 for
-rows equal to an earlier one. 0: some row is so near to the span of those before that L would not
-be exact. */
+/* L of K = L L^T: its transpose to `exact` and `upper`, and the inverse of its diagonal. Its columns
+are 0 for rows equal to an earlier one. 0: some row is so near to the span of those before that L
+would not be exact. */
 static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t wide = padded(room->most);
     int64_t down = across(n);
@@ -992,7 +1026,7 @@ static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
         scale(row + s, n - s, room->inverse[s]);
         for (int64_t r = s + 1; r < n; r++)
             subtract(room->exact + r * down + r, n - r, row[r], row + r);
-        for (int64_t r = 0; r < n; r++) room->lower[r * wide + s] = r < s ? 0 : row[r];
+        for (int64_t r = 0; r < n; r++) room->upper[s * wide + r] = row[r];
     }
     return 1;
 }
@@ -1063,7 +1097,7 @@ static void draw_along(const Job *job, Room *room, const Client *client, int64_t
         }
     for (int64_t r = 0; r < n; r += 5) {
         int64_t end = r + 5 < n ? r + 5 : n;
-        multiply(room->lower + r * wide, wide, 1, room->drawn, run, end - r, end, width, 0, 1,
+        multiply(room->upper + r, 1, wide, room->drawn, run, end - r, end, width, 0, 1,
                  room->seen + r * width, width);
     }
 }
@@ -1072,11 +1106,15 @@ static void draw_along(const Job *job, Room *room, const Client *client, int64_t
 static void see_step(float *moved, const float *seen, int64_t n, int64_t outputs, int64_t width,
                      float step) {
     int64_t o = padded(outputs);
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t c = 0; c < o; c += LANES) {
-            v16 noise = first(load(seen + r * width + c), outputs - c, 0);
+    for (int64_t c = 0; c < o; c += LANES) {
+        bits kept[PARTS];
+        EACH kept[i] = places(i, outputs - c) < 0;
+        for (int64_t r = 0; r < n; r++) {
+            v16 noise = load(seen + r * width + c);
+            EACH noise.p[i] = (part)((bits)noise.p[i] & kept[i]);
             store(moved + r * o + c, fma16(noise, all(step), load(moved + r * o + c)));
         }
+    }
 }
 
 /* Draws step k's noise; in the span that of several steps together. */
@@ -1099,31 +1137,57 @@ static void noise_step(const Job *job, Room *room, const Client *client, int64_t
     place_noise(job, room, room->drawn + client->n * count * outputs + nth * later);
 }
 
-/* Draws B, the noise of all steps where the rows do not reach, and puts into the coefficients what
-makes it that of the steps where they do: L^-T (S - L^-1 X B). */
+/* Row r of `solved` [n][width], less factors[m by] times row m for each m from `from` on, up to r or
+down to it; times `scale`. */
+INLINE void solve(const double *factors, int64_t by, int64_t from, int64_t r, double scale,
+                  double *solved, int64_t width) {
+    int64_t next = from < r ? 1 : -1;
+    for (int64_t c = 0; c < width; c += LANES) {
+        doubles *to = (doubles *)(solved + r * width + c);
+        doubles acc[LANES / NUMBERS];
+        UNROLL for (int i = 0; i < LANES / NUMBERS; i++) acc[i] = to[i];
+        for (int64_t m = from; m != r; m += next) {
+            const doubles *row = (const doubles *)(solved + m * width + c);
+            double factor = factors[m * by];
+            UNROLL for (int i = 0; i < LANES / NUMBERS; i++) acc[i] -= row[i] * factor;
+        }
+        UNROLL for (int i = 0; i < LANES / NUMBERS; i++) to[i] = acc[i] * scale;
+    }
+}
+
+/* Draws B, the noise of all steps where the rows do not reach, to where the first layer's update is
+to be. */
+static void draw_apart(const Job *job, Room *room, const Client *client, const float *responses,
+                       float *update) {
+    int64_t weights = job->outputs[0] * job->p;
+    int64_t bias = job->biases[0];
+    float *to = update + job->weights[0];
+    double squares = 0;
+    for (int64_t k = 0; k < client->steps; k++) squares += (double)responses[k] * responses[k];
+    float std = client->std * sqrt(squares);
+    if (bias < 0 || bias == job->weights[0] + weights) {
+        draw(job, client, client->steps, first_numbers(job), std, to);
+        return;
+    }
+    draw(job, client, client->steps, first_numbers(job), std, room->drawn);
+    memcpy(to, room->drawn, weights * sizeof(float));
+    memcpy(update + bias, room->drawn + weights, job->outputs[0] * sizeof(float));
+}
+
+/* Puts into the coefficients what makes B, in `update`, the noise of the steps where the rows reach:
+L^-T (S - L^-1 X B). */
 static void end_noise(const Job *job, Room *room, const Client *client, const float *x,
-                      const float *responses) {
+                      const float *update) {
     int64_t n = client->n;
     int64_t o = padded(job->outputs[0]);
     int64_t down = across(n);
-    const double *upper = room->exact;
     double *solved = room->solved;
-    double squares = 0;
-    for (int64_t k = 0; k < client->steps; k++) squares += (double)responses[k] * responses[k];
-    draw(job, client, client->steps, first_numbers(job), client->std * sqrt(squares), room->noise);
-    see(job, room, x, n, room->noise, room->noise + job->outputs[0] * job->p);
+    see(job, room, x, n, update + job->weights[0], update + job->biases[0]);
     for (int64_t i = 0; i < n * o; i++) solved[i] = room->seen[i];
-    for (int64_t m = 0; m < n; m++) {
-        scale(solved + m * o, o, room->inverse[m]);
-        for (int64_t r = m + 1; r < n; r++)
-            subtract(solved + r * o, o, upper[m * down + r], solved + m * o);
-    }
+    for (int64_t r = 0; r < n; r++) solve(room->exact + r, down, 0, r, room->inverse[r], solved, o);
     for (int64_t i = 0; i < n * o; i++) solved[i] = room->sums[i] - solved[i];
-    for (int64_t m = n - 1; m >= 0; m--) {
-        scale(solved + m * o, o, room->inverse[m]);
-        for (int64_t r = 0; r < m; r++)
-            subtract(solved + r * o, o, upper[r * down + m], solved + m * o);
-    }
+    for (int64_t r = n - 1; r >= 0; r--)
+        solve(room->exact + r * down, 1, n - 1, r, room->inverse[r], solved, o);
     for (int64_t i = 0; i < n * o; i++) room->coef[i] += (float)solved[i];
 }
 
@@ -1185,11 +1249,10 @@ static void write_span(const Job *job, Room *room, const float *x, int64_t n, fl
     int64_t numbers = job->outputs[0] * job->p;
     float shrunk = gamma - 1;
     float *to = update + job->weights[0];
-    float *out = room->noised ? room->noise : to;
     const float *model = job->model + job->weights[0];
-    multiply(room->coef, 1, o, x, width, job->outputs[0], n, whole, room->noised, 1, out, job->p);
+    multiply(room->coef, 1, o, x, width, job->outputs[0], n, whole, room->noised, 1, to, job->p);
     for (int64_t c = 0; c < job->outputs[0] && whole < job->p; c++) {
-        float *end = out + c * job->p + whole;
+        float *end = to + c * job->p + whole;
         v16 tail = all(0);
         for (int64_t r = 0; r < n; r++)
             tail = fma16(load(x + r * width + whole), all(room->coef[r * o + c]), tail);
@@ -1198,11 +1261,10 @@ static void write_span(const Job *job, Room *room, const float *x, int64_t n, fl
         for (int64_t i = 0; i < job->p - whole; i++)
             end[i] = room->noised ? end[i] + last[i] : last[i];
     }
-    if (room->noised) memcpy(to, out, numbers * sizeof(float));
     if (shrunk != 0) add_scaled(to, numbers, model, shrunk);
     if (job->biases[0] < 0) return;
     for (int64_t c = 0; c < job->outputs[0]; c++) {
-        float sum = room->noised ? room->noise[numbers + c] : 0;
+        float sum = room->noised ? update[job->biases[0] + c] : 0;
         for (int64_t r = 0; r < n; r++) sum += room->coef[r * o + c];
         update[job->biases[0] + c] = fmaf(job->model[job->biases[0] + c], shrunk, sum);
     }
@@ -1253,7 +1315,10 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
         if (room->spanned) step_span(job, room, rows, client->b, client->n, responses[k]);
     }
     if (room->spanned) {
-        if (room->noised) end_noise(job, room, client, x, responses);
+        if (room->noised) {
+            draw_apart(job, room, client, responses, update);
+            end_noise(job, room, client, x, update);
+        }
         write_span(job, room, x, client->n, client->gamma, update);
     }
     write_layers(job, room, update);
@@ -1642,28 +1707,37 @@ enum { BLOCKS = 16, WORDS = 8 * BLOCKS }; /* blocks of a group, and its words of
         c += d, b ^= c, b = ROTATED(b, 7);                                                      \
     }
 
-/* The blocks from `first` on, one a lane, of ChaCha with 8 rounds (Bernstein 2008) under a name:
-word i of all of them to words[i]. */
-INLINE void chacha(const uint64_t name[5], uint64_t first, lanes words[16]) {
-    const uint64_t state[8] = {
-        0x3320646E61707865u, 0x6B20657479622D32u, name[0], name[1], name[2], name[3], first, name[4],
-    };
-    lanes start[16];
-    UNROLL for (int i = 0; i < 16; i++)
-        words[i] = start[i] = (lanes){} + (uint32_t)(state[i / 2] >> (i % 2 * 32));
-    words[12] = start[12] += (lanes)places(0, 0);
+#define COLUMN(w, i) MIX(w[i], w[4 + i], w[8 + i], w[12 + i])
+#define DIAGONAL(w, i) MIX(w[i], w[4 + (i + 1) % 4], w[8 + (i + 2) % 4], w[12 + (i + 3) % 4])
+
+/* ChaCha with 8 rounds (Bernstein 2008) under a name, from some block on: its state before the
+first round, in all lanes, and what of that round depends on no lane's block. */
+typedef struct {
+    lanes start[16], begun[16];
+} Cipher;
+
+static void begin_cipher(Cipher *cipher, const uint64_t name[5], uint64_t first) {
+    const uint64_t state[8] = {0x3320646E61707865u, 0x6B20657479622D32u, name[0], name[1],
+                               name[2],             name[3],             first,   name[4]};
+    lanes *w = cipher->begun;
+    for (int i = 0; i < 16; i++)
+        w[i] = cipher->start[i] = (lanes){} + (uint32_t)(state[i / 2] >> (i % 2 * 32));
+    UNROLL for (int i = 1; i < 4; i++) COLUMN(w, i);
+}
+
+/* The blocks from `first` on, one a lane: word i of all of them to words[i]. */
+INLINE void chacha(const Cipher *cipher, uint64_t first, lanes words[16]) {
     lanes *w = words;
-    for (int turn = 0; turn < 4; turn++) {
-        MIX(w[0], w[4], w[8], w[12]);
-        MIX(w[1], w[5], w[9], w[13]);
-        MIX(w[2], w[6], w[10], w[14]);
-        MIX(w[3], w[7], w[11], w[15]);
-        MIX(w[0], w[5], w[10], w[15]);
-        MIX(w[1], w[6], w[11], w[12]);
-        MIX(w[2], w[7], w[8], w[13]);
-        MIX(w[3], w[4], w[9], w[14]);
+    UNROLL for (int i = 0; i < 16; i++) w[i] = cipher->begun[i];
+    w[12] = (lanes)places(0, 0) + (uint32_t)first;
+    COLUMN(w, 0);
+    for (int turn = 0;; turn++) {
+        UNROLL for (int i = 0; i < 4; i++) DIAGONAL(w, i);
+        if (turn == 3) break;
+        UNROLL for (int i = 0; i < 4; i++) COLUMN(w, i);
     }
-    UNROLL for (int i = 0; i < 16; i++) w[i] += start[i];
+    UNROLL for (int i = 0; i < 16; i++) w[i] += cipher->start[i];
+    w[12] += (lanes)places(0, 0) + (uint32_t)first - cipher->start[12];
 }
 
 INLINE part root(part v) {
@@ -1677,55 +1751,103 @@ INLINE part root(part v) {
 #endif
 }
 
-/* -2 log(2^-31 v) of v in [2^-10, 2^31], by Cephes' polynomial. */
-INLINE part minus_two_logarithms(part v) {
-    bits t = (bits)v - 0x4EB504F3;
-    part e = __builtin_convertvector(t >> 23, part); /* v = (f + 1) 2^(e + 31), */
-    part f = (part)((t & 0x7FFFFF) + 0x3F3504F3) - 1.0f; /* f + 1 in [sqrt(1/2), sqrt(2)) */
-    part z = f * f;
-    part y = f * -1.4075367258e-1f + 2.3029220620e-1f;
-    y = y * f - 2.3353997480e-1f;
-    y = y * f + 2.4840281692e-1f;
-    y = y * f - 2.8498645574e-1f;
-    y = y * f + 3.3336115314e-1f;
-    y = y * f - 4.0001429428e-1f;
-    y = y * f + 4.9999987986e-1f;
-    y = y * f - 6.6666662348e-1f;
-    y = y * f * z + z;
-    return (y - (f + f)) - e * 1.3862943611f;
+/* a where the word is odd, b where it is even. */
+INLINE part pick_odd(bits word, part a, part b) {
+#if WIDE == 16
+    return (part)_mm512_mask_blend_ps(_mm512_test_epi32_mask((__m512i)word, _mm512_set1_epi32(1)),
+                                      (__m512)b, (__m512)a);
+#elif WIDE == 8
+    return (part)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)(word << 31));
+#else
+    return pick(-(word & 1), a, b);
+#endif
 }
 
-/* Box and Muller's transform of words, by their halves, each operation rounded: raydpfl/keys.py has
-the same in numpy. */
-INLINE void box_muller(bits low, bits high, float std, float *cosine, float *sine) {
-    part tail = __builtin_convertvector((high & 0x3FE) | 1, part) * 0x1p-10f;
-    part v = __builtin_convertvector(low & INT32_MAX, part) + tail;
-    part radius = root(minus_two_logarithms(v)) * std;
-    part r = __builtin_convertvector(((high >> 9) & 0x3FFFFE) | 1, part) * 1.8725351414619645e-07f;
-    part z = r * r;
-    part s = z * -1.9515295891e-4f + 8.3321608736e-3f;
-    s = s * z - 1.6666654611e-1f;
-    s = s * z * r + r;
-    part c = z * 2.443315711809948e-5f - 1.388731625493765e-3f;
-    c = c * z + 4.166664568298827e-2f;
-    c = c * z * z - z * 0.5f + 1.0f;
-    bits swapped = -(high & 1);
-    part x = (part)((bits)pick(swapped, s, c) ^ (low & INT32_MIN));
-    part y = (part)((bits)pick(swapped, c, s) ^ (high & INT32_MIN));
-    *(part_anywhere *)cosine = x * radius;
-    *(part_anywhere *)sine = y * radius;
+/* Vectors that are transformed at a time, as what one of them comes to waits for what it comes
+from. */
+enum { ABREAST = WIDE == 16 ? 4 : 1 };
+#define EVERY UNROLL for (int i = 0; i < ABREAST; i++)
+
+/* v to -2 log(2^-31 v), of v in [2^-10, 2^31], by Cephes' polynomial. */
+INLINE void minus_two_logarithms(part v[]) {
+    static const float terms[] = {-2.3353997480e-1f, 2.4840281692e-1f, -2.8498645574e-1f,
+                                  3.3336115314e-1f,  -4.0001429428e-1f, 4.9999987986e-1f,
+                                  -6.6666662348e-1f};
+    const part zero = {};
+    bits e[ABREAST];
+    part f[ABREAST], y[ABREAST];
+    /* v = (f + 1) 2^(e 2^-23 + 31), f + 1 in [sqrt(1/2), sqrt(2)) */
+    EVERY e[i] = ((bits)v[i] - 0x4EB504F3) & (int32_t)0xFF800000;
+    EVERY f[i] = fused((part)((bits)v[i] - e[i]), zero + 0x1p-31f, zero - 1.0f);
+    EVERY y[i] = f[i] * -1.4075367258e-1f + 2.3029220620e-1f;
+    UNROLL for (int k = 0; k < 7; k++) EVERY y[i] = y[i] * f[i] + terms[k];
+    EVERY v[i] = f[i] * f[i];
+    EVERY y[i] = fused(f[i], zero - 2.0f, y[i] * f[i] * v[i] + v[i]);
+    EVERY v[i] = y[i] - __builtin_convertvector(e[i], part) * (1.3862943611f * 0x1p-23f);
 }
 
-/* `count` of WORDS cosines and sines, from the group of blocks that begins at `first`. A pair of a
-block's words is a word here; the first pairs of all blocks come first. */
-INLINE void some_normals(const uint64_t name[5], uint64_t first, float std, int64_t count,
+/* r to its sines; to `c` the cosines. */
+INLINE void sines_and_cosines(part r[], part c[]) {
+    part s[ABREAST], z[ABREAST];
+    EVERY z[i] = r[i] * r[i];
+    EVERY s[i] = z[i] * -1.9515295891e-4f + 8.3321608736e-3f;
+    EVERY c[i] = z[i] * 2.443315711809948e-5f - 1.388731625493765e-3f;
+    EVERY s[i] = s[i] * z[i] - 1.6666654611e-1f;
+    EVERY c[i] = c[i] * z[i] + 4.166664568298827e-2f;
+    EVERY r[i] = s[i] * z[i] * r[i] + r[i];
+    EVERY c[i] = fused(z[i], (part){} - 0.5f, c[i] * z[i] * z[i]) + 1.0f;
+}
+
+/* Box and Muller's transform of words, by their halves, each operation rounded (a product that is
+fused with a sum is exact): raydpfl/keys.py has the same in numpy. */
+INLINE void box_muller(const lanes *words, float std, float *cosines, float *sines) {
+    bits low[ABREAST], high[ABREAST];
+    part v[ABREAST], s[ABREAST], c[ABREAST];
+    EVERY low[i] = (bits)words[2 * i], high[i] = (bits)words[2 * i + 1];
+    EVERY s[i] = __builtin_convertvector((high[i] & 0x7FFFFC00) | 0x200, part);
+    EVERY v[i] = __builtin_convertvector((high[i] & 0x3FE) | 1, part);
+    EVERY v[i] = fused(v[i], (part){} + 0x1p-10f,
+                       __builtin_convertvector(low[i] & INT32_MAX, part));
+    minus_two_logarithms(v);
+    EVERY s[i] *= 1.8725351414619645e-07f * 0x1p-9f;
+    sines_and_cosines(s, c);
+    EVERY v[i] = root(v[i]) * std;
+    EVERY {
+        bits x = (bits)pick_odd(high[i], s[i], c[i]) ^ (low[i] & INT32_MIN);
+        bits y = (bits)pick_odd(high[i], c[i], s[i]) ^ (high[i] & INT32_MIN);
+        *(part_anywhere *)(cosines + i * BLOCKS) = (part)x * v[i];
+        *(part_anywhere *)(sines + i * BLOCKS) = (part)y * v[i];
+    }
+}
+
+/* `count` of WORDS cosines and sines, or somewhat more, from the group of blocks that begins at
+`first`. A pair of a block's words is a word here; the first pairs of all blocks come first. */
+INLINE void some_normals(const Cipher *cipher, uint64_t first, float std, int64_t count,
                          float *cosines, float *sines) {
     for (int lane = 0; lane < BLOCKS; lane += WIDE) {
         lanes words[16];
-        chacha(name, first + lane, words);
-        for (int w = 0; w < count; w += BLOCKS)
-            box_muller((bits)words[w / 8], (bits)words[w / 8 + 1], std, cosines + w + lane,
-                       sines + w + lane);
+        chacha(cipher, first + lane, words);
+        for (int w = 0; w < count; w += ABREAST * BLOCKS)
+            box_muller(words + w / 8, std, cosines + w + lane, sines + w + lane);
+    }
+}
+
+/* The first `count` normals, times `std`, of a stream for an even number of them. */
+static void stream_normals(const uint64_t name[5], float std, int64_t count, float *out) {
+    int64_t half = (count + 1) / 2;
+    float *sines = out + half;
+    Cipher cipher;
+    for (int64_t j = 0; j < half; j += WORDS) {
+        uint64_t first = j / 8;
+        if ((uint32_t)first == 0) begin_cipher(&cipher, name, first);
+        if (j + WORDS <= count - half) {
+            some_normals(&cipher, first, std, WORDS, out + j, sines + j);
+            continue;
+        }
+        float last[2][WORDS];
+        some_normals(&cipher, first, std, padded(half - j), last[0], last[1]);
+        memcpy(out + j, last[0], (half - j) * sizeof(float));
+        memcpy(sines + j, last[1], (count - half - j) * sizeof(float));
     }
 }
 
@@ -1733,19 +1855,8 @@ INLINE void some_normals(const uint64_t name[5], uint64_t first, float std, int6
 client, and the draw over the step. */
 void raydpfl_normals(int64_t k, int64_t half, const uint64_t *names, const float *stds,
                      float *out) {
-    for (int64_t i = 0; i < k; i++) {
-        const uint64_t *name = names + 5 * i;
-        float *cosines = out + i * 2 * half;
-        float *sines = cosines + half;
-        int64_t j = 0;
-        for (; j + WORDS <= half; j += WORDS)
-            some_normals(name, j / 8, stds[i], WORDS, cosines + j, sines + j);
-        if (j == half) continue;
-        float last[2][WORDS];
-        some_normals(name, j / 8, stds[i], padded(half - j), last[0], last[1]);
-        memcpy(cosines + j, last[0], (half - j) * sizeof(float));
-        memcpy(sines + j, last[1], (half - j) * sizeof(float));
-    }
+    for (int64_t i = 0; i < k; i++)
+        stream_normals(names + 5 * i, stds[i], 2 * half, out + i * 2 * half);
 }
 
 /* --- convolutions that are max-pooled, sample by sample --- */
