@@ -115,8 +115,7 @@ def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method
         assert (update - expected).norm() <= 2e-6 * expected.norm()
 
 
-def test_any_number_of_rows_is_taken_by_groups():
-    """More than twice as many as a group of those whose products are found together has."""
+def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     rows = 53
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(1, rows, 130, generator=generator)

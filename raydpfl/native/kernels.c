@@ -518,16 +518,7 @@ typedef struct {
     const float *w_noise, *b_noise; /* of a step, within what is drawn; NULL: none */
 } Layer;
 
-/* sums of an exact dot; rows of a tile of such dots, and of a group of tiles; columns at a time */
-enum { PARTIAL = 8, SIDE = FIVES ? 5 : 2, GROUP = 20, SOME = 112 };
-
-/* Rows in double, a group of them times another, by some of their columns at a time: a product of
-floats is exact in double, so that it may be fused with a sum. A dot has 8 sums, of every 8th
-product, which are added by halves. */
-typedef struct {
-    double left[GROUP * SOME], right[GROUP * SOME]; /* [rows][SOME] */
-    double sums[GROUP * GROUP * PARTIAL];
-} Exact;
+enum { PARTIAL = 8, SIDE = FIVES ? 5 : 2 }; /* sums of an exact dot; rows of a tile of them */
 
 typedef struct {
     float *rows;                         /* [n][padded p], where p is no multiple of 16 */
@@ -541,7 +532,7 @@ typedef struct {
     float *sums; /* [n][padded outputs]: the sum of c_t a_t */
     float *upper;                        /* [n][padded n]: the transpose of L */
     double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
-    Exact *group;
+    double *left; /* [SIDE][padded p]: some rows */
     Layer *layer;                        /* [layers] */
     const float *step_seen; /* a step's part of what is seen: [n][step_width] */
     int64_t step_width;
@@ -594,7 +585,7 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
         PART(room->exact, 2 * n * across(n));
         PART(room->inverse, 2 * n);
         PART(room->solved, 2 * n * o);
-        PART(room->group, n ? sizeof(Exact) / sizeof(float) : 0);
+        PART(room->left, n ? 2 * SIDE * padded(job->p) : 0);
     }
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
@@ -905,69 +896,35 @@ static int span_pays(const Job *job, const Client *client) {
     return span < weights;
 }
 
-/* sums [R][S][PARTIAL] += those of R rows with S rows; `same`: of rows with themselves, on and above
-the diagonal. */
-INLINE void exact_dots(const double *left, const double *right, int64_t columns, double *sums,
-                       int R, int S, int same) {
-    for (int from = 0; from < PARTIAL; from += NUMBERS) {
-        doubles acc[25], b[5];
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int s = same ? r : 0; s < S; s++)
-                acc[r * S + s] = *(doubles *)(sums + (r * S + s) * PARTIAL + from);
-        for (int64_t j = from; j < columns; j += PARTIAL) {
-            UNROLL for (int s = 0; s < S; s++) b[s] = *(const doubles *)(right + s * SOME + j);
-            UNROLL for (int r = 0; r < R; r++) {
-                doubles a = same ? b[r] : *(const doubles *)(left + r * SOME + j);
-                UNROLL for (int s = same ? r : 0; s < S; s++)
-                    acc[r * S + s] = fused_doubles(a, b[s], acc[r * S + s]);
-            }
-        }
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int s = same ? r : 0; s < S; s++)
-                *(doubles *)(sums + (r * S + s) * PARTIAL + from) = acc[r * S + s];
-    }
-}
-
-/* `count` of the columns of n rows, of `width`, in double; rows of 0 up to a multiple of SIDE. */
-static void widen(const float *x, int64_t width, int64_t n, int64_t count, double *to) {
-    int64_t r = 0;
-    for (; r < n; r++, to += SOME)
-        for (int64_t j = 0; j < count; j += NUMBERS)
-            *(doubles *)(to + j) = widened(x + r * width + j);
-    for (; r % SIDE; r++, to += SOME) memset(to, 0, count * sizeof(double));
-}
-
 INLINE double sum_of_eight(const double *at) {
     four_doubles four = *(const four_doubles *)at + *(const four_doubles *)(at + 4);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* The products of m rows with n rows to k [m][down], in double; where they are the same, those on
-and above the diagonal. */
-static void exact_group(Exact *room, const float *x, int64_t m, const float *y, int64_t n,
-                        int64_t width, double *k, int64_t down) {
-    const double *right = x == y ? room->left : room->right;
-    double *sums = room->sums;
-    memset(sums, 0, sizeof room->sums);
-    for (int64_t from = 0; from < width; from += SOME) {
-        int64_t count = width - from < SOME ? width - from : SOME;
-        widen(x + from, width, m, count, room->left);
-        if (x != y) widen(y + from, width, n, count, room->right);
-        for (int64_t r = 0; r < m; r += SIDE)
-            for (int64_t s = x == y ? r : 0; s < n; s += SIDE) {
-                const double *a = room->left + r * SOME;
-                double *to = sums + (r * GROUP + s * SIDE) * PARTIAL;
-                if (x == y && r == s)
-                    exact_dots(a, a, count, to, SIDE, SIDE, 1);
-                else
-                    exact_dots(a, right + s * SOME, count, to, SIDE, SIDE, 0);
+/* Dots of R rows with S rows, each as 8 sums of every 8th product, which are added by halves. A
+product of floats is exact in double, so that it may be fused with a sum. `same`: of R rows with
+themselves, on and above the diagonal, which are put down in double, `left` [R][width], for the dots
+with others. */
+INLINE void exact_dots(double *left, const float *b, int64_t width, double *out, int64_t down,
+                       int R, int S, int same) {
+    double sums[25][PARTIAL];
+    for (int from = 0; from < PARTIAL; from += NUMBERS) {
+        doubles acc[25], right[5];
+        UNROLL for (int i = 0; i < R * S; i++) acc[i] = (doubles){};
+        for (int64_t j = from; j < width; j += PARTIAL) {
+            UNROLL for (int s = 0; s < S; s++) right[s] = widened(b + s * width + j);
+            UNROLL for (int r = 0; r < R; r++) {
+                doubles *a = (doubles *)(left + r * width + j);
+                if (same) *a = right[r];
+                UNROLL for (int s = same ? r : 0; s < S; s++)
+                    acc[r * S + s] = fused_doubles(same ? right[r] : *a, right[s], acc[r * S + s]);
             }
-    }
-    for (int64_t r = 0; r < m; r++)
-        for (int64_t s = x == y ? r : 0; s < n; s++) {
-            int64_t tile = r / SIDE * SIDE * GROUP + s / SIDE * SIDE * SIDE;
-            k[r * down + s] = sum_of_eight(sums + (tile + r % SIDE * SIDE + s % SIDE) * PARTIAL);
         }
+        UNROLL for (int i = 0; i < R * S; i++) *(doubles_anywhere *)(sums[i] + from) = acc[i];
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int s = same ? r : 0; s < S; s++)
+            out[r * down + s] = sum_of_eight(sums[r * S + s]);
 }
 
 /* K = X X^T (+ 1): the products exact, their sums in double on and above the diagonal, 0 below it;
@@ -977,11 +934,22 @@ static void exact_kernel(const Job *job, Room *room, const float *x, int64_t n) 
     int64_t down = across(n);
     int64_t wide = padded(room->most);
     double one = job->biases[0] < 0 ? 0 : 1;
-    for (int64_t r = 0; r < n; r += GROUP)
-        for (int64_t s = r; s < n; s += GROUP)
-            exact_group(room->group, x + r * width, n - r < GROUP ? n - r : GROUP, x + s * width,
-                        n - s < GROUP ? n - s : GROUP, width, room->exact + r * down + s, down);
-    for (int64_t r = 0; r < n; r++) {
+    double *left = room->left;
+    int64_t r = 0;
+#define EXACT_DOTS(R, S, same)                                                                  \
+    exact_dots(left, x + s * width, width, room->exact + r * down + s, down, R, S, same)
+    for (; r + SIDE <= n; r += SIDE) {
+        int64_t s = r;
+        EXACT_DOTS(SIDE, SIDE, 1);
+        for (s += SIDE; s + SIDE <= n; s += SIDE) EXACT_DOTS(SIDE, SIDE, 0);
+        for (; s < n; s++) EXACT_DOTS(SIDE, 1, 0);
+    }
+    for (; r < n; r++) {
+        int64_t s = r;
+        EXACT_DOTS(1, 1, 1);
+        for (s++; s < n; s++) EXACT_DOTS(1, 1, 0);
+    }
+    for (r = 0; r < n; r++) {
         double *k = room->exact + r * down;
         float *rounded = room->kernel + r * wide;
         memset(k, 0, r * sizeof(double));
