@@ -316,6 +316,8 @@ HANDLERS = {
     torch.Tensor.cuda: _cuda,
     torch.Tensor.pin_memory: lambda marks, func, args, kwargs: marks.pin(args[0]),
     torch.as_tensor: _as_tensor,
+    # which lays the weights of a recurrent layer out for cuDNN
+    torch._cudnn_rnn_flatten_weight: lambda *given: None,
 }
 
 

@@ -6,12 +6,15 @@ import json
 import os
 import pickle
 import runpy
+import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import numpy as np
@@ -19,14 +22,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import experiment
+from conftest import experiment, form
 from pretended import Overwritten, pretended
 from test_same_bits import METHODS, SAMPLE
 from torch import nn
 from torch.nn import functional as F
 
-from raydpfl import client, device, launch, models, run
-from raydpfl.actors import Actors
+from raydpfl import client, device, launch, local, models, run
 from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import carried_out
 from raydpfl.client import ClientActor
@@ -35,7 +37,8 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.local import convolutional, engine, linear, products, vmap, way
+from raydpfl.keys import Purpose, stream
+from raydpfl.local import Sgd, convolutional, engine, linear, products, vmap, way
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
@@ -190,6 +193,60 @@ def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(ClientActor, "_contribute", waiting)
     with pytest.raises(AssertionError, match=r"waits"):
         check_path("clip", tmp_path, monkeypatch)
+
+
+# The models that there are.
+
+WORDS = {"kind": "transformer", "width": 8, "heads": 2, "layers": 1}
+MODELS = {
+    "softmax": {"kind": "softmax"},
+    "mlp": {"kind": "mlp", "hidden": [8]},
+    "cnn": {"kind": "cnn", "width": 0.25},
+    "dp_cnn": {"kind": "dp_cnn", "width": 0.1},
+    "alexnet": {"kind": "alexnet", "width": 0.05},
+    "mobilenet_v2": {"kind": "mobilenet_v2", "width": 0.1},
+    "resnet18": {"kind": "resnet18", "width": 0.05},
+    "char_lstm": {"kind": "char_lstm", "hidden": 8, "layers": 1},
+    "transformer": WORDS,
+    "adapters": {**WORDS, "lora": {"rank": 2, "targets": ["into", "down"]}},
+}
+EVERY_MODEL = [
+    pytest.param(name, clip, marks=() if (name, clip) == ("cnn", None) else pytest.mark.slow)
+    for name in MODELS
+    for clip in (None, 0.5)
+    if (name, clip) != ("mobilenet_v2", 0.5)  # whose trial takes long
+]
+
+
+def lane_of(name: str, clip: float | None, there: str) -> np.ndarray:
+    """What two clients of a model come to there, by the way that a GPU takes."""
+    tokens = name in ("char_lstm", "transformer", "adapters")
+    of = form((6,), 5, tokens=11) if tokens else form((1, 16, 16))
+    module = models.build(models.parse(MODELS[name]), of, 0)
+    rule = Sgd(steps=2, batch=4, lr=0.1)
+    way = local.resolve(module, rule, 6, of, clip=clip, gpu=True)
+    trainer = local.Trainer(module, rule, way=way, seed=0, device=there, clip=clip, task=of.task)
+    drawn = stream(0, Purpose.DATA)
+    x = of.inputs(12, drawn).view(2, 6, *of.shape)
+    y = of.task.made_up(drawn, 12, of.outputs).view(2, 6)
+    sizes = {"t": 0, "clients": [0, 1], "draws": [0, 0]}
+    blocks = trainer.lane(models.trained(module), x, y, [6, 5], **sizes)
+    return torch.cat([block.updates.cpu() for block in blocks]).numpy()
+
+
+def apart(found: np.ndarray, expected: np.ndarray) -> float:
+    """How far they are from each other, of the size that they are of."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@needs_none
+@pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
+def test_every_model_trains_on_a_gpu_by_what_is_deterministic_there(name, clip, monkeypatch):
+    expected = lane_of(name, clip, "cpu")
+    with device.settings_kept(), pretended(monkeypatch):
+        device.settle(torch.device("cuda"), 1.0)
+        found = lane_of(name, clip, "cuda")
+    assert apart(found, expected) <= 1e-6
 
 
 # The device that is pretended: as strict as a real one.
@@ -683,6 +740,8 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
 
 
 def test_actors_with_different_gpus_are_refused():
+    from raydpfl.actors import Actors  # with Ray, which what needs a GPU can do without
+
     actors = object.__new__(Actors)
     actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
     actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
@@ -750,12 +809,35 @@ def test_the_benchmark_says_in_one_line_that_it_needs_a_gpu(benchmark):
 @pytest.mark.slow
 def test_the_benchmark_runs_a_few_rounds_on_the_cpu(benchmark):
     small = ["--cpu", "--rounds", "2", "--clients", "8", "--data", "fashion_mnist_mini", "--json"]
-    said, status = benchmark(*small)
+    said, status = benchmark(*small, "--few", "1")
     assert status == 0
     found = json.loads(said.splitlines()[-1])
     assert found["rounds"] == 2 and found["device"] == "the CPU"
     assert found["parameters"] == 320 + 18496 + 64 * 12 * 12 * 128 + 128 + 1290
     assert found["seconds"] > found["seconds_round"] > 0
+    for name in ("vmap", "loop", "plain_loop"):
+        assert found[f"seconds_{name}"] > 0
+    assert found["convolutions_groups"] > 0 and found["convolutions_patches"] > 0
+    ours = found["seconds_plain_loop"] / found["times_plain_loop"]
+    peak = found["operations_round"] / ours / found["share_of_peak"]
+    assert ours == pytest.approx(found["seconds_round_unevaluated"])
+    assert peak == pytest.approx(found["peak_float32"])
+
+
+def test_the_benchmark_adds_up_what_a_device_does(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
+    given = [("gemm", 3, 2e6), ("Memcpy HtoD (Pinned -> Device)", 2, 5e5), ("cudaLaunch", 5, 0)]
+    events = [
+        SimpleNamespace(key=key, count=count, self_device_time_total=time)
+        for key, count, time in given
+    ]
+    busy = runpy.run_path(str(BENCHMARK))["busy"](events)
+    assert busy == {
+        "device_operations_round": 5,
+        "device_seconds_round": 2.5,
+        "copy_operations_round": 2,
+        "copy_seconds_round": 0.5,
+    }
 
 
 # A real one.
@@ -811,6 +893,95 @@ def test_a_gpu_without_memory_for_a_lane_trains_its_halves(tmp_path, monkeypatch
         widths = small_memory(monkeypatch, 4)
         assert np.array_equal(numbers_of(plan, tmp_path / "halves"), expected)
     assert 4 in widths
+
+
+@needs_gpu
+@pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
+def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rounding(name, clip):
+    with device.settings_kept():
+        device.settle(torch.device("cuda"), 1.0)
+        found = lane_of(name, clip, "cuda")
+        assert np.array_equal(lane_of(name, clip, "cuda"), found)
+    assert apart(found, lane_of(name, clip, "cpu")) <= 1e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_gpu_gives_the_same_bits_twice_in_less_than_float32(precision, tmp_path):
+    plan = on_gpu(model={"kind": "cnn"}, client={"precision": precision})
+    with device.settings_kept():
+        found = numbers_of(plan, tmp_path / "a")
+        assert np.array_equal(numbers_of(plan, tmp_path / "b"), found)
+        exact = numbers_of(on_gpu(model={"kind": "cnn"}), tmp_path / "c")
+    # with other noise, as what a run depends on says its precision
+    assert np.isfinite(found).all() and not np.array_equal(found, exact)
+
+
+@needs_gpu
+def test_a_gpu_is_waited_for_as_the_pretended_one_counts_it(tmp_path):
+    """By what torch itself says of operations that wait, but for those that are asked to."""
+    plan = on_gpu()
+    with device.settings_kept(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            numbers_of(plan, tmp_path)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in seen if "synchronizing" in str(each.message)]
+    assert 0 < len(waits) <= AT_ONCE["waits"] * trained(tmp_path), len(waits)
+
+
+@needs_gpu
+def test_what_goes_to_a_gpu_lands_whole_though_the_host_goes_on():
+    there = torch.device("cuda")
+    busy = torch.ones(4096, 4096, device=there)
+    sent = []
+    for number in range(50):
+        busy = busy @ busy  # which the copies wait behind
+        array = np.full(1 << 16, number)
+        sent.append(device.sent(torch.from_numpy(array), there))
+        array[:] = -1
+    assert [each.unique().tolist() for each in sent] == [[number] for number in range(50)]
+
+
+@needs_gpu
+def test_a_run_leaves_the_memory_of_a_gpu_to_the_process(tmp_path):
+    before = torch.cuda.get_per_process_memory_fraction()
+    run(experiment(client={"actors": 0, "num_gpus": 0.25}), tmp_path)
+    assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+ASSERTS = """
+import torch
+from raydpfl import device
+
+try:
+    with device.blamed(torch.device("cuda")):
+        torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].cpu()
+except device.DeviceLost as error:
+    print(error)
+"""
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_a_device_assert_is_a_gpu_lost():
+    done = subprocess.run([sys.executable, "-c", ASSERTS], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    assert len(said) == 1 and said[0].startswith("the GPU failed: "), done.stderr
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_actors_that_share_a_gpu_give_the_bits_of_one_process(tmp_path, shared_ray):
+    hashes = [
+        run(experiment(client={"actors": actors, "num_gpus": 0.5}), tmp_path / str(actors)).summary[
+            "model_sha256"
+        ]
+        for actors in (0, 2)
+    ]
+    assert hashes[0] == hashes[1]
 
 
 @needs_gpu

@@ -3,13 +3,22 @@
 1,000 clients of 50 images each, cohorts of 50, one local epoch in batches of 10 at learning rate
 0.1, averaged for 1,500 rounds and evaluated every 10, with a net of two convolutions and 1.6
 million parameters; nothing is clipped and no noise is drawn. The run is inline, on one GPU, as a
-user would write it. It prints the seconds of the whole run and of a round (the median, and that of
-rounds without an evaluation), clients a second, the test accuracy, and the GPU's peak memory; with
-`--json` as JSON.
+user would write it. It prints, with `--json` as JSON, all that `docs/gpu.md` is to say:
 
-It has not yet run on a device. `--cpu` tries it on the CPU, which says nothing of a GPU's speed:
+- the run: its seconds, those of a round (the median, and that of rounds without an evaluation),
+  clients a second, the test accuracy, the GPU's peak memory, and which share of the measured peak
+  of float32 products a round comes to;
+- the plain loop: a module and `torch.optim.SGD` for one client after another on the same device,
+  its rows there, by the same settings of torch; and how many times its seconds ours are;
+- a few rounds in other ways and precisions;
+- where a round goes: operations of the device, their seconds and the copies among them. Where they
+  take most of a round a CUDA graph would gain nothing;
+- the convolutions of a step, forward and back, of all clients: as vmap has them, in a group for
+  each client, and as products of patches.
 
-    python experiments/benchmarks/gpu.py --cpu --rounds 2
+`--cpu` tries all of it on the CPU, which says nothing of a GPU's speed:
+
+    python experiments/benchmarks/gpu.py --cpu --rounds 2 --few 1
 """
 
 from __future__ import annotations
@@ -18,16 +27,33 @@ import argparse
 import json
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import vmap
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from raydpfl import Experiment, device, run
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.plan import Plan
 
 EVERY = 10  # rounds between two evaluations
+BATCH = 10
+STEPS = 5
+LR = 0.1
+PEAK = 8192  # rows and columns of the matrices whose product is the peak; 512 on a CPU
+REPEATS = 10
+# of the net's convolutions: channels in, channels out, and pixels of a row of what goes in
+CONVOLUTIONS = ((3, 32, 32), (32, 64, 30))
 
 
 def two_convolutions() -> nn.Module:
@@ -45,20 +71,23 @@ def two_convolutions() -> nn.Module:
     )
 
 
-def experiment(options: argparse.Namespace) -> Experiment:
-    """The workload."""
+def experiment(options: argparse.Namespace, rounds: int = 0, **changes: Any) -> Experiment:
+    """The workload, with some keys of `client` changed. Of so many `rounds` the
+    last alone is evaluated.
+    """
     sections: dict[str, Any] = {
-        "rounds": options.rounds,
+        "rounds": rounds or options.rounds,
         "data": {"kind": options.data, "clients": options.clients, "partition": {"kind": "iid"}},
         "model": {"kind": "gpu:two_convolutions"},
         "selection": {"kind": "uniform", "cohort": min(50, options.clients)},
-        "local": {"kind": "sgd", "steps": 5, "batch": 10, "sampling": "epochs", "lr": 0.1},
+        "local": {"kind": "sgd", "steps": STEPS, "batch": BATCH, "sampling": "epochs", "lr": LR},
         "bounding": {"kind": "none"},
         "noise": {"kind": "none"},
         "client": {"actors": 0, "num_gpus": 0 if options.cpu else 1, "way": options.way},
-        "evaluate": {"every": EVERY},
+        "evaluate": {"every": rounds or EVERY},
         "measure": [],
     }
+    sections["client"].update(changes)
     return Experiment.from_dict(sections)
 
 
@@ -70,8 +99,11 @@ def measured(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     plain = [row["seconds"] for row in rows if row["test_loss"] is None]
     found = {
         "device": device.facts(0 if options.cpu else 1).get("device", "the CPU"),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
         "rounds": len(rows),
         "parameters": sum(each.numel() for each in result.model.parameters()),
+        "lane": result.experiment.client.lane,
         "seconds": result.summary["wall_seconds"],
         "seconds_round": median(seconds),
         "seconds_round_unevaluated": median(plain) if plain else None,
@@ -83,12 +115,176 @@ def measured(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     return found
 
 
+def few(options: argparse.Namespace, out: Path, **changes: Any) -> float | None:
+    """The median of the seconds of a few rounds, the first, and the last with its evaluation, left
+    out; None, and the reason printed, where they cannot be run.
+    """
+    try:
+        rows = run(experiment(options, 2 + options.few, **changes), out).rounds.to_pylist()
+    except (ConfigError, RunError) as error:
+        print(f"{changes}: {error}", file=sys.stderr)
+        return None
+    return median(row["seconds"] for row in rows[1:-1])
+
+
+class PlainLoop:
+    """One client after another, as anybody would write it."""
+
+    def __init__(self, options: argparse.Namespace, there: torch.device):
+        plan = Plan.make(experiment(options))
+        shards = Shards.open(plan.shards)
+        rows = int(shards.sizes.max())
+        x, y, _ = shards.lane(range(min(50, options.clients)), rows)
+        self.x = torch.from_numpy(x).to(there)
+        self.y = torch.from_numpy(y).to(there)
+        self.net = two_convolutions().to(there)
+        self.net(self.x[0, :1])
+        self.start = [each.detach().clone() for each in self.net.parameters()]
+
+    def round(self) -> list[torch.Tensor]:
+        """The mean of what the clients have trained to."""
+        total = [torch.zeros_like(each) for each in self.start]
+        for x, y in zip(self.x, self.y, strict=True):
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.net.parameters()), self.start)
+            optimizer = torch.optim.SGD(self.net.parameters(), lr=LR)
+            order = torch.randperm(len(x)).to(x.device)
+            for rows in order[: STEPS * BATCH].split(BATCH):
+                optimizer.zero_grad()
+                F.cross_entropy(self.net(x[rows]), y[rows]).backward()
+                optimizer.step()
+            torch._foreach_add_(total, [each.detach() for each in self.net.parameters()])
+        return [each / len(self.x) for each in total]
+
+
+def timed(what: Callable[[], object], there: torch.device, repeats: int) -> float:
+    """The median of the seconds that something takes on a device, once it has been done."""
+    what()
+    device.synchronise(there)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        what()
+        device.synchronise(there)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def operations(options: argparse.Namespace) -> int:
+    """Floating point operations of a round, of products and convolutions."""
+    net = two_convolutions()
+    sample = torch.zeros(1, 3, 32, 32)
+    net(sample)
+    with FlopCounterMode(display=False) as counter:
+        net(sample).sum().backward()
+    return counter.get_total_flops() * min(50, options.clients) * STEPS * BATCH
+
+
+def peaks(there: torch.device) -> dict[str, float]:
+    """Floating point operations a second of float32 products, and bytes a second of a copy on the
+    device, those read and those written.
+    """
+    side = 512 if there.type == "cpu" else PEAK
+    a = torch.randn(side, side, device=there)
+    b = torch.randn(side, side, device=there)
+    seconds = timed(lambda: a @ b, there, REPEATS)
+    return {
+        "peak_float32": 2 * side**3 / seconds,
+        "peak_copy": 2 * a.nbytes / timed(lambda: b.copy_(a), there, REPEATS),
+    }
+
+
+def where(options: argparse.Namespace, out: Path) -> dict[str, float | None]:
+    """What the device does in a round, and for how long: of rounds without an evaluation, each the
+    difference that it makes to a run. None on a CPU.
+    """
+    if options.cpu:
+        return dict.fromkeys(("device_operations_round", "device_seconds_round"))
+    seen = []
+    for rounds in (2, 2 + options.few):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run(experiment(options, rounds), out / str(rounds))
+        seen.append(busy(profiled.key_averages()))
+    short, long = seen
+    return {name: (long[name] - short[name]) / options.few for name in short}
+
+
+def busy(events: Iterable[Any]) -> dict[str, float]:
+    """Operations of the device, and the copies among them, and their seconds."""
+    there = [event for event in events if event.self_device_time_total > 0]
+    copies = [event for event in there if "memcpy" in event.key.lower()]
+    found = {}
+    for name, some in (("device", there), ("copy", copies)):
+        found[f"{name}_operations_round"] = sum(event.count for event in some)
+        found[f"{name}_seconds_round"] = sum(event.self_device_time_total for event in some) / 1e6
+    return found
+
+
+def by_patches(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The convolutions of clients' images, [C, B, in, side, side], by their filters, [C, out, in,
+    k, k], as products: [C, B, out, T].
+    """
+    clients, batch = x.shape[:2]
+    patches = F.unfold(x.flatten(0, 1), weight.shape[-1]).unflatten(0, (clients, batch))
+    return weight.flatten(2)[:, None] @ patches
+
+
+def convolutions(options: argparse.Namespace, there: torch.device) -> dict[str, float]:
+    """Seconds of the net's convolutions in a step of all clients, forward and back, in two forms.
+
+    Raises AssertionError where they differ.
+    """
+    clients = min(50, options.clients)
+    forms: dict[str, Callable[..., torch.Tensor]] = {
+        "groups": lambda x, weight: vmap(F.conv2d)(x, weight).flatten(3),
+        "patches": by_patches,
+    }
+    found = dict.fromkeys((f"convolutions_{name}" for name in forms), 0.0)
+    for inputs, outputs, side in CONVOLUTIONS:
+        x = torch.randn(clients, BATCH, inputs, side, side, device=there)
+        weight = torch.randn(clients, outputs, inputs, 3, 3, device=there)
+        wanted = [weight.requires_grad_()] + ([x.requires_grad_()] if inputs > 3 else [])
+        results = []
+        for name, form in forms.items():
+
+            def step(form: Callable = form, x=x, weight=weight, wanted=wanted) -> torch.Tensor:
+                made = form(x, weight)
+                return torch.autograd.grad(made.square().sum(), wanted)[0]
+
+            results.append(step())
+            found[f"convolutions_{name}"] += timed(step, there, options.few)
+        first, second = results
+        assert (first - second).norm() <= 1e-3 * first.norm(), "the forms differ"
+    return found
+
+
+def compared(options: argparse.Namespace, folder: Path, ours: float) -> dict[str, Any]:
+    """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
+    there = device.chosen(0 if options.cpu else 1)
+    found: dict[str, Any] = {}
+    for way in ("vmap", "loop"):
+        found[f"seconds_{way}"] = few(options, folder / way, way=way)
+    for precision in () if options.cpu else ("tf32", "bfloat16"):
+        found[f"seconds_{precision}"] = few(options, folder / precision, precision=precision)
+    found |= where(options, folder / "where")
+    # as in a run
+    kept: AbstractContextManager[None] = nullcontext() if options.cpu else device.settings_kept()
+    with kept:
+        device.settle(there, 1.0)
+        found |= peaks(there) | convolutions(options, there)
+        plain = timed(PlainLoop(options, there).round, there, options.few)
+    found["operations_round"] = operations(options)
+    found["share_of_peak"] = found["operations_round"] / ours / found["peak_float32"]
+    return found | {"seconds_plain_loop": plain, "times_plain_loop": plain / ours}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--few", type=int, default=20, help="rounds of what is compared with it")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--data", default="cifar10", help="a data set of images, of 10 classes")
-    parser.add_argument("--way", default="auto", help="client.way: vmap, or loop for comparison")
+    parser.add_argument("--way", default="auto", help="client.way of the run")
     parser.add_argument("--cpu", action="store_true", help="tries it on the CPU")
     parser.add_argument("--json", action="store_true", help="prints JSON")
     options = parser.parse_args()
@@ -97,6 +293,8 @@ def main() -> None:
         sys.exit(2)
     with tempfile.TemporaryDirectory() as folder:
         found = measured(options, Path(folder) / "run")
+        ours = found["seconds_round_unevaluated"] or found["seconds_round"]
+        found |= compared(options, Path(folder), ours)
     if options.json:
         print(json.dumps(found))
         return
