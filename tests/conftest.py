@@ -135,6 +135,24 @@ def complain(typed):
     return complain
 
 
+@pytest.fixture
+def one_thread():
+    """As in an actor."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the test's own."""
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
     """Client actors of other tests' runs take no core from this test's."""

@@ -19,11 +19,7 @@ from raydpfl.data.features.random_filters import RandomFilters
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

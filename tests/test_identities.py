@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import experiment
+from quadratics import stationary
 
 from raydpfl import models, run
 from raydpfl.data import Shards
-from raydpfl.data.quadratics import stationary
 from raydpfl.plan import Plan
 from raydpfl.weights import FAMILY
 

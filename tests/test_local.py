@@ -49,15 +49,7 @@ from raydpfl.local.vmap import Vmap
 from raydpfl.member import choose
 from raydpfl.rounds import Facts, View
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = (1, 6, 6)
 CLASSES = 4
 

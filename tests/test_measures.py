@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import experiment
+from quadratics import stationary
 from scipy.optimize import minimize
 
 from raydpfl import models, run
 from raydpfl.data import Shards
-from raydpfl.data.quadratics import stationary
 from raydpfl.errors import ConfigError
 from raydpfl.heterogeneity import of_clients
 from raydpfl.measure.bounding import BoundingProbe

@@ -501,7 +501,7 @@ print(json.dumps(origin.sources(Experiment.from_dict(tree))))
 """
 
 
-def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does(typed):
+def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
     tree = json.dumps(experiment().to_dict())
 
     usual = {"gain": "0.5", "function": "tanh", "classes": 10, "tree": tree}

@@ -42,9 +42,7 @@ from raydpfl.privacy.guarantee import SHARES
 FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def mixture(low: float, high: float) -> Law:

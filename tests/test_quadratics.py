@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 from conftest import form
+from quadratics import harmless_lr, model_clip_limit, stationary
 from scipy.optimize import brentq
 
 from raydpfl import Experiment, data, models, run
 from raydpfl.data import Shards, prepare
-from raydpfl.data.quadratics import harmless_lr, model_clip_limit, stationary
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
 

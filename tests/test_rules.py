@@ -21,13 +21,7 @@ from raydpfl.keys import Purpose, normals
 from raydpfl.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
 from raydpfl.local.way import Rule
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Signs(Local):

@@ -8,7 +8,7 @@ squared inputs, o_i its own optimum. Q full gradient steps with learning rate lr
 
 and what it sends of that, and what the server makes of the sum, its bounding says. Where all
 clients take part without noise the mean update is a function of x alone. Its zeros are found by
-bisection in float64; `raydpfl.data.quadratics.stationary` has those of clipping in fractions.
+bisection in float64.
 """
 
 from __future__ import annotations
