@@ -197,14 +197,9 @@ def brief(text: str) -> str:
     return f"{shown}\n{MORE}" if more else shown
 
 
-def in_line(error: BaseException, most: int = 200) -> str:
-    """An exception, and where it was raised in the user's own code, in one line.
-
-    Args:
-        error: what was raised.
-        most: characters of its own message.
-    """
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:most]
+def in_line(error: BaseException) -> str:
+    """An exception, and where it was raised in the user's own code, in one line."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     theirs = frames_of_user(error)
     if not theirs:
         return what

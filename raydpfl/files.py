@@ -295,10 +295,10 @@ def check_memory(needed: int) -> None:
 
 
 @contextmanager
-def impatient(seconds: float = 30) -> Iterator[None]:
-    """A network that does not answer is an error after so many seconds."""
+def impatient() -> Iterator[None]:
+    """A network that does not answer is an error after 30 seconds."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
+    socket.setdefaulttimeout(30)
     try:
         yield
     finally:

@@ -41,19 +41,6 @@ GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bound
 CURVATURE = 0.1
 
 
-def of_clients(
-    module: nn.Module,
-    task: Task,
-    shards: Shards,
-    model: np.ndarray,
-    weight_decay: float = 0.0,
-) -> dict:
-    """What `Heterogeneity.result` returns, all of it done at once."""
-    work = Heterogeneity(module, task, shards, model, weight_decay)
-    work.advance(float("inf"))
-    return work.result()
-
-
 class Heterogeneity:
     """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance`
     until it says that all is done.

@@ -301,11 +301,6 @@ class Trajectory:
             file.seek(t * self.bytes)
             file.write(model.astype("<f4").tobytes())
 
-    @staticmethod
-    def read(path: Path, d: int) -> np.ndarray:
-        """The models, float32 [models, d]."""
-        return np.fromfile(path, "<f4").reshape(-1, d)
-
 
 class Dropped:
     """The clients whose updates were dropped, a line of JSON each, on disk with their round. There

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +18,23 @@ from scipy.optimize import minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.heterogeneity import of_clients
+from raydpfl.heterogeneity import Heterogeneity
 from raydpfl.measure.bounding import BoundingProbe
 from raydpfl.measure.trajectory import together
 from raydpfl.plan import Plan
 from raydpfl.privacy import paper
 from raydpfl.selection.problem1 import solve
-from raydpfl.tracking import Trajectory
+
+
+def path_of(run: Path, d: int) -> np.ndarray:
+    """The models of a run, float32 [models, d]."""
+    return np.fromfile(run / "trajectory.bin", "<f4").reshape(-1, d)
+
+
+def heterogeneity_of(*asked, **more) -> dict:
+    work = Heterogeneity(*asked, **more)
+    work.advance(np.inf)
+    return work.result()
 
 
 def test_measuring_changes_no_bit_of_the_model(tmp_path):
@@ -37,7 +48,7 @@ def test_measuring_changes_no_bit_of_the_model(tmp_path):
 
 def test_the_trajectory_is_the_model_after_every_round(tmp_path):
     result = run(experiment(measure=["trajectory"]), tmp_path / "out")
-    found = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850)
+    found = path_of(tmp_path / "out", 7850)
     assert found.shape == (5, 7850)
     assert np.array_equal(found[-1], models.flatten(result.model).numpy())
     steps = np.linalg.norm(np.diff(found.astype(float), axis=0), axis=1)
@@ -88,7 +99,7 @@ def test_every_few_rounds_of_a_trajectory_are_those_of_the_whole(tmp_path):
     few = experiment(measure=[{"kind": "trajectory", "every": 3}], rounds=5)
     run(few, tmp_path / "few")
     run(experiment(measure=["trajectory"], rounds=5), tmp_path / "all")
-    paths = [Trajectory.read(tmp_path / name / "trajectory.bin", 7850) for name in ("few", "all")]
+    paths = [path_of(tmp_path / name, 7850) for name in ("few", "all")]
     assert np.array_equal(paths[0], paths[1][::3]) and len(paths[0]) == 2
 
 
@@ -127,9 +138,7 @@ def test_angles_are_to_the_last_global_update(tmp_path):
         "measure": ["bounding", "clients", "trajectory"],
     }
     run(experiment(**sections), tmp_path / "out")
-    updates = np.diff(
-        Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float), axis=0
-    )
+    updates = np.diff(path_of(tmp_path / "out", 7850).astype(float), axis=0)
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
     angles = pq.read_table(tmp_path / "out" / "clients.parquet")["angle"].to_numpy()[1:]
     assert np.allclose(angles, np.degrees(np.arccos(cosines)), atol=0.02)
@@ -153,7 +162,7 @@ def test_the_mean_norm_is_over_all_clients_of_all_rounds_and_the_mean_update_has
     assert result.summary["norm_mean"] == pytest.approx(clients["norm"].mean(), rel=1e-12)
     by_round = clients.groupby("round")["norm"].mean().to_numpy()
     assert np.allclose(result.rounds["norm_mean"].to_numpy(), by_round, rtol=1e-12)
-    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 7850).astype(float)
+    path = path_of(tmp_path / "out", 7850).astype(float)
     updates = np.diff(path, axis=0)
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
     angles = result.rounds["update_angle"].to_pylist()
@@ -284,7 +293,7 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
     model = models.flatten(module).numpy()
-    found = of_clients(module, plan.experiment.data.task, shards, model, weight_decay=0.01)
+    found = heterogeneity_of(module, plan.experiment.data.task, shards, model, weight_decay=0.01)
 
     everyone = list(range(6))
     shares = np.asarray(shards.sizes) / shards.sizes.sum()
@@ -334,7 +343,7 @@ def test_the_suboptimality_of_quadratics_is_exact(decay, tmp_path):
     def value(w):
         return 0.5 * np.sum((wide @ w - target) ** 2)
 
-    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 6).astype(float)
+    path = path_of(tmp_path / "out", 6).astype(float)
     gaps = result.rounds["suboptimality"].to_numpy()
     assert gaps == pytest.approx([value(w) - value(best) for w in path[1:]], rel=1e-6, abs=1e-13)
     apart = np.linalg.norm(path - best, axis=1)
@@ -352,7 +361,7 @@ def test_where_the_optimum_is_a_plane_the_distance_is_to_its_nearest_point(tmp_p
     sections = {**QUIET, **STEPPED, "data": data, "measure": ["suboptimality", "trajectory"]}
     result = run(experiment(**sections), tmp_path / "out")
     x, y = rows_of(Shards.open(Plan.make(experiment(**sections)).shards))
-    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 2).astype(float)
+    path = path_of(tmp_path / "out", 2).astype(float)
     off = np.abs(path @ x[0] - y[0])
     expected = off / np.linalg.norm(x[0])
     assert result.rounds["distance"].to_numpy() == pytest.approx(expected[1:], rel=1e-6)
@@ -381,7 +390,7 @@ def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path
     result = run(experiment(**sections), tmp_path / "out")
     shards = Shards.open(Plan.make(experiment(**sections)).shards)
     best = softmax_minimum(shards, list(range(6)))
-    path = Trajectory.read(tmp_path / "out" / "trajectory.bin", 610).astype(float)
+    path = path_of(tmp_path / "out", 610).astype(float)
     gaps = [softmax_loss(w, shards, list(range(6)))[0] - best for w in path[1:]]
     found = result.rounds["suboptimality"].to_pylist()
     assert [gap is None for gap in found] == [True, False, True, False, False]
@@ -540,7 +549,7 @@ def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
-    found = of_clients(
+    found = heterogeneity_of(
         module, plan.experiment.data.task, shards, models.flatten(module).numpy(), weight_decay=0.1
     )
     assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(

@@ -19,18 +19,18 @@ WHO = np.array([0, 3, 4, 11, 700_000])
 STD = 1.7
 
 
-def _of_clients(case: Case, t: int = 0, seed: int = 3, std: float = STD) -> np.ndarray | None:
-    return case.plan.experiment.noise.on_clients(seed, t, WHO, np.zeros_like(WHO), std, D)
+def _of_clients(case: Case, t: int = 0, seed: int = 3) -> np.ndarray | None:
+    return case.plan.experiment.noise.on_clients(seed, t, WHO, np.zeros_like(WHO), STD, D)
 
 
-def _on_sums(case: Case, seed: int = 3, std: float = STD) -> list[np.ndarray]:
+def _on_sums(case: Case, seed: int = 3) -> list[np.ndarray]:
     """The server's noise of the first rounds, of which the part that later ones take back is left
     out, float64 [d] each; empty where it draws none.
     """
     noise = case.plan.experiment.noise
     source = noise.source(seed, D)
     whiten = noise.whitening()
-    found = [source.on_sum(t, std) for t in range(ROUNDS)]
+    found = [source.on_sum(t, STD) for t in range(ROUNDS)]
     return [whiten(each) for each in found if each is not None]
 
 

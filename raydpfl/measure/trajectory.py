@@ -49,8 +49,8 @@ def together(
     """Several paths on the principal directions of all their models together (001 Fig. 3).
 
     The axes depend on the paths alone, and are found from the inner products of all models in
-    float64, which are summed over blocks of parameters: paths may be larger than memory, as
-    `Trajectory.mapped` gives them. The larger coordinates of each axis are positive.
+    float64, which are summed over blocks of parameters: paths may be mapped files, larger than
+    memory. The larger coordinates of each axis are positive.
 
     Args:
         paths: of models, float [T_i, d] each; a model with NaN (lost by a run) has no part in the
