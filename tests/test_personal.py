@@ -43,6 +43,10 @@ FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
 
 
 pytestmark = pytest.mark.usefixtures("cache")
+FEW_STEPS = {"batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5}
+MNIST_002 = {"batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "budgets": 0.3}
+ONE_002 = {**MNIST_002, "samples": [600], "participations": [1]}
+SMALL_002 = {**MNIST_002, "samples": [600, 90, 800, 50, 70]}
 
 
 def mixture(low: float, high: float) -> Law:
@@ -417,16 +421,8 @@ def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_n
 
 
 def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_name():
-    given = {
-        "samples": [600, 60],
-        "batch": 10,
-        "steps": 5,
-        "bound": 1.0,
-        "delta": 1e-5,
-        "participations": [1, 4],
-        "budgets": 1.0,
-        "beside": LOSSES,
-    }
+    given = {**FEW_STEPS, "samples": [600, 60], "participations": [1, 4], "budgets": 1.0}
+    given["beside"] = LOSSES
     alone = float(gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
     LocalSteps.calibrated(**given)
     with pytest.raises(
@@ -443,19 +439,10 @@ def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_nam
 
 
 def test_no_formula_covers_what_is_released_beside_the_steps():
-    given = {
-        "samples": [600],
-        "batch": 10,
-        "steps": 300,
-        "bound": 1.0,
-        "delta": 1e-2,
-        "participations": [1],
-        "budgets": 0.3,
-    }
-    unfit = LocalSteps.calibrated(**given, calibration="tcdp", beside=LOSSES)
+    unfit = LocalSteps.calibrated(**ONE_002, calibration="tcdp", beside=LOSSES)
     assert "nothing is released beside the steps" in unfit.warnings([1])[-1]
-    assert unfit.stds == LocalSteps.calibrated(**given, beside=LOSSES).stds
-    found, silent = (LocalSteps.calibrated(**given, beside=beside) for beside in (LOSSES, None))
+    assert unfit.stds == LocalSteps.calibrated(**ONE_002, beside=LOSSES).stds
+    found, silent = (LocalSteps.calibrated(**ONE_002, beside=beside) for beside in (LOSSES, None))
     for said, without in zip(
         found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True
     ):
@@ -476,33 +463,14 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
 
 def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():
     """PRIVACY.md sec. 4: 2.14 G by tCDP, 0.343 G exactly; 2.14 G truly gives 0.0025."""
-    mnist = {
-        "samples": [600],
-        "batch": 10,
-        "steps": 300,
-        "bound": 1.0,
-        "delta": 1e-2,
-        "participations": [1],
-        "budgets": 0.3,
-    }
     tcdp, exact = (
-        LocalSteps.calibrated(**mnist, calibration=name) for name in ("tcdp", "rigorous")
+        LocalSteps.calibrated(**ONE_002, calibration=name) for name in ("tcdp", "rigorous")
     )
     assert tcdp.stds[0] == pytest.approx(2.14, abs=5e-3) and exact.stds[0] == pytest.approx(
         0.343, abs=1e-3
     )
     assert tcdp.epsilons("pld", [1])[0] == pytest.approx(0.0025, abs=2e-4)
     tcdp.check_claims([1])
-
-
-SMALL_002 = {
-    "samples": [600, 90, 800, 50, 70],
-    "batch": 10,
-    "steps": 300,
-    "bound": 1.0,
-    "delta": 1e-2,
-    "budgets": 0.3,
-}
 
 
 def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
@@ -598,14 +566,7 @@ def test_a_promise_holds_for_the_participations_it_was_made_for():
 
 
 def test_no_noise_for_public_clients_for_absent_ones_and_for_those_without_samples():
-    given = {
-        "samples": [100, 100, 0, 100],
-        "batch": 10,
-        "steps": 5,
-        "bound": 1.0,
-        "delta": 1e-5,
-        "participations": [1, 1, 1, 0],
-    }
+    given = {**FEW_STEPS, "samples": [100, 100, 0, 100], "participations": [1, 1, 1, 0]}
     found = LocalSteps.calibrated(**given, budgets=[1.0, math.inf, 1.0, 1.0])
     assert (found.stds > 0).tolist() == [True, False, False, False]
     assert found.epsilons("pld", [1, 1, 1, 0]) == pytest.approx([1.0, math.inf, 0.0, 0.0], rel=1e-3)
@@ -834,15 +795,7 @@ def test_a_delta_above_one_over_a_clients_samples_is_warned_of():
 
 
 def test_the_digest_names_all_that_decides_what_is_released():
-    given = {
-        "samples": [100, 200],
-        "batch": 10,
-        "steps": 5,
-        "bound": 1.0,
-        "delta": 1e-5,
-        "stds": [1.0, 2.0],
-        "claims": [1.0, 2.0],
-    }
+    given = {**FEW_STEPS, "samples": [100, 200], "stds": [1.0, 2.0], "claims": [1.0, 2.0]}
     first = LocalSteps(**given).digest()
     assert LocalSteps(**given).digest() == first
     changes = {
@@ -882,15 +835,7 @@ def test_the_digest_names_all_that_decides_what_is_released():
     ],
 )
 def test_what_is_no_mechanism_is_refused(change, field):
-    given = {
-        "samples": [100, 200],
-        "batch": 10,
-        "steps": 5,
-        "bound": 1.0,
-        "delta": 1e-5,
-        "participations": [1, 2],
-        "budgets": 1.0,
-    }
+    given = {**FEW_STEPS, "samples": [100, 200], "participations": [1, 2], "budgets": 1.0}
     with pytest.raises(ConfigError) as refused:
         LocalSteps.calibrated(**given | change)
     assert refused.value.field == field
