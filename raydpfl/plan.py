@@ -24,7 +24,6 @@ from raydpfl.config import Experiment, as_fields
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.hardware import single_blas
-from raydpfl.member import Member
 from raydpfl.noise.base import Facts
 from raydpfl.parts import Parts, prepared
 from raydpfl.parts import weights as client_weights
@@ -228,16 +227,8 @@ class Plan:
     def _kept(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
         e = self.experiment
-        members: tuple[Member, ...] = (
-            e.model,
-            e.selection,
-            e.local,
-            e.bounding,
-            e.weights,
-            e.server,
-        )
         names = ("model", "selection", "local", "bounding", "weights", "server")
-        kept = {name: each.meaning() for name, each in zip(names, members, strict=True)}
+        kept: dict[str, Any] = {name: getattr(e, name).meaning() for name in names}
         for name in self.experiment.selection.named:  # the file is among the clients' facts
             kept["selection"].pop(name)
         kept["client"] = {

@@ -48,6 +48,8 @@ STARTING = "starting Ray"
 FIRST = "first round"
 STOPPING = "stopping"
 RUSHED = 5.0  # seconds that a tracker may take to end once the run is to stop
+# files that a run has before it has recorded anything
+WRITTEN = ("config.yaml", "trajectory.bin", "optimum.bin", "rounds.parquet", "clients.parquet")
 MISSING = "interrupted before its measures ({}) were computed; --resume computes them"
 
 
@@ -188,15 +190,7 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
         if not resume and not saved and not ended:
             for name in ("tensorboard", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (
-                "config.yaml",
-                FILE,
-                "trajectory.bin",
-                "optimum.bin",
-                "rounds.parquet",
-                "clients.parquet",
-                LOCK,
-            ):
+            for name in (*WRITTEN, FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
             if made:
                 with suppress(OSError):  # something else is in it by now

@@ -207,14 +207,13 @@ class JobServer:
         """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
         does not know.
         """
-        self._known(job)
+        self._check_known(job)
         return self._run(job)
 
     def _run(self, job: str) -> str:
         """The run that a job belongs to: as this machine remembers, else as the cluster says, where
         it only names a folder there."""
-        if not ID.fullmatch(job):
-            raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
+        _check_id(job)
         found = self._remembered(job).get("run") or (self._noted(job) or {}).get("run", job)
         if not isinstance(found, str) or not ID.fullmatch(found):
             told = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
@@ -266,7 +265,7 @@ class JobServer:
         """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
         once.
         """
-        self._known(job)
+        self._check_known(job)
         with self._refusals():
             self._client.stop_job(job)
 
@@ -283,7 +282,7 @@ class JobServer:
         Raises:
             RunError: it did not come back complete; what is in `out` stays as it is.
         """
-        self._known(job)
+        self._check_known(job)
         run = self._run(job)
         address = self._address(job)
         if address:
@@ -396,13 +395,11 @@ class JobServer:
                     return None
                 raise
 
-    def _known(self, job: str) -> dict[str, str]:
-        if not ID.fullmatch(job):
-            raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
-        note = self._noted(job)
-        if note is None:
+    def _check_known(self, job: str) -> None:
+        """Raises `ConfigError` for a job that the cluster does not know."""
+        _check_id(job)
+        if self._noted(job) is None:
             raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
-        return note
 
     def _output(self, job: str) -> Iterator[str]:
         """What the job prints, from its beginning until it ends or is silent for `PATIENCE`."""
@@ -441,6 +438,11 @@ def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
     if inside:
         raise EOFError("it ended early")
     return False
+
+
+def _check_id(job: str) -> None:
+    if not ID.fullmatch(job):
+        raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
 
 
 def _check(folder: Path, run: str) -> None:

@@ -35,15 +35,10 @@ CHECKPOINT = re.compile(r"(.*/)?checkpoints/round-[^/]*")
 LATER = (r"(.*/)?checkpoints/round-[^/]*", r"(.*/)?summary\.json")  # than all else
 
 
-def fetch(address: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Copies the folder at `address`, with hidden files left out, into a folder of this machine.
-    Raises `FileError`.
+def fetch(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """Copies what is `wanted` of the folder at `address`, with hidden files left out, into a folder
+    of this machine. Returns the names of all that is there. Raises `FileError`.
     """
-    _fetched(address, folder, wanted)
-
-
-def _fetched(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """As `fetch`; the names of what is there."""
     there = opened(address)
     names = [name for name in there.times() if _shown(name)]
     fetched = [name for name in names if wanted(name)]
@@ -80,7 +75,7 @@ def refetch(folder: Path) -> None:
     if address is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    names = _fetched(address, folder, lambda name: not CHECKPOINT.fullmatch(name))
+    names = fetch(address, folder, lambda name: not CHECKPOINT.fullmatch(name))
     for name in filter(CHECKPOINT.fullmatch, names):
         _stand(folder / name)
 
@@ -110,7 +105,7 @@ def _join(path: Path) -> None:
 
 def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
-    names = _fetched(address, folder, lambda name: not _checkpoint_apart(name))
+    names = fetch(address, folder, lambda name: not _checkpoint_apart(name))
     for name in filter(_checkpoint_apart, names):
         _stand(folder / name)
     names = [name for name in names if not name.startswith(APART)]
