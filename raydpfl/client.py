@@ -544,9 +544,9 @@ class ClientActor(Process):
         _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
         if work.bound is not None:
             left = factors.numpy() * lengths
-            fits = (left >= 0) & (left <= work.bound * (1 + 1e-12))
-            if not fits.all():
-                place = int(np.argmin(fits))
+            most = work.bound * (1 + 1e-12)
+            if not (left.min() >= 0 and left.max() <= most):
+                place = int(np.argmin((left >= 0) & (left <= most)))
                 raise RunError(
                     f"bounding.kind {bounding.kind} lets norm {float(lengths[place]):g} times "
                     f"factor {float(factors[place]):g} pass its bound of {work.bound:g}"

@@ -63,7 +63,7 @@ def found(blocks) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("hidden", [19, 4000])  # a block of all clients, and of one
+@pytest.mark.parametrize("hidden", [19, 4000, 8000])  # a block of all clients, of 3, and of one
 @pytest.mark.parametrize("more", [{}, NOISED])
 def test_clients_train_to_the_same_bits_on_any_number_of_threads(more, hidden):
     native.use(1)

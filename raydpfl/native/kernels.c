@@ -1470,12 +1470,14 @@ void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
 
 enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
 
-/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. */
-INLINE void add_row(int64_t count, const float *row, double factor, const double *noise,
-                    double *total) {
+/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. What
+lies `after` numbers further on comes next: another thread's cache may have it. */
+INLINE void add_row(int64_t count, const float *row, int64_t after, double factor,
+                    const double *noise, double *total) {
     int64_t j = 0;
     for (; j + NUMBERS <= count; j += NUMBERS) {
         const floats_anywhere *at = (const floats_anywhere *)(row + j);
+        __builtin_prefetch(row + after + j);
         doubles sent = factor * __builtin_convertvector(*at, doubles);
         if (noise) sent += *(const doubles_anywhere *)(noise + j);
         *(doubles_anywhere *)(total + j) += sent;
@@ -1495,10 +1497,11 @@ static void add_piece(void *what, int64_t place, int64_t thread) {
         double *total = r->found + from;
         for (int64_t i = 0; i < r->k; i++) {
             const float *row = (const float *)r->rows + i * r->d + from;
+            int64_t after = i + 1 < r->k ? r->d : 0;
             if (r->noise)
-                add_row(count, row, r->factors[i], r->noise + i * r->d + from, total);
+                add_row(count, row, after, r->factors[i], r->noise + i * r->d + from, total);
             else
-                add_row(count, row, r->factors[i], NULL, total);
+                add_row(count, row, after, r->factors[i], NULL, total);
         }
     }
 }

@@ -65,7 +65,8 @@ class Server(Schedule, Member):
             RunError: the next model is not finite.
         """
         with np.errstate(over="ignore"):  # an overflow is reported below
-            moved = model + self.learning_rate(t) * self.direction(update, state)
+            moved = self.learning_rate(t) * self.direction(update, state)
+            moved += model
             following = moved.astype(np.float32)
         if not np.isfinite(following).all():
             raise RunError(
