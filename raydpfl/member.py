@@ -21,6 +21,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ from raydpfl.files import digest
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
+
+
+# what pydantic adds to what is wrong, of its own doing and of Python's classes
+PYDANTICS = re.compile(r", unable to parse string as an? \w+| or instance of \w+")
 
 
 class Section(BaseModel):
@@ -378,7 +383,7 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
         for each in errors
         if _path(cls, each["loc"]) == path
     ]
-    said = " or ".join(messages).replace("a valid tuple", "a list")
+    said = PYDANTICS.sub("", " or ".join(messages)).replace("a valid tuple", "a list")
     return ConfigError(where, first["input"], said.replace("a valid dictionary", "a mapping"))
 
 

@@ -8,10 +8,11 @@ import functools
 
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import SMALL, experiment
 
 from raydpfl import Experiment
 from raydpfl.config import dump, parse_yaml
+from raydpfl.errors import ConfigError
 
 # What is changed (overrides of the small experiment), and how the one line begins.
 BAD = {
@@ -240,6 +241,13 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
     said = complain(["run", config, *overrides, "--out", tmp_path / "out"])
     assert said.startswith(line)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+
+
+def test_a_budget_in_letters_is_told_in_the_words_of_a_config():
+    with pytest.raises(ConfigError) as told:
+        experiment(noise={"kind": "gaussian", "epsilon": "abc", "delta": 1e-5})
+    said = "noise.epsilon = 'abc': should be a valid number or should be a mapping"
+    assert str(told.value) == said
 
 
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
