@@ -76,6 +76,7 @@ NEAR = 32 << 10
 HELD = 1 << 26  # bytes of a file that stay mapped from round to round
 LOOKS = 8  # clients by whom it is told whether a cohort is in memory
 CACHED = 160 << 10  # bytes of pixels that are scaled at once
+PADDED = 0.75  # share of rows that are no padding, from which on clients are read together
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
 # need not copy them (`raydpfl.local.way.LaneData.rows`)
 ALIGN = 64
@@ -775,7 +776,10 @@ class Shards:
         """Puts what some clients give, `n` rows each, into x [C, rows, *shape] and y [C, rows]."""
         wanted = self._wanted(members, x.shape[1], apart)
         if self._train.held and self._rows is None:
-            self._from_map(x, members, wanted, room)
+            if n.sum() < PADDED * n.size * x.shape[1]:
+                self._each_from_map(x, members, apart, n)
+            else:
+                self._from_map(x, members, wanted, room)
         else:
             self._read_x(x, members, sizes, apart, n, room)
         if self._targets is None:
@@ -903,6 +907,22 @@ class Shards:
             x.reshape(len(y), *self.shape).take(places, axis=0, mode="clip", out=stored)
             if stored is not piece:
                 self._scaled(stored, piece)
+
+    def _each_from_map(
+        self, into: np.ndarray, members: np.ndarray, apart: Mapping[int, np.ndarray], n: np.ndarray
+    ) -> None:
+        """As `_from_map`, client by client, which takes less time than reading what is padding."""
+        batches = self._batches(members)
+        firsts = (self._first[members] - self._starts[batches]).tolist()
+        columns = [x.reshape(len(y), *self.shape) for x, y in self._train.columns]
+        for slot in np.flatnonzero(n).tolist():
+            stored = columns[batches[slot]][firsts[slot] :]
+            own = into[slot, : n[slot]]
+            some = stored[apart[slot]] if slot in apart else stored[: len(own)]
+            if some.dtype == own.dtype:
+                own[...] = some
+            else:
+                self._scaled(some, own)
 
     def _batches(self, members: np.ndarray) -> np.ndarray:
         """The batch of the file that each client is in, int64 [C]."""
