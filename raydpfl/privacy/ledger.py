@@ -92,6 +92,7 @@ class Ledger:
                 f"a directory without {self.path.name}, or --resume to go on with that run",
             )
         self._entries, torn = _entries(self.path, text)
+        self._last = next(reversed(_segments(self._entries)), None)
         if torn and _parse(torn) is None:
             with _named(self.path):
                 os.truncate(self.path, len(text) - len(torn))
@@ -141,14 +142,15 @@ class Ledger:
             raise RunError(f"round {t} cannot follow round {last} in {self.path}")
         self._append(line.encode() + b"\n")
         self._entries.append(entry)
+        self._last = _with(self._last, entry)
 
     def _recorded(self, t: int, again: int) -> dict[str, Any] | None:
         """The line of a round, if it is in the last segment and that is the one of `again`."""
         if not self._entries or self._entries[-1].get("again", 0) != again:
             return None
         back = self._entries[-1]["round"] - t
-        last = self.segments[-1]
-        return self._entries[-1 - back] if last.first <= t < last.end else None
+        last = self._last
+        return self._entries[-1 - back] if last and last.first <= t < last.end else None
 
     def spent(self) -> Spent:
         """How many rounds are recorded, and the epsilons after the last one."""
@@ -247,13 +249,18 @@ def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
 def _segments(entries: list[dict[str, Any]]) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for entry in entries:
-        again = entry.get("again", 0)
-        round_index = entry["round"]
-        if found and found[-1].again == again:
-            found[-1] = Segment(again, found[-1].first, round_index + 1)
-        else:
-            found.append(Segment(again, round_index, round_index + 1))
+        last = _with(found[-1] if found else None, entry)
+        if found and found[-1].again == last.again:
+            found.pop()
+        found.append(last)
     return tuple(found)
+
+
+def _with(last: Segment | None, entry: dict[str, Any]) -> Segment:
+    """The last segment with a round that is recorded after it; another, where that begins one."""
+    again = entry.get("again", 0)
+    first = last.first if last and last.again == again else entry["round"]
+    return Segment(again, first, entry["round"] + 1)
 
 
 def _to_json(value: float) -> float | str:
