@@ -46,10 +46,12 @@ from raydpfl.evaluator import Evaluator, Scored
 from raydpfl.hardware import threads
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
+from raydpfl.local.checks import draws_torch
 from raydpfl.local.way import Block
+from raydpfl.local.ways import WAYS
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
-from raydpfl.process import Process, own_code, peak_rss_mb
+from raydpfl.process import Process, Progress, any_own, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
 from raydpfl.sums import add_snapped, check_range, snapped
@@ -127,14 +129,20 @@ class ClientActor(Process):
         self.device = device.chosen(gpus)
         precision = experiment.client.precision
         device.settle(self.device, gpus, tf32=precision == "tf32")
-        on_host = self.device.type == "cpu"
+        self.own = own_code(experiment)
+        self._build()
+
+    def _build(self) -> None:
+        """Makes all that is written to in training."""
+        experiment = self.experiment
         given = (self.shards, self.form)
+        gpus = experiment.client.num_gpus
+        on_host = self.device.type == "cpu"
         self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.personal = personal.of(experiment, self.shards, self.module)
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
-        self.own = own_code(experiment)
         self.trainer = Trainer(
             module,
             experiment.local,
@@ -144,9 +152,28 @@ class ClientActor(Process):
             clip=experiment.bounding.sample_bound,
             own=self.own,
             task=self.form.task,
-            precision=precision,
+            precision=experiment.client.precision,
         )
         self._empty()
+
+    def twin(self) -> ClientActor:
+        """Another for this process, which reads what this one does: to train in another thread."""
+        other = copy.copy(self)
+        other.progress = Progress(shared=False)
+        other._build()
+        return other
+
+    def has_twins(self) -> bool:
+        """Whether others may work in other threads at the same time: not on a GPU, and not where
+        they would change what is one for the process, as the generators are that a user's own code,
+        or a module, may draw from.
+        """
+        e = self.experiment
+        if self.device.type != "cpu" or any_own(e):
+            return False
+        others = e.personal is not None or e.evaluate.fine_tune is not None
+        draws = WAYS[e.client.way].draws or others
+        return not (draws and draws_torch(self.module, self.form))
 
     def _empty(self) -> None:
         """With nothing of any lane."""

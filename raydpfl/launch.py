@@ -32,7 +32,6 @@ from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError, FileError, RunError, contained, told
 from raydpfl.hardware import cores, threads
-from raydpfl.local.ways import WAYS
 from raydpfl.origin import of_capability, of_device
 from raydpfl.placement import Moving, Pool
 from raydpfl.plan import Plan
@@ -57,10 +56,10 @@ class _Closed(Exception):
 class Worth:
     """Whether to start Ray for the rounds that are left.
 
-    n actors take about m/n of the time that this process takes with m threads, once they are up.
-    While they come up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock
-    is that of the processor, over the threads: on a machine that others use, rounds and start are
-    slower alike.
+    n actors take about m/n of the time that this process takes with m threads, once they are up; or
+    with more, that are as fast as m would be if they did not wait for one another. While they come
+    up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock is that of the
+    processor, over the threads: on a machine that others use, rounds and start are slower alike.
     """
 
     STARTS = 8.0  # Ray, and a process that imports torch for each actor, on two cores
@@ -68,10 +67,11 @@ class Worth:
     SURE = 1.0  # seconds of rounds that are enough to judge by
     FIRST = 2.0  # seconds of a round that is not over, likewise
 
-    def __init__(self, rounds: int, actors: int, starts: float, threads: int = 1):
+    def __init__(self, rounds: int, actors: int, starts: float, threads: float = 1):
         self._rounds = rounds
-        self._share = 1 - threads / max(actors, threads)
+        self._actors = actors
         self._starts = starts
+        self.threads = threads
         self._ended: list[float] = []  # when the first round and the last one have
 
     def begin(self, done: int, now: float) -> None:
@@ -97,7 +97,8 @@ class Worth:
             first, last = self._ended
             if last - first >= self.SURE:  # the first is left out: what it warms up it does once
                 each = max(each, (last - first) / (self._count - 1))
-        return each * self._left * self._share > self._starts
+        share = 1 - self.threads / max(self._actors, self.threads)
+        return each * self._left * share > self._starts
 
 
 class Places:
@@ -124,14 +125,16 @@ class Places:
         self._host: Any = None  # the coordinator's actor
         self._plan: Plan | None = None
         self._count = 0
-        self._threads = 1  # that train here
+        self._here: Moving | None = None  # the clients, where the run begins here
         self._worth: Worth | None = None
+        self._worked = self._looked = 0.0  # see `_clock`
         self._failure: BaseException | None = None
         self._planned = threading.Event()
         self._connected = threading.Event()
         self._up = threading.Event()
         self._begun = threading.Event()
         self._closing = threading.Event()
+        self._looking = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._done = 0  # rounds
@@ -294,7 +297,19 @@ class Places:
 
     def _clock(self) -> float:
         """Seconds of the processor for each thread that trains here."""
-        return time.process_time() / self._threads
+        worth = self._worth
+        now = time.process_time()
+        with self._looking:
+            if worth is not None and self._here is not None:
+                worth.threads = self._here.speed or threads()  # who are taken to gain until known
+                self._worked += (now - self._looked) / worth.threads
+            self._looked = now
+            return self._worked
+
+    def _vain(self) -> bool:
+        """Whether actors are known to be no faster than the threads here."""
+        known = self._here.speed if self._here else None
+        return self._count <= (known or 1)
 
     def _when_it_pays(self) -> None:
         worth = self._worth
@@ -350,7 +365,6 @@ class Places:
         count = wanted(client, population, most, nodes, self.elastic, plan.d, left, self.late)
         self._plan = plan
         self._count = count
-        self._threads = threads() if WAYS[experiment.client.way].threads else 1
         self._planned.set()
         return count
 
@@ -363,8 +377,9 @@ class Places:
                 return _inline(Coordinator(plan, out, resume=resume, anew=fresh_noise))
             if self.late:
                 starts = Worth.STARTS if self.elastic else Worth.SOON
-                self._worth = Worth(plan.experiment.rounds, self._count, starts, self._threads)
+                self._worth = Worth(plan.experiment.rounds, self._count, starts)
                 pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
+                self._here = pool
                 return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
             self._wait(self._up)
             self._from = 0
@@ -378,7 +393,7 @@ class Places:
         self._done = done
         if self._worth:
             self._worth.begin(done, self._clock())
-            if self._count > self._threads:
+            if not self._vain():
                 self._begin(self._when_it_pays)
 
     def after_round(self, call: Call, out: str, done: int) -> Call:
@@ -431,7 +446,7 @@ class Places:
         elif not used and self._failure is not None:
             why = str(self._failure)
         elif not used:
-            why = NO_GAIN if self._count <= self._threads else SHORT
+            why = NO_GAIN if self._vain() else SHORT
         count = self._count if used else 0
         found = {"asked": not self.inline, "used": used, "from_round": self._from}
         return found | {"actors": count, "why_not": why}

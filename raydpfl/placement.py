@@ -6,17 +6,24 @@ nothing depends on their order, nor on who runs what.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from raydpfl import dealing, interrupts
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
+from raydpfl.crew import Crew, Pace, timed
 from raydpfl.errors import RunError
 from raydpfl.evaluator import Scored
+from raydpfl.hardware import threads
+from raydpfl.local import single_thread
+from raydpfl.local.ways import WAYS
 from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
 
 
@@ -60,23 +67,54 @@ class Pool(Protocol):
         """Ends the actors."""
 
 
+PARTS = 4  # that each thread takes up, about, of what is asked of many
+
+
 class _Late(BaseException):
     """Goes through where a client's exceptions are taken up."""
 
 
 class Inline:
-    """The same classes as plain objects in this process, without Ray."""
+    """The same classes as plain objects in this process, without Ray.
+
+    What compiled code does not train in threads of its own is trained in threads of Python, a lane
+    by one of them, where that is faster than by one after another (`raydpfl.crew.Pace`).
+    """
 
     healthy = 1
     replaced = 0
+    PIECE = 0.1  # seconds of lanes that a thread takes up at once, about
 
-    def __init__(self, experiment: Experiment, shards: str):
+    def __init__(self, experiment: Experiment, shards: str, piece: float = math.inf):
+        """`piece`: seconds of lanes that are trained at once at most, about."""
         self.client = ClientActor(experiment, shards)
         self.per_client = False
         timeout = experiment.client.timeout
         # nobody could take this process's place
         self._seconds = None if timeout == "auto" else timeout
         self._experiment = experiment
+        self._piece = piece
+        self._costs = dealing.Costs()
+        self._clients = [self.client]  # of each thread, the first the caller's too
+        self._crew: Crew | None = None
+        self._compiled = WAYS[experiment.client.way].threads
+        most = threads()
+        if most > 1 and not self.client.has_twins():
+            most = 1
+        self._pace = Pace(1 if self._compiled else most)  # of training
+        self._asked = Pace(most)
+        self._scored = Pace(most)
+
+    @property
+    def speed(self) -> float | None:
+        """How many times as fast as one thread it trains; None: not known yet."""
+        return float(threads()) if self._compiled else self._pace.speed
+
+    def only(self, client: ClientActor) -> None:
+        """Has this one do all work from now on, in the thread of the caller."""
+        self.client = client
+        self._clients = [client]
+        self._pace = self._asked = self._scored = Pace(1)
 
     @contextmanager
     def _limited(self, what: str) -> Iterator[None]:
@@ -85,7 +123,7 @@ class Inline:
             with interrupts.limited(self._seconds, _Late()):
                 yield
         except _Late:
-            client = self.client.progress.client
+            client = self._client()
             where = f"client {client}: " if client >= 0 else ""
             raise RunError(
                 f"{where}{what} did not end within {self._seconds:g} s; "
@@ -93,28 +131,138 @@ class Inline:
                 "is to be higher"
             ) from None
 
+    def _client(self) -> int:
+        """The client in training, of several that of the thread that is longest at it; -1: none."""
+        at_work = [self._clients[thread].progress.client for thread in self._at_work() or [0]]
+        return next((client for client in at_work if client >= 0), -1)
+
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        return [list(lanes)] if lanes else []
+        count = self._pace.threads
+        piece = self._piece if count == 1 else min(self._piece, self.PIECE)
+        if math.isinf(piece):
+            return [list(lanes)] if lanes else []
+        if not self._costs.known:  # nobody knows yet how long a lane takes
+            return [[lane] for lane in lanes]
+        costs = self._costs.of(lanes)
+        return dealing.shares(lanes, max(count, round(costs.sum() / piece)), costs)
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
     ) -> Iterator[tuple[int, LaneResult]]:
-        for index, share in enumerate(shares):
-            with self._limited("training"):
-                result = self.client.train(broadcast, work, share)
+        return self.begin(broadcast, work, shares, lambda: False)
+
+    def begin(
+        self,
+        broadcast: Broadcast,
+        work: Work,
+        shares: Sequence[Sequence[Lane]],
+        others: Callable[[], bool],
+    ) -> Iterator[tuple[int, LaneResult]]:
+        """As `run`, of the first shares alone where `others` take over those that are left: they
+        are asked before each.
+        """
+
+        def ours() -> Iterator[tuple[int, Sequence[Lane]]]:
+            for index, share in enumerate(shares):
+                if others():
+                    return
+                yield index, share
+
+        def train(client: ClientActor, share: Sequence[Lane]) -> LaneResult:
+            return client.train(broadcast, work, share)
+
+        count = min(self._pace.threads, len(shares))
+        for index, share, result in self._done(
+            "training", self._pace, train, ours(), dealing.rows, count
+        ):
+            self._costs.took(share, result.seconds)
             yield index, result
 
+    def _done(
+        self,
+        what: str,
+        pace: Pace,
+        work: Callable[[ClientActor, Any], Any],
+        pieces: Iterator[tuple[int, Any]],
+        amount: Callable[[Any], float],
+        count: int,
+    ) -> Iterator[tuple[int, Any, Any]]:
+        """What `work` gives for each piece, as it is done: its place, the piece, and that.
+
+        Args:
+            what: is done, in words.
+            pace: of such work, which is told how long it takes.
+            work: of a client and a piece.
+            pieces: and their places.
+            amount: of work in a piece.
+            count: how many threads take them up; 1: the caller's.
+        """
+
+        def one(thread: int, piece: tuple[int, Any]) -> tuple[int, Any, Any]:
+            return *piece, work(self._clients[thread], piece[1])
+
+        arriving = (timed(partial(one, 0, piece)) for piece in pieces)
+        if count > 1:
+            arriving = self._hired(count).each(one, pieces)
+        total = 0.0
+        began = time.perf_counter()
+        with closing(arriving):
+            while True:
+                with self._limited(what):
+                    done = next(arriving, None)
+                if done is None:
+                    break
+                total += amount(done.value[1])
+                if self._at_work():
+                    pace.did(done)
+                yield done.value
+        if total and count == pace.threads:
+            pace.took(count, total, time.perf_counter() - began)
+
+    def _parted(
+        self,
+        what: str,
+        pace: Pace,
+        work: Callable[[ClientActor, Sequence[int]], list],
+        every: Sequence[int] | np.ndarray,
+    ) -> list:
+        """What `work` gives for each of these numbers, in their order."""
+        count = max(1, min(pace.threads, len(every)))
+        parts = np.array_split(every, 1 if count == 1 else min(PARTS * count, len(every)))
+        pieces = ((place, part.tolist()) for place, part in enumerate(parts))
+        found = {place: got for place, _, got in self._done(what, pace, work, pieces, len, count)}
+        return [each for place in range(len(parts)) for each in found[place]]
+
+    def _hired(self, count: int) -> Crew:
+        """At least so many threads, and a client for each."""
+        if self._crew is None or len(self._crew) < count:
+            self.close()
+            while len(self._clients) < count:
+                self._clients.append(self.client.twin())
+            self._crew = Crew(count, single_thread)
+        return self._crew
+
+    def _at_work(self) -> list[int]:
+        """The threads that are at work, the first to begin it first."""
+        return self._crew.at_work if self._crew else []
+
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        with self._limited("answering with its loss"):
-            return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
+        def answer(client: ClientActor, some: Sequence[int]) -> list[float]:
+            return client.losses(model, t, some, noise_seed)
+
+        return np.array(self._parted("answering with its loss", self._asked, answer, clients))
 
     def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+        def score(client: ClientActor, batches: Sequence[int]) -> list[Scored]:
+            return client.evaluate(model, t, batches, own)
+
         every = range(len(self.client.evaluator.batches))
-        with self._limited("the evaluation of the model"):
-            return self.client.evaluate(model, t, every, own)
+        return self._parted("the evaluation of the model", self._scored, score, every)
 
     def close(self) -> None:
-        pass
+        if self._crew:
+            self._crew.close()
+            self._crew = None
 
 
 class Moving:
@@ -126,13 +274,17 @@ class Moving:
     """
 
     PIECE = 0.5
+    per_client = False
 
     def __init__(self, experiment: Experiment, shards: str, others: Callable[[], Pool | None]):
-        self._pool: Pool = Inline(experiment, shards)
+        self._here: Inline | None = Inline(experiment, shards, self.PIECE)
+        self._pool: Pool = self._here
         self._others = others
-        self._here = True
-        self._costs = dealing.Costs()
-        self.per_client = False
+
+    @property
+    def speed(self) -> float | None:
+        """See `Inline`; None where it is others who train."""
+        return self._here.speed if self._here else None
 
     @property
     def healthy(self) -> int:
@@ -144,34 +296,28 @@ class Moving:
 
     def _now(self) -> Pool:
         """The clients, who are others from the moment on that there are any."""
-        if self._here:
-            others = self._others()
-            if others is not None:
-                self._here = False
-                self._pool = others
+        if self._pool is self._here:
+            self._pool = self._others() or self._pool
         return self._pool
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        pool = self._now()
-        if not self._here:
-            return pool.shares(lanes)
-        if not self._costs.known:  # nobody knows yet how long a lane takes
-            return [[lane] for lane in lanes]
-        costs = self._costs.of(lanes)
-        return dealing.shares(lanes, max(1, round(costs.sum() / self.PIECE)), costs)
+        return self._now().shares(lanes)
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
     ) -> Iterator[tuple[int, LaneResult]]:
-        for index, share in enumerate(shares):
-            pool = self._now()
-            if not self._here:
-                for place, result in pool.run(broadcast, work, shares[index:]):
-                    yield index + place, result
-                return
-            for _, result in pool.run(broadcast, work, [share]):
-                self._costs.took(share, result.seconds)
-                yield index, result
+        done = 0
+        if self._here:
+            given = (broadcast, work, shares, lambda: self._now() is not self._here)
+            for each in self._here.begin(*given):
+                done += 1
+                yield each
+        if done < len(shares):
+            if self._here:
+                self._here.close()
+                self._here = None
+            for place, result in self._pool.run(broadcast, work, shares[done:]):
+                yield done + place, result
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         return self._now().losses(model, t, clients, noise_seed)
@@ -180,4 +326,6 @@ class Moving:
         return self._now().evaluate(model, t, own)
 
     def close(self) -> None:
+        if self._here:
+            self._here.close()
         self._pool.close()

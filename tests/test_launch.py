@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import forks
 import numpy as np
@@ -20,6 +21,7 @@ from test_same_bits import METHODS, RUN, assert_same_bits
 from raydpfl import hardware, launch, native, run
 from raydpfl.check.runs import Dealt, Watched, carried_out
 from raydpfl.coordinator import Coordinator
+from raydpfl.crew import Pace
 from raydpfl.errors import RunError
 from raydpfl.launch import Places, Worth
 from raydpfl.placement import Moving
@@ -226,6 +228,35 @@ def test_no_ray_is_started_for_what_trains_in_threads_here(way, reason, tmp_path
     native.use(1)
     assert found.summary["ray"]["why_not"] == reason
     assert len(begun) == (way == "vmap")  # what looks whether Ray would pay
+
+
+def test_no_ray_is_started_once_threads_of_python_are_known_to_gain(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for name in ("SURE", "SHORT", "FREE"):  # the first piece tells
+        monkeypatch.setattr(Pace, name, 0.0)
+    monkeypatch.setattr(Places, "_when_it_pays", lambda places: None)
+    found = run(experiment(client={**AUTO, "way": "vmap"}), tmp_path / "out")
+    alone = run(experiment(client={"actors": 0, "way": "vmap"}), tmp_path / "alone")
+    assert found.summary["ray"]["why_not"] == launch.NO_GAIN
+    assert found.summary["model_sha256"] == alone.summary["model_sha256"]
+
+
+def test_the_clock_of_a_run_that_begins_here_is_that_of_a_thread(monkeypatch):
+    ran = iter([10.0, 14.0, 20.0, 26.0])
+    monkeypatch.setattr(launch.time, "process_time", lambda: next(ran))
+    monkeypatch.setattr(launch, "threads", lambda: 4)
+    places = Places(experiment(client=AUTO), None)
+    places._worth = Worth(100, 2, 8.0)
+    places._here = SimpleNamespace(speed=None)
+    begun = places._clock()
+    assert places._clock() - begun == 1.0  # 4 s of four threads, as long as nobody knows
+    places._here.speed = 1.0
+    assert places._clock() - begun == 1.0 + 6.0
+    places._here.speed = 1.5
+    assert places._clock() - begun == 1.0 + 6.0 + 4.0
+    assert places._worth.threads == 1.5
 
 
 BEHIND = "from raydpfl.launch import Worth; Worth.gains = lambda *_: True\n" + RUN

@@ -156,7 +156,7 @@ class PlantedCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.client = PlantedClient(self.plan, self.seen)
+        self.pool.only(PlantedClient(self.plan, self.seen))
         self.record.survey = self._survey
         return started
 

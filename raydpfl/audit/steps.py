@@ -203,7 +203,7 @@ class StepCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.client = StepClient(self.plan, self.seen)
+        self.pool.only(StepClient(self.plan, self.seen))
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:

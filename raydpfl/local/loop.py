@@ -34,6 +34,7 @@ class Loop(OneByOne):
 
     trains = True
     buffers = True
+    draws = True
     # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
     # in another way
     inputs_only = False

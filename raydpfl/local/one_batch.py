@@ -20,6 +20,7 @@ then what autograd gives, and the norms and sums are a few operations on what is
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -246,9 +247,10 @@ class OneBatch(Vmap):
         module that draws random numbers other than by dropout.
         """
         counted = [1]
+        here = threading.get_ident()  # the hook is that of other threads' modules too
 
         def count(layer: nn.Module, given: Any, made: Any) -> None:
-            if isinstance(made, torch.Tensor):
+            if isinstance(made, torch.Tensor) and threading.get_ident() == here:
                 counted.append(made.numel())
 
         hook = register_module_forward_hook(count)

@@ -367,6 +367,8 @@ class Way:
 
     # whether the threads of compiled code (`raydpfl.native.use`) train its clients
     threads: ClassVar[bool] = False
+    # whether what the module draws comes from torch's generator, which is one for all threads
+    draws: ClassVar[bool] = False
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
     # whether clients can begin at `LaneData.starts`; and with buffers of their own too
     starts: ClassVar[bool] = False
