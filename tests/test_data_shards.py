@@ -4,6 +4,7 @@ used.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -837,3 +838,17 @@ def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
     for client in range(7):
         _, y, n = opened.lane([client], 210)
         assert counts[client].tolist() == [int((y[0, : n[0]] == each).sum()) for each in range(4)]
+
+
+def test_data_that_are_let_go_close_their_files():
+    """Python would warn of them, which is an error under `python -W error`."""
+    folder = Plan.make(experiment()).shards
+    before = [each for each in gc.get_objects() if isinstance(each, shards._Mapped)]
+    opened = Shards.open(folder)
+    next(opened.test(10))
+    now = [each for each in gc.get_objects() if isinstance(each, shards._Mapped)]
+    files = [each.file for each in now if each not in before]
+    assert files and not all(file.closed for file in files)
+    del opened, now
+    gc.collect()
+    assert all(file.closed for file in files)

@@ -47,6 +47,7 @@ import math
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -483,6 +484,7 @@ class _Mapped:
 
     def __init__(self, path: Path):
         self.file = path.open("rb", buffering=0)
+        weakref.finalize(self, self.file.close)
         # cohorts are spread over the file: reading on beyond a client is a waste
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
