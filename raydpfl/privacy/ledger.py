@@ -24,7 +24,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +91,10 @@ class Ledger:
                 str(self.path.parent),
                 f"a directory without {self.path.name}, or --resume to go on with that run",
             )
-        self._entries, torn = _entries(self.path, text)
-        self._last = next(reversed(_segments(self._entries)), None)
+        entries, torn = _entries(self.path, text)
+        self._lines = text.split(b"\n")[: len(entries)]
+        self._entry = entries[-1] if entries else None
+        self._segment = next(reversed(_segments(entries)), None)
         if torn and _parse(torn) is None:
             with _named(self.path):
                 os.truncate(self.path, len(text) - len(torn))
@@ -102,12 +104,12 @@ class Ledger:
     @property
     def entries(self) -> tuple[dict[str, Any], ...]:
         """The lines, oldest first."""
-        return tuple(self._entries)
+        return tuple(map(json.loads, self._lines))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The recorded rounds, divided where the run was restarted with fresh noise."""
-        return _segments(self._entries)
+        return _segments(self.entries)
 
     def record(
         self, *, t: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
@@ -127,7 +129,7 @@ class Ledger:
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
         entry = {"round": t, **({"again": again} if again else {}), **release, "epsilon": spent}
-        line = json.dumps(entry, allow_nan=False)
+        line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
         before = self._recorded(t, again)
         if before is not None:
@@ -137,29 +139,27 @@ class Ledger:
                     f"and cannot be again as {_release(entry)}"
                 )
             return
-        if not _may_follow(self._entries, entry):
-            last = self._entries[-1]["round"] if self._entries else None
+        if not _may_follow(self._entry, entry):
+            last = self._entry["round"] if self._entry else None
             raise RunError(f"round {t} cannot follow round {last} in {self.path}")
-        self._append(line.encode() + b"\n")
-        self._entries.append(entry)
-        self._last = _with(self._last, entry)
+        self._append(line + b"\n")
+        self._lines.append(line)
+        self._entry = entry
+        self._segment = _with(self._segment, entry)
 
     def _recorded(self, t: int, again: int) -> dict[str, Any] | None:
         """The line of a round, if it is in the last segment and that is the one of `again`."""
-        if not self._entries or self._entries[-1].get("again", 0) != again:
+        last = self._segment
+        if last is None or last.again != again or not last.first <= t < last.end:
             return None
-        back = self._entries[-1]["round"] - t
-        last = self._last
-        return self._entries[-1 - back] if last and last.first <= t < last.end else None
+        return json.loads(self._lines[t - last.end])
 
     def spent(self) -> Spent:
         """How many rounds are recorded, and the epsilons after the last one."""
-        if not self._entries:
+        if not self._entry:
             return Spent(0)
-        return Spent(
-            self._entries[-1]["round"] + 1,
-            {name: float(value) for name, value in self._entries[-1]["epsilon"].items()},
-        )
+        epsilon = {name: float(value) for name, value in self._entry["epsilon"].items()}
+        return Spent(self._entry["round"] + 1, epsilon)
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
@@ -225,19 +225,18 @@ def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
     whole_but_for_its_end = [torn] if torn and _parse(torn) is not None else []
     for number, line in enumerate([*complete, *whole_but_for_its_end], 1):
         entry = _parse(line)
-        if entry is None or not _may_follow(entries, entry):
+        if entry is None or not _may_follow(entries[-1] if entries else None, entry):
             raise RunError(f"{path}, line {number}, is damaged: what this run has spent is unknown")
         entries.append(entry)
     return entries, torn
 
 
-def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
-    """Whether `entry` may follow `entries`: it is the next round, or begins a new segment at any
-    round up to that one; the first line is round 0.
+def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
+    """Whether `entry` may follow the `last` one: it is the next round, or begins a new segment at
+    any round up to that one; the first line is round 0.
     """
-    if not entries:
+    if last is None:
         return entry["round"] == 0 and entry.get("again", 0) == 0
-    last = entries[-1]
     if entry.get("again", 0) == last.get("again", 0):
         return entry["round"] == last["round"] + 1
     return (
@@ -246,7 +245,7 @@ def _may_follow(entries: list[dict[str, Any]], entry: dict[str, Any]) -> bool:
     )
 
 
-def _segments(entries: list[dict[str, Any]]) -> tuple[Segment, ...]:
+def _segments(entries: Sequence[dict[str, Any]]) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for entry in entries:
         last = _with(found[-1] if found else None, entry)
