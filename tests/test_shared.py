@@ -107,6 +107,7 @@ door = accepted(listener)
 put = Outbox().put(np.arange(4.0))
 door.send(*put)
 door.send(*put)
+print("sent", flush=True)
 time.sleep(60)
 """
 
@@ -115,6 +116,7 @@ def test_memory_of_a_killed_process_holds_where_it_is_mapped_and_is_gone_elsewhe
     process = subprocess.Popen([sys.executable, "-c", PUTS], stdout=subprocess.PIPE, text=True)
     address = process.stdout.readline().strip("\n")
     with closing(opened(address)) as door:
+        assert process.stdout.readline() == "sent\n"
         (before,) = door.take()
         process.send_signal(signal.SIGKILL)
         process.communicate()
