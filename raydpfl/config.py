@@ -135,8 +135,8 @@ class Client(Section):
     num_gpus: float = Field(default=0, ge=0)
     # what the products of training are taken in; parameters, losses and updates are float32
     precision: Precision = "float32"
-    # clients trained at once; the bits depend on it. auto: some of a cohort for each core; on a GPU
-    # all of it, where half of the actor's memory holds them, so that several actors need a number
+    # clients trained at once, at most; bits depend on it. auto: some of a cohort for each core; on
+    # a GPU all of it, where half of the memory holds them, so that several actors need a number
     lane: Whole | Literal["auto"] = "auto"
     # how a lane trains; auto: the fastest that carries the method out
     way: Literal[

@@ -24,9 +24,7 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class Lane:
-    """A fixed number of clients that train together; its shape is a function of its full membership
-    alone.
-    """
+    """Clients that train together; its shape is a function of its full membership alone."""
 
     clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
     # int64 [C]: index of this draw among the client's draws of the round, from 0
