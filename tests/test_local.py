@@ -41,6 +41,7 @@ from raydpfl.local import (
     trial,
     tune_allocator,
 )
+from raydpfl.local import compiled as compiled_module
 from raydpfl.local import way as way_module
 from raydpfl.local.convolutional import Convolutional, links
 from raydpfl.local.linear import Fused, SampleSpace
@@ -512,7 +513,8 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
 def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch):
     module = made("relu mlp")
     d = models.parameter_count(module)
-    monkeypatch.setattr(way_module, "BLOCK", 3 * d)
+    for each_module in (way_module, compiled_module):
+        monkeypatch.setattr(each_module, "BLOCK", 3 * d)
     clients = [9, 5, 5, 7, 3, -1, 2]
     sizes = [13, 0, 7, 0, 7, 0, 0]  # some clients without rows: within a block, first and last
     x, y = rows([13, 13, 13, 13, 13, 13, 13])

@@ -68,11 +68,11 @@ class Block:
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
 
 
-def spans(first: int, end: int, d: int, most: int = BLOCK) -> Iterator[slice]:
+def spans(first: int, end: int, d: int, most: int | None = None) -> Iterator[slice]:
     """The slots from `first` to `end` in parts whose updates, of `d` numbers, are a block, of
-    `most` numbers unless one client has more.
+    `most` numbers (None: `BLOCK`) unless one client has more.
     """
-    together = max(1, most // d)
+    together = max(1, (most or BLOCK) // d)
     for start in range(first, end, together):
         yield slice(start, min(start + together, end))
 
@@ -190,8 +190,8 @@ class LaneData:
         width = self.width or len(self.sizes)
         return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
 
-    def blocks(self, d: int, most: int = BLOCK) -> Iterator[tuple[slice, np.ndarray]]:
-        """For each block of updates of `d` numbers, `most` together: the slots that it spans, and
+    def blocks(self, d: int, most: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
+        """For each block of updates of `d` numbers (see `spans`): the slots that it spans, and
         those of them to train, int64 [k], at least one. All of them are of one lane.
         """
         wanted = np.asarray(self.slots, dtype=np.int64)
