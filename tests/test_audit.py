@@ -358,7 +358,7 @@ def one_round_behind(patch):
     record = Ledger.record
 
     def late(self, *, t, epsilon, **release):
-        spent = self._entries[-1]["next"] if self._entries else dict.fromkeys(epsilon, 0.0)
+        spent = self.entries[-1]["next"] if self.entries else dict.fromkeys(epsilon, 0.0)
         record(self, t=t, epsilon=spent, next=epsilon, **release)
 
     patch.setattr(Ledger, "record", late)
