@@ -659,7 +659,7 @@ class ClientActor(Process):
                 yield self._sampled(lane, block)
                 done = int(block.slots[-1]) + 1
             return
-        except DeviceError:
+        except (DeviceError, ConfigError):  # no client's: of rows that a source makes, the latter
             raise
         except RAISED as error:
             device.blame(self.device, error)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from conftest import experiment
 from torch import nn
 
 from raydpfl.bounding import FAMILY as BOUNDINGS
@@ -25,6 +26,7 @@ from raydpfl.models import Model
 from raydpfl.noise import Gaussian
 from raydpfl.privacy import Sampling, pld
 from raydpfl.privacy.laws import LAWS
+from raydpfl.runner import run
 from raydpfl.selection import Cohort, Uniform
 from raydpfl.server import Server
 from raydpfl.track import Log, Tracker
@@ -444,6 +446,53 @@ class Short(Rows):
     def numbers(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = super().numbers(seed)
         return x, y[:-1]
+
+
+class Making(Rows):
+    """Makes its rows, or what is wrong with them."""
+
+    wrong: str = ""
+
+    def maker(self, seed: int) -> Maker:
+        rows = self.split(seed, None).rows
+
+        def made(client: int, count: int) -> Any:
+            x, y = rows(client, client + 1)
+            if self.wrong == "raises":
+                raise ValueError("no rows today")
+            if self.wrong == "classes":
+                y = y + 3
+            if self.wrong == "shape":
+                x = x[:, :1]
+            yield x[:3], y[:3]
+            if self.wrong != "few":
+                yield x[3:], y[3:]
+
+        return made
+
+
+def test_rows_that_a_source_of_ones_own_makes_are_those_it_gives(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    given = {"clients": 8}
+    sections = {"selection": {"kind": "uniform", "cohort": 5}, "model": {"kind": "softmax"}}
+
+    def trained(client: dict, **keys: Any) -> str:
+        source = {"kind": f"{__name__}:Making", **given, **keys}
+        e = experiment(**sections, data=source, client={"actors": 0, **client})
+        return run(e, tmp_path / uuid.uuid4().hex).summary["model_sha256"]
+
+    written = trained({})
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr("raydpfl.data.shards.MADE", 0)
+    assert trained({}) == written
+    for wrong, said in (
+        ("raises", "ValueError: no rows today"),
+        ("classes", "targets are from 0 to 2"),
+        ("shape", "x of a row is of shape"),
+        ("few", r"makes 4 rows of client \d \(it makes 3\)"),
+    ):  # a source's error is no client's, who would be dropped for it
+        with pytest.raises(ConfigError, match=f"data.kind = .*{said}"):
+            trained({"on_error": "drop"}, wrong=wrong)
 
 
 def test_what_needs_a_run_that_fails_is_not_tried():

@@ -163,41 +163,49 @@ def _held_samples(split: Split, apart: HeldOut) -> np.ndarray:
 
 def _guarded(data: Data, split: Split) -> Split:
     """The split, with what goes wrong in its parts told as the source's error."""
+    form = Form(split.shape, Target(split.targets, split.classes), data.task, split.tokens)
     parts = {name: getattr(split, name) for name in ("rows", "test", "at")}
     given: dict[str, Any] = {
-        name: _checked(data, split, part) for name, part in parts.items() if part is not None
+        name: _checked(data, form, part) for name, part in parts.items() if part is not None
     }
     if split.samples is not None:
         given["samples"] = _blamed(data)(split.samples)
     return replace(split, **given)
 
 
-def _checked(data: Data, split: Split, give: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(data: Data, form: Form, give: Callable[..., Any]) -> Callable[..., Any]:
     """What gives rows of a source, with what is wrong with them told as its error."""
 
     def checked(*asked: Any) -> tuple[np.ndarray, np.ndarray]:
         with _blamed(data):
             x, y = give(*asked)
-            wrong = _wrong(split, x, y, data.task.ignored())
-        if wrong:
-            raise ConfigError("data.kind", data.kind, f"a source whose {wrong}")
+            _check(data, form, x, y)
         return x, y
 
     return checked
 
 
-def _wrong(split: Split, x: np.ndarray, y: np.ndarray, ignored: int) -> str | None:
-    """What is wrong with rows of a split, as what would be right, in words; None: nothing."""
+def _check(data: Data, form: Form, x: np.ndarray, y: np.ndarray) -> None:
+    """Raises `ConfigError` for rows of a source that are of another form."""
+    wrong = _wrong(form, x, y)
+    if wrong:
+        raise ConfigError("data.kind", data.kind, f"a source whose {wrong}")
+
+
+def _wrong(form: Form, x: np.ndarray, y: np.ndarray) -> str | None:
+    """What is wrong with rows of this form, as what would be right, in words; None: nothing."""
+    target = form.target
     if len(x) != len(y):
         return f"rows have a target each ({len(x)} rows, {len(y)} targets)"
-    for name, given, shape in (("x", x, split.shape), ("y", y, split.targets)):
+    for name, given, shape in (("x", x, form.shape), ("y", y, target.shape)):
         if given.shape[1:] != tuple(shape):
             said = f"{name} of a row is of shape {list(shape)}, as it says"
             return f"{said} (it gives {list(given.shape[1:])})"
-    for name, given, most in (("targets", y, split.classes), ("tokens", x, split.tokens)):
+    for name, given, most in (("targets", y, target.classes), ("tokens", x, form.tokens)):
         if not most or not given.size:
             continue
-        known = given[given != ignored] if name == "targets" and split.targets else given
+        several = name == "targets" and target.shape
+        known = given[given != form.task.ignored()] if several else given
         whole = known.dtype.kind in "iu"
         low = known.min(initial=0)
         high = known.max(initial=0)
@@ -1050,10 +1058,25 @@ class Made(Shards):
     """A prepared folder without training rows, which their source makes whenever they are read."""
 
     def _open_rows(self, about: Mapping[str, Any]) -> None:
-        source = choose("data", about["config"], FAMILY, Data)
-        maker = source.maker(about["made"])
+        self._source = choose("data", about["config"], FAMILY, Data)
+        maker = self._source.maker(about["made"])
         assert maker is not None  # by which it was prepared
-        self._rows_of = maker
+        self._maker = maker
+
+    def _pieces(self, client: int, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """The rows of a client, some at a time: the place of the first, x and y. Raises
+        `ConfigError` for what is wrong with them.
+        """
+        form = self.form(self._source.task)
+        at = 0
+        with _blamed(self._source):
+            for x, y in self._maker(client, size):
+                _check(self._source, form, x, y)
+                yield at, x, y
+                at += len(y)
+        if at != size:
+            accepted = f"a source that makes {size} rows of client {client} (it makes {at})"
+            raise ConfigError("data.kind", self._source.kind, accepted)
 
     def _fill(
         self,
@@ -1070,13 +1093,11 @@ class Made(Shards):
         for slot in np.flatnonzero(n).tolist():
             size = int(sizes[slot])
             wanted = apart.get(slot, np.arange(size))
-            at = 0
-            for some_x, some_y in self._rows_of(int(members[slot]), size):
+            for at, some_x, some_y in self._pieces(int(members[slot]), size):
                 own = slice(*np.searchsorted(wanted, (at, at + len(some_y))).tolist())
                 picked = wanted[own] - at
                 stored[slot, own] = some_x[picked]
                 y[slot, own] = some_y[picked]
-                at += len(some_y)
         if pixels:
             self._scale_lane(stored, x, n)
 
