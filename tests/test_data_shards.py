@@ -526,14 +526,18 @@ def test_rows_that_are_made_are_those_that_would_be_written(iid, cache, request)
     assert made.describe().items() <= written.describe().items()
 
 
+@pytest.mark.parametrize("actors", [0, 2])
 def test_a_run_on_rows_that_are_made_is_that_on_rows_that_are_written(
-    tmp_path, monkeypatch, request
+    actors, tmp_path, monkeypatch, request
 ):
+    if actors:
+        request.getfixturevalue("shared_ray")
     given = {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 50}
     e = experiment(data=given, model={"kind": "softmax"}, client={"actors": 0})
     written = carried_out(e, tmp_path / "written").summary["model_sha256"]
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "other"))
     request.getfixturevalue("unwritten")
+    e = experiment(data=given, model={"kind": "softmax"}, client={"actors": actors})
     assert carried_out(e, tmp_path / "made").summary["model_sha256"] == written
 
 
