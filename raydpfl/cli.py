@@ -6,7 +6,6 @@ line, no traceback), 130 Ctrl-C.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from raydpfl import compiling, completion, interrupts, storage
+from raydpfl import compiling, completion, interrupts, loading, storage
 from raydpfl.directing import directed
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
 
@@ -50,17 +49,9 @@ FRESH = "With --resume, where code or processor have changed: new noise, both re
 
 
 def _load() -> None:
-    """Imports torch, and all that a config names, in five sixths of the time: none of it is ever
-    garbage, and nobody looks through it for some.
-    """
-    if "raydpfl.config" in sys.modules:
-        return
-    gc.disable()
-    try:
+    """Imports torch, and all that a config names."""
+    with loading.quickly():
         import raydpfl.config  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:

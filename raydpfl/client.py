@@ -6,10 +6,10 @@ and every lane has the same shape whoever runs it:
 
 - pooled, an actor trains whole lanes and returns one vector, the exact sum of its lanes' sums;
 - per client, it trains its own client at that client's slot of the lane, the other slots standing
-  empty, and returns the client's contribution, which the coordinator adds up in client order.
+  empty, and returns the client's contribution, which the coordinator adds up in the lane's order.
 
 A lane is trained in blocks of clients, [k, d]. `_contribute` makes of a block's updates what its
-clients send; their sum is taken in client order, in float64.
+clients send; their sum is taken in the lane's order, in float64.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from traceback import clear_frames
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ from raydpfl.hardware import threads
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.local.checks import draws_torch
-from raydpfl.local.way import Block
+from raydpfl.local.way import Block, Sum
 from raydpfl.local.ways import WAYS
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
@@ -58,8 +59,8 @@ from raydpfl.sums import add_snapped, check_range, snapped
 
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
 
-# numbers of padding by which joining another lane costs about what training it by itself does
-PADDING = 1 << 17
+# the most threads that train with one of them adding up, which takes a tenth of what training does
+ADDING = 8
 
 
 @dataclass
@@ -118,6 +119,9 @@ class ClientActor(Process):
     a non-finite update.
     """
 
+    # whether updates may be added up as they are trained, to the same bits, and are not looked at
+    adds: ClassVar[bool] = True
+
     def make(self, experiment: Experiment, shards: str) -> None:
         single_thread()
         tune_allocator()
@@ -166,10 +170,10 @@ class ClientActor(Process):
     def has_twins(self) -> bool:
         """Whether others may work in other threads at the same time: not on a GPU, and not where
         they would change what is one for the process, as the generators are that a user's own code,
-        or a module, may draw from.
+        or a module, may draw from, and a file that it reads.
         """
         e = self.experiment
-        if self.device.type != "cpu" or any_own(e):
+        if self.device.type != "cpu" or any_own(e) or self.shards.made_by_own:
             return False
         others = e.personal is not None or e.evaluate.fine_tune is not None
         draws = WAYS[e.client.way].draws or others
@@ -308,7 +312,7 @@ class ClientActor(Process):
             if same:
                 padded = len(same) * (lane.rows - same[-1].rows)
                 most = self.trainer.together(lane.width, lane.rows, features)
-                if len(same) >= most or padded * lane.width * features > PADDING:
+                if len(same) >= most or padded * lane.width * features > self.trainer.padding:
                     yield Lane.joined(same)
                     same.clear()
             same.append(lane)
@@ -317,8 +321,10 @@ class ClientActor(Process):
     def _sum(self, tally: Tally, lane: Lane, found: torch.Tensor) -> None:
         """Adds the sum of what the clients of a lane send, or of several, to `found`, float64 [d].
 
-        A lane's sum is taken in client order, and is put on the grid where it is the whole lane's.
+        A lane's sum is taken in its order, and is put on the grid where it is the whole lane's.
         """
+        if self._added(tally, lane, found):
+            return
         total = torch.zeros_like(found)
         place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
@@ -338,6 +344,57 @@ class ClientActor(Process):
         for some in slots[:, None] if apart else [slots]:
             self._know(tally, lane, some)
         self._whole(tally, total, lane, found)
+
+    def _added(self, tally: Tally, lane: Lane, found: torch.Tensor) -> bool:
+        """As `_sum`, by a way that adds up itself, while each update is in the cache; False where
+        none does, or the lane cannot be trained as it is, and nothing is done.
+        """
+        work = tally.work
+        into = self._into(work, lane, found)
+        if into is None:
+            return False
+        self._forget(lane)
+        blocks = self._train(tally, lane, lane.members, self.clipped, into)
+        try:
+            first = next(blocks)
+        except RAISED:  # before anything is trained
+            return False
+        for block in chain([first], blocks):
+            assert block.norms is not None
+            finite = np.isfinite(block.norms)
+            norms = np.where(finite, block.norms, np.nan)
+            for place in () if finite.all() else (~finite).nonzero()[0]:
+                slot = int(block.slots[place])
+                self._fault(tally, lane, slot, float(block.norms[place]))
+            self.known[:, block.slots] = norms, into.factors[block.slots], block.losses
+        if not into.fits[0]:
+            check_range(math.inf, work.grid)
+        slots = np.flatnonzero(lane.clients >= 0)
+        norms, factors, _ = self.known[:, slots]
+        self._check_factors(work, np.where(np.isfinite(norms), norms, 0), factors)
+        self._know(tally, lane, slots)
+        return True
+
+    def _into(self, work: Work, lane: Lane, found: torch.Tensor) -> Sum | None:
+        """Where the way is to add up what the clients of a lane send; None: it is not."""
+        e = self.experiment
+        plain = self._scaled and not self.own and not self.personal.own
+        drawn = work.client_std == 0 or e.noise.keyed
+        if not (self.adds and self.trainer.adds and plain and drawn):
+            return None
+        members = lane.clients[lane.clients >= 0]
+        whole = lane.slot is None and len(members) and self.shards.sizes[members].all()
+        closed = e.bounding.closed(math.inf if work.bound is None else work.bound)
+        if not whole or closed is None or native.threads() > ADDING:
+            return None
+        return Sum(
+            closed,
+            np.ascontiguousarray(lane.weights, np.float64),
+            *(work.client_std, work.noise_seed, work.t, lane.clients, lane.draws),
+            *(work.grid, found.numpy()),
+            factors=np.empty(len(lane.clients)),
+            fits=np.ones(1, bool),
+        )
 
     def _beside(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
         """Has the clients at these slots train what they have of their own beside the model, but
@@ -569,16 +626,21 @@ class ClientActor(Process):
             # a copy, as the norms that what is left is checked by may not be changed
             factors = bounding.factors(torch.from_numpy(lengths.copy()), bound)
         _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
-        if work.bound is not None:
-            left = factors.numpy() * lengths
-            most = work.bound * (1 + 1e-12)
-            if not (left.min() >= 0 and left.max() <= most):
-                place = int(np.argmin((left >= 0) & (left <= most)))
-                raise RunError(
-                    f"bounding.kind {bounding.kind} lets norm {float(lengths[place]):g} times "
-                    f"factor {float(factors[place]):g} pass its bound of {work.bound:g}"
-                )
+        self._check_factors(work, lengths, factors.numpy())
         return factors
+
+    def _check_factors(self, work: Work, lengths: np.ndarray, factors: np.ndarray) -> None:
+        """Raises `RunError` where vectors of these norms, times the factors, pass the bound."""
+        if work.bound is None:
+            return
+        left = factors * lengths
+        most = work.bound * (1 + 1e-12)
+        if not (left.min() >= 0 and left.max() <= most):
+            place = int(np.argmin((left >= 0) & (left <= most)))
+            raise RunError(
+                f"bounding.kind {self.experiment.bounding.kind} lets norm {lengths[place]:g} times "
+                f"factor {factors[place]:g} pass its bound of {work.bound:g}"
+            )
 
     def _view(self, tally: Tally, lane: Lane, member: str, slots: np.ndarray) -> View:
         """What the clients at these slots know of the round, for the hooks of a member."""
@@ -646,13 +708,17 @@ class ClientActor(Process):
 
     # --- training ---
 
+    def _forget(self, lane: Lane) -> None:
+        """Nothing is known yet of a lane."""
+        self.clipped = np.full(len(lane.clients), np.nan)
+        self.known = np.full((3, len(lane.clients)), np.nan)
+
     def _trained(self, tally: Tally, lane: Lane) -> Iterator[Block]:
-        """The updates of the lane's clients, in client order. A client that raises is found by
+        """The updates of the lane's clients, in its order. A client that raises is found by
         training each alone; its update is NaN.
         """
         members = lane.members
-        self.clipped = np.full(len(members), np.nan)
-        self.known = np.full((3, len(members)), np.nan)
+        self._forget(lane)
         done = 0
         try:
             for block in self._fitting(tally, lane, members):
@@ -730,45 +796,65 @@ class ClientActor(Process):
         return Block(np.array([slot]), updates, np.full(1, math.nan))
 
     def _train(
-        self, tally: Tally, lane: Lane, members: np.ndarray, clipped: np.ndarray | None = None
+        self,
+        tally: Tally,
+        lane: Lane,
+        members: np.ndarray,
+        clipped: np.ndarray | None = None,
+        into: Sum | None = None,
     ) -> Iterator[Block]:
-        """The updates of `members` (int64 [C], -1 for all others), in blocks. `clipped`: as for
-        `Trainer.lane`; None: they train apart from the round, in memory of their own.
+        """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.lane`.
+        Without `clipped` they train apart from the round, in memory of their own.
         """
         local = self.experiment.local
-        held = np.where(members < 0, 0, self.shards.sizes[members])
-        index, batch_sizes = batches(
-            tally.work.seed, tally.work.t, members, lane.draws, held, local, rows=lane.rows
-        )
-        rows, index = picked(index, batch_sizes, held, local)
+        rows, drawn = self._batches(tally, lane, members)
         x, y, sizes = self.rows.lane(members, lane.rows, rows, again=clipped is None)
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
         model, starts = self.personal.begun(tally.model, lane)
         view = self._view(tally, lane, "local", np.arange(len(members)))
         trained = self.trainer.lane(
-            model,
-            *(x, y, sizes),
+            *(model, x, y, sizes),
             t=tally.work.t,
             clients=members,
             draws=lane.draws,
             stds=lane.stds,
             corrections=self.personal.corrections(local.correction(view)),
-            drawn=(index, batch_sizes, local.step_counts(held)),
+            drawn=drawn,
             clipped=clipped,
             width=lane.width,
             starts=starts,
+            planned=local.step_counts(self._held(lane.clients)),
+            into=into,
         )
         done = 0
-        idle = bool((sizes[present] == 0).any())
         for each in trained:
             block = self.personal.parted(each, starts)
             done += len(block.slots)
             self.progress.at(members[present[done]] if done < len(present) else -1)
-            for place in (sizes[block.slots] == 0).nonzero()[0].tolist() if idle else ():
-                block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
+            self._stand(tally, lane, block, sizes)
             device.synchronise(self.device)  # what goes wrong there is raised here
             yield block
+
+    def _stand(self, tally: Tally, lane: Lane, block: Block, sizes: np.ndarray) -> None:
+        """Puts into a block what clients without rows send."""
+        for place in (sizes[block.slots] == 0).nonzero()[0].tolist():
+            block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
+
+    def _held(self, clients: np.ndarray) -> np.ndarray:
+        """Samples of clients, int64 [C]; 0 for -1."""
+        return np.where(clients < 0, 0, self.shards.sizes[clients])
+
+    def _batches(
+        self, tally: Tally, lane: Lane, members: np.ndarray
+    ) -> tuple[list[np.ndarray | None], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Which rows the members train on (see `picked`), and `drawn` of `Trainer.lane`."""
+        local = self.experiment.local
+        held = self._held(members)
+        who = (tally.work.seed, tally.work.t, members, lane.draws)
+        index, batch_sizes = batches(*who, held, local, rows=lane.rows)
+        rows, index = picked(index, batch_sizes, held, local)
+        return rows, (index, batch_sizes, local.step_counts(held))
 
     def _failures(self, tally: Tally, lane: Lane, members: np.ndarray) -> dict[int, str]:
         """What goes wrong where each member is trained alone, by slot."""

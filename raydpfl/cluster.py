@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -33,6 +34,8 @@ SETTINGS = {
     # a process that Ray gives a title keeps its environment readable, and the mark in it
     "SPT_NOENV": "1",
 }
+# what `ray.init` starts besides, and in part waits for, and nobody asks of a Ray started here
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 LOOK = 1.0  # seconds between two looks at the control store
 SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
 # seconds from there to the end of the process, where the main thread waits in Ray itself and does
@@ -92,7 +95,8 @@ class Session:
         )
         os.environ[reaper.MARK] = mark
         try:
-            _init("local", options)
+            with _bare():
+                _init("local", {**options, "include_dashboard": False})
             names = ("gcs_server", "raylet")
             children = psutil.Process().children()
             self._own = [
@@ -224,6 +228,23 @@ def _init(address: str, options: dict[str, Any]) -> None:
     finally:
         interrupts.install()
     interrupts.check()
+
+
+@contextmanager
+def _bare() -> Iterator[None]:
+    """Within, Ray starts without the server of its dashboard, its autoscaler, and what copies logs
+    to drivers, for the first of which `ray.init` waits: they take 1.7 s of a core.
+    """
+    from ray._private.node import Node
+
+    unused = {name: getattr(Node, name) for name in UNUSED if hasattr(Node, name)}
+    for name in unused:
+        setattr(Node, name, lambda *given, **more: None)
+    try:
+        yield
+    finally:
+        for name, method in unused.items():
+            setattr(Node, name, method)
 
 
 def _place(address: str) -> tuple[str, int] | None:

@@ -16,7 +16,6 @@ checked here. What depends on the data or on the machine is checked by `raydpfl.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
@@ -712,7 +711,25 @@ def _parsed(override: str) -> tuple[str, Any]:
         raise ConfigError(path, text, "a value in YAML") from None
 
 
-def changed(values: Mapping[str, Any], changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def copied(tree: Any) -> Any:
+    """A copy of a tree of mappings and lists. What stands in it more than once, as what a YAML file
+    has an anchor for, is copied for each place.
+
+    >>> noise = {"kind": "gaussian"}
+    >>> tree = copied({"noise": noise, "others": [noise]})
+    >>> tree["noise"] is noise, tree["noise"] is tree["others"][0]
+    (False, False)
+    """
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [copied(value) for value in tree]
+    return tree
+
+
+def changed(
+    values: Mapping[str, Any], changes: Iterable[tuple[str, Any]], quiet: bool = False
+) -> dict[str, Any]:
     """A copy of a tree of sections with changes put in.
 
     Whole sections come first, then kinds, from the outer to the inner, then all else. Another kind
@@ -722,15 +739,16 @@ def changed(values: Mapping[str, Any], changes: Iterable[tuple[str, Any]]) -> di
     Args:
         values: the tree.
         changes: dotted keys and their values.
+        quiet: whether nothing is logged.
 
     Raises:
         ConfigError: for a key in what has none.
     """
-    tree = copy.deepcopy(dict(values))
+    tree = copied(dict(values))
     found = sorted(changes, key=lambda change: _turn(change[0]))
     given = [path for path, _ in found]
     for path, value in found:
-        _put(tree, path, value, given)
+        _put(tree, path, value, given, quiet)
     return tree
 
 
@@ -742,7 +760,7 @@ def _turn(path: str) -> tuple[int, int]:
     return (1, depth) if path.endswith(".kind") else (2, 0)
 
 
-def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str]) -> None:
+def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str], quiet: bool) -> None:
     """Sets a dotted key of the tree, making the sections on the way."""
     *sections, key = path.split(".")
     node: Any = tree
@@ -755,19 +773,22 @@ def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str]) -> N
                 path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys"
             )
     if key == "kind" and "kind" in node and node["kind"] != value:
-        _drop(node, ".".join(sections), value, given)
+        lost = _drop(node, ".".join(sections), value, given)
+        if lost and not quiet:
+            log.warning("%s; give beside it what is to stay", lost)
     node[key] = value
 
 
-def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -> None:
-    """Of a section that becomes of another kind, or of several, nothing stays.
+def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -> str:
+    """Of a section that becomes of another kind, or of several, nothing stays. What is lost, in
+    words; empty: nothing.
 
     Of an unknown kind all stays, and the kind is what is complained of.
     """
     family = KINDS.get(section)
     named = isinstance(kind, str) and (kind in (family or {}) or is_path(kind))
     if family is None or not (named or is_space(kind)):
-        return
+        return ""
     old = node.pop("kind")
     beside = {path.removeprefix(f"{section}.").partition(".")[0] for path in given}
     fields = fields_of(family.get(old) if isinstance(old, str) else None) or {}
@@ -777,9 +798,9 @@ def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -
         if name not in beside and not (name in fields and _is_default(fields[name], value))
     ]
     node.clear()
-    if lost:
-        told = f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
-        log.warning("%s; give beside it what is to stay", told)
+    if not lost:
+        return ""
+    return f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
 
 
 def _is_default(field: Any, value: Any) -> bool:
@@ -831,13 +852,13 @@ def _one_run(tree: Mapping[str, Any]) -> None:
         accepted = f"no such section; the sections are {', '.join(Experiment.model_fields)}"
         near = said(unknown[0], Experiment.model_fields)
         raise ConfigError(unknown[0], tree[unknown[0]], f"{accepted}{near}")
-    nodes = [(key, value) for key, value in tree.items()]
-    while nodes:
-        path, value = nodes.pop(0)
-        if is_space(value):
-            raise ConfigError(path, value, f"one value; this is a search space, {sweeps}")
-        if isinstance(value, Mapping):
-            nodes += [(f"{path}.{key}", each) for key, each in value.items()]
+    nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]
+    for path, node in nodes:
+        if is_space(node):
+            raise ConfigError(path, node, f"one value; this is a search space, {sweeps}")
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                nodes.append((f"{path}.{key}", value))
 
 
 def _is_file(text: str) -> bool:

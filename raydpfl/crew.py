@@ -123,7 +123,8 @@ class Crew:
         self._dismissed = weakref.finalize(self, _dismiss, self._orders)
 
     def __len__(self) -> int:
-        return len(self._orders)
+        """How many threads wait for work, or are at it: none any more once they were dismissed."""
+        return len(self._orders) if self._dismissed.alive else 0
 
     @property
     def at_work(self) -> list[int]:
@@ -139,8 +140,10 @@ class Crew:
         next piece when it is done with one; what gives the pieces is asked by one thread at a time.
 
         What one raises is raised here. Then, and where it is left before all pieces are done, all
-        work is broken off, and the crew is dismissed.
+        work is broken off, and the crew is dismissed: it takes up nothing any more.
         """
+        if not len(self):
+            raise RuntimeError("the crew is dismissed")
         job = self._job = _Job(work, pieces, len(self))
         try:
             for thread, orders in enumerate(self._orders):

@@ -22,9 +22,9 @@ def lanes(
 
     `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
     steps) are those of the cohort's clients; a lane's rows are those of its largest. The cut is by
-    size, and by place in the cohort among equals; within a lane clients are in the order of the
-    cohort. So it is a function of the cohort and the sizes, and clients of one size are cut as they
-    stand.
+    size, and by place in the cohort among equals; within a lane clients are in the order of their
+    steps, the most first, and among equals in that of the cohort. So it is a function of the cohort
+    and the sizes, and clients of one size are cut as they stand.
 
     Lanes are of `width`, the last one filled up with empty slots. Where clients differ in what they
     cost (`costs`, see `raydpfl.local.way.Way.costs`) lanes are such that all of them cost least.
@@ -32,14 +32,15 @@ def lanes(
     if not len(cohort):
         return []
     order = np.argsort(sizes, kind="stable")
-    if costs is None or (costs[1] == costs[1, 0]).all():
+    steps = np.zeros(len(order)) if costs is None else costs[0]
+    if costs is None or not costs[2].any() or (costs[1:] == costs[1:, :1]).all():
         order = np.append(order, np.full(-len(order) % width, len(order)))
         ends = np.arange(width, len(order) + 1, width)
     else:
-        ends = _ends(costs[0, order], costs[1, order], width)
+        ends = _ends(costs[0, order], costs[1, order], costs[2, order], width)
     found = []
     for some in np.split(order, ends[:-1]):
-        places = np.sort(some)
+        places = some[np.lexsort((some, -_at(steps, some, -1)))]
         rows = max(1, int(_at(sizes, places).max()))
         drawn = _at(cohort.draws, places)
         noised = None if stds is None else _at(stds, places)
@@ -48,17 +49,18 @@ def lanes(
     return found
 
 
-def _ends(lane: np.ndarray, client: np.ndarray, width: int) -> np.ndarray:
-    """Where lanes of at most `width` end that together cost least, int64 [lanes], if one of k
-    clients of which the last is i costs lane[i] + k client[i].
+def _ends(steps: np.ndarray, lane: np.ndarray, step: np.ndarray, width: int) -> np.ndarray:
+    """Where lanes of at most `width` end that together cost least, int64 [lanes], if one whose last
+    client is i and whose clients make s steps together costs lane[i] + s step[i].
     """
     count = len(lane)
+    made = np.append(0, np.cumsum(steps))
     least = np.zeros(count + 1)
     begins = np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
         first = max(0, end - width)
-        clients = np.arange(end - first, 0, -1)
-        taken = least[first:end] + lane[end - 1] + clients * client[end - 1]
+        together = made[end] - made[first:end]
+        taken = least[first:end] + lane[end - 1] + together * step[end - 1]
         place = int(np.argmin(taken))
         least[end] = taken[place]
         begins[end] = first + place
@@ -137,7 +139,7 @@ def shares(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[La
 
 
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:
-    """A share for every client of the cohort, in client order."""
+    """A share for every client of the cohort, in the order of the lanes."""
     return [
         [lane.alone(slot)] for lane in lanes for slot in np.flatnonzero(lane.clients >= 0).tolist()
     ]

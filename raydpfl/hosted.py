@@ -6,10 +6,13 @@ import pickle
 import sys
 from typing import Any
 
-from raydpfl import coordinator
 from raydpfl.errors import contained
-from raydpfl.local import tune_allocator
-from raydpfl.placement import Pool
+from raydpfl.loading import quickly
+
+with quickly():
+    from raydpfl import coordinator
+    from raydpfl.local import tune_allocator
+    from raydpfl.placement import Pool
 
 
 class Coordinator(coordinator.Coordinator):

@@ -183,7 +183,8 @@ class Places:
     def _close(self) -> None:
         if self.session:
             self.session.close()
-        elif self._thread:  # of a Ray that is left running nothing of ours goes on
+        elif self.clients or self._host is not None:
+            # of a Ray that is left running nothing of ours goes on
             import ray
 
             with suppress(Exception):
@@ -253,9 +254,7 @@ class Places:
             # one more than the clients take: Ray starts as many processes at once as it has CPUs,
             # and the coordinator's is among them
             logical = max(cores(), int(count * self.client.num_cpus + 0.999)) + 1
-            self.session = Session(
-                "local", relied=not self.late, num_cpus=logical, include_dashboard=False
-            )
+            self.session = Session("local", relied=not self.late, num_cpus=logical)
 
     def _processes(self) -> None:
         """Starts the coordinator's process and, where their number is known, those of clients."""
@@ -285,10 +284,10 @@ class Places:
         platform = of_capability(plan.platform) | of_device(plan.platform)
         self.clients.told(plan.experiment, str(plan.shards), platform)
         warm = None
-        if self._host is not None and self.late:
+        if self._host is not None:
             warm = self._host.warm.remote(_packed(plan), _path())
         self.clients.up(min(2, self._count) if self.late else self._count, self._check_open)
-        if warm is not None:
+        if self.late and warm is not None:  # elsewhere its next call waits, and meets what it meets
             import ray
 
             while not ray.wait([warm], timeout=TICK)[0]:

@@ -121,6 +121,7 @@ class Member(Section):
 
 M = TypeVar("M", bound=BaseModel)
 K = TypeVar("K", bound="Member")
+PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
 T = TypeVar("T")
 _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
 
@@ -302,7 +303,9 @@ def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
         yield section, value
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
-            yield from within(getattr(value, name), f"{section}.{name}")
+            part = getattr(value, name)
+            if type(part) not in PLAIN:  # of which there are most
+                yield from within(part, f"{section}.{name}")
     elif isinstance(value, tuple):
         for each in value:
             yield from within(each, section)

@@ -220,6 +220,7 @@ class Training:
             draws=draws,
             drawn=(index, drawn[1], self.rule.step_counts(held)),
             starts=starts,
+            planned=self.rule.step_counts(sizes),
         )
         moved = {int(slot): update for block in trained for slot, update, _ in block.clients()}
         if starts is not None:

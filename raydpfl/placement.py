@@ -141,8 +141,8 @@ class Inline:
         piece = self._piece if count == 1 else min(self._piece, self.PIECE)
         if math.isinf(piece):
             return [list(lanes)] if lanes else []
-        if not self._costs.known:  # nobody knows yet how long a lane takes
-            return [[lane] for lane in lanes]
+        if not self._costs.known:  # nobody knows yet how long a lane takes: one of most rows first
+            return [[lane] for lane in sorted(lanes, key=lambda lane: -lane.rows)]
         costs = self._costs.of(lanes)
         return dealing.shares(lanes, max(count, round(costs.sum() / piece)), costs)
 

@@ -349,7 +349,7 @@ class Plan:
         return self.mechanism.step_stds(clients) if self.mechanism else None
 
     def lane_costs(self, clients: np.ndarray) -> np.ndarray | None:
-        """What a lane costs of which one of these clients is the largest, float64 [2, r]; see
+        """What lanes of these clients are cut by, float64 [3, r]; see
         `raydpfl.local.way.Way.costs`.
         """
         return local.costs(self.experiment, self.population.sizes[clients], self.d)

@@ -90,6 +90,11 @@ class Record:
         self.pool = pool
         self._pace = Pace()
         self._after: dict[str, Afterwards] | None = None
+        # the score that may end the run, from the evaluation on at which it was best
+        self._since_best: list[float | None] = []
+        if plan.experiment.evaluate.stop:
+            for row in self.rounds.arrow().select([*self.given]).to_pylist():
+                self._judge(row)
         self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
         followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
         self._followers = [each for each in followed if each is not None]
@@ -149,9 +154,18 @@ class Record:
         at.seconds += row["seconds"]
         self.follow(at)
         self.rounds.append({name: [value] for name, value in row.items()})
+        self._judge(row)
         if last or self._pace.due():
             self.save(at, copies=last)
         return row
+
+    def _judge(self, row: Mapping[str, Any]) -> None:
+        """Takes up the score that may end the run, if this row has it."""
+        e = self.plan.experiment
+        stop = e.evaluate.stop
+        if stop and scores.evaluated(row):
+            seen = [*self._since_best, row[stop.metric]]
+            self._since_best = scores.since_best(seen, stop.sign(e))
 
     def _evaluate(self, row: dict[str, Any], at: Position) -> None:
         e = self.plan.experiment
@@ -191,13 +205,8 @@ class Record:
         """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
         goes on.
         """
-        e = self.plan.experiment
-        stop = e.evaluate.stop
-        if stop is None:
-            return None
-        rows = self.rounds.arrow().select([*self.given]).to_pylist()
-        values = [row[stop.metric] for row in rows if scores.evaluated(row)]
-        if not scores.enough(values, stop.patience, stop.sign(e)):
+        stop = self.plan.experiment.evaluate.stop
+        if stop is None or len(self._since_best) <= stop.patience:
             return None
         times = "evaluation" if stop.patience == 1 else "evaluations"
         named = scores.named(stop.metric)

@@ -8,8 +8,11 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-from raydpfl import client, shared
-from raydpfl.process import Started
+from raydpfl.loading import quickly
+
+with quickly():
+    from raydpfl import client, shared
+    from raydpfl.process import Started
 
 
 class ClientActor:

@@ -26,7 +26,8 @@ OWN = "own"
 class Lane:
     """Clients that train together; its shape is a function of its full membership alone."""
 
-    clients: np.ndarray  # int64 [C], ascending; -1 for an empty slot
+    # int64 [C], those of most steps first where steps cost, else ascending; -1 for an empty slot
+    clients: np.ndarray
     # int64 [C]: index of this draw among the client's draws of the round, from 0
     draws: np.ndarray
     weights: np.ndarray  # float64 [C]

@@ -147,21 +147,18 @@ def diverged(scores: Row) -> str | None:
     return None
 
 
-def enough(values: Sequence[float | None], patience: int, better: int) -> bool:
-    """Whether a score was no better than its best for so many evaluations.
+def since_best(values: Sequence[float | None], better: int) -> list[float | None]:
+    """A score of evaluations from that one on at which it was best, the first of equals.
 
-    >>> enough([0.5, 0.4, 0.4, 0.45], 2, -1), enough([0.5, None, 0.4, 0.45], 2, -1)
-    (True, False)
+    >>> since_best([0.5, 0.4, 0.4, 0.45], -1), since_best([0.5, None, 0.4, 0.45], -1)
+    ([0.4, 0.4, 0.45], [0.4, 0.45])
 
     Args:
         values: of the evaluations, in order; None: that one had none.
-        patience: evaluations.
         better: the sign that makes more of the score better.
     """
     known = [-math.inf if value is None else better * value for value in values]
-    if not known:
-        return False
-    return len(known) - 1 - known.index(max(known)) >= patience
+    return [*values[known.index(max(known)) :]] if known else []
 
 
 def last(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:

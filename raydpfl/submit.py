@@ -16,8 +16,8 @@ The head is not trusted with this machine. A run directory comes back to where i
 where this machine remembers that they said. Archives and printouts are read as `raydpfl.archive`
 says. The token goes only to the address that was given, never on to where that redirects.
 
->>> entrypoint("run", "mnist-1", ["rounds=9"], address=True).replace(RUNS, "RUNS")
-'exec python -m raydpfl run config.yaml rounds=9 --out RUNS/mnist-1 --address auto'
+>>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
+'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ log = logging.getLogger("raydpfl")
 def entrypoint(
     command: str,
     run: str,
-    overrides: Sequence[str] = (),
     *,
     address: bool,
     resume: bool = False,
@@ -97,15 +96,13 @@ def entrypoint(
     Args:
         command: run or sweep.
         run: the id of the run, which names its directory.
-        overrides: of the config.
         address: whether it uses the cluster.
         resume: whether the run continues.
         out: the address of its directory; None: that is on the head.
     """
-    words = shlex.join(["python", "-m", "raydpfl", command, "config.yaml", *overrides])
     options = " --resume" * resume + " --address auto" * address
     place = shlex.quote(out) if out else f"{RUNS}/{shlex.quote(run)}"
-    return f"exec {words} --out {place}{options}"
+    return f"exec python -m raydpfl {command} config.yaml --out {place}{options}"
 
 
 class JobServer:

@@ -1,6 +1,6 @@
 """Sums without order.
 
-The contributions of a lane of clients are added in float64 in client order, and the lane's sum is
+The contributions of a lane of clients are added in float64 in its order, and the lane's sum is
 rounded once to a multiple of a power of two, the grid. Multiples of the grid below 2^53 grid add
 exactly in float64, in any order and any grouping, so the total is the same bits whoever ran which
 lane.

@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -310,6 +311,8 @@ def become(
     while arguments[0] in ("-u", "-P"):
         if arguments.pop(0) == "-u":
             sys.stdout.reconfigure(write_through=True)
+    if "/ray/_private/workers/" in arguments[0]:
+        _tell_apart()
     if Path(arguments[0]).name == "setup_worker.py":
         arguments = _worker(arguments[1:])
     elif "/ray/_private/workers/" not in arguments[0]:
@@ -349,6 +352,17 @@ def _settle(held: bool) -> None:
         process_watcher.create_check_raylet_task = watched
 
 
+def _tell_apart() -> None:
+    """Has Ray's generator of ids go on from a place of this process's own: those that are forked
+    have one and the same. Two workers that begin at once would put one object twice, of which one
+    dies, and Ray waits a minute for it.
+    """
+    from ray import ObjectRef
+
+    for _ in range(8 * (os.getpid() % 1000)):
+        ObjectRef.from_random()
+
+
 def _worker(arguments: list[str]) -> list[str]:
     """What a worker of Ray's is started with, once its environment is as Ray wants it."""
     from ray._private.runtime_env.context import RuntimeEnvContext
@@ -357,6 +371,10 @@ def _worker(arguments: list[str]) -> list[str]:
     told, arguments = setup_worker.parser.parse_known_args(arguments)
     context = RuntimeEnvContext.deserialize(told.serialized_runtime_env_context or "{}")
     os.environ.update(context.env_vars)
+    if context.command_prefix:  # cd to the folder of a job's files, and
+        os.chdir(shlex.split(context.command_prefix[1])[0])
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place and place not in sys.path]
     return arguments
 
 

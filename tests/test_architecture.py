@@ -27,7 +27,8 @@ ORDER = [
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",
     "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
     "own", "rounds", "rates", "events", "arrow", "keys", "native", "compiling", "storage",
-    "files", "device", "shared", "hints", "errors", "interrupts", "crew", "hardware", "reaper",
+    "files", "device", "shared", "hints", "errors", "interrupts", "crew", "hardware", "loading",
+    "reaper",
 ]  # fmt: skip
 KNOW_RAY = {
     "runner",

@@ -21,11 +21,15 @@ from raydpfl import crew, hardware
 from raydpfl.check.runs import carried_out
 from raydpfl.client import ClientActor
 from raydpfl.crew import Crew, Done, Pace
+from raydpfl.data.shards import Made
+from raydpfl.data.sources.synthetic import Synthetic
+from raydpfl.dealing import lanes
 from raydpfl.errors import ClientError, RunError
 from raydpfl.local.checks import draws_torch
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.resident import Rows
+from raydpfl.selection import Cohort
 
 COUNT = 3
 
@@ -167,6 +171,39 @@ def test_a_client_that_fails_in_a_thread_is_named_and_the_threads_end(several, b
     assert ended()
 
 
+def test_a_pool_whose_threads_were_broken_off_takes_others(several, broken, tmp_path):
+    client = {**MLP["client"], "timeout": 60}
+    plan = Plan.make(experiment(**{**FULL, "client": client}))
+    several()
+    pool = Inline(plan.experiment, str(plan.shards))
+    model = np.zeros(plan.d, np.float32)
+    for _ in range(2):
+        with pytest.raises(RunError, match="not today"):
+            pool.losses(model, 0, np.arange(12), 0)
+        found = pool.losses(model, 0, np.arange(6, 18), 0)
+        assert np.isfinite(found).all()
+    assert len(pool._crew) == COUNT
+    pool.close()
+    with pytest.raises(RuntimeError, match="dismissed"):
+        list(Crew.each(_dismissed(), lambda *_: 0, [0]))
+
+
+def test_threads_begin_with_the_largest_clients_before_anybody_knows_what_they_take(several):
+    plan = Plan.make(experiment(**FULL))
+    several()
+    pool = Inline(plan.experiment, str(plan.shards))
+    sizes = np.arange(1, 13)
+    cut = lanes(Cohort.of(np.arange(12)), np.ones(12), sizes, 4)
+    assert [[lane.rows for lane in share] for share in pool.shares(cut)] == [[12], [8], [4]]
+    pool.close()
+
+
+def _dismissed() -> Crew:
+    some = Crew(1)
+    some.close()
+    return some
+
+
 def ended() -> bool:
     """Whether there soon are no threads of any crew."""
     until = time.monotonic() + 20
@@ -297,7 +334,9 @@ def test_threads_that_have_lost_are_tried_again_later_and_ever_later():
     assert (pace.speed, pace.threads) == (2.0, 2)
 
 
-def test_code_of_the_users_own_and_draws_of_torchs_generator_stay_on_one_thread(several):
+def test_code_of_the_users_own_and_draws_of_torchs_generator_stay_on_one_thread(
+    several, monkeypatch
+):
     several()
     plan = Plan.make(experiment(**METHODS["an own bound with a state"], client=MLP["client"]))
     assert Inline(plan.experiment, str(plan.shards)).speed == 1.0
@@ -306,6 +345,16 @@ def test_code_of_the_users_own_and_draws_of_torchs_generator_stay_on_one_thread(
     assert pool.speed is None and pool.client.has_twins()
     pool.client.module.append(nn.Dropout())
     assert not pool.client.has_twins()
+    monkeypatch.setattr("raydpfl.data.shards.MADE", 0)
+    for kind, twins in (("synthetic", True), (f"{__name__}:Read", False)):
+        data = {"kind": kind, "clients": 20, "samples": 9, "test_samples": 9}
+        plan = Plan.make(experiment(data=data, client={"way": "vmap"}))
+        client = ClientActor(plan.experiment, str(plan.shards))
+        assert isinstance(client.shards, Made) and client.has_twins() == twins
+
+
+class Read(Synthetic):
+    """Rows that code of the user's own makes, who may read them from one open file."""
 
 
 def test_a_module_is_tried_for_what_it_draws():

@@ -555,7 +555,7 @@ def test_data_that_no_disk_holds_are_made(monkeypatch):
     opened = Shards.open(prepare(described, seed=2))
     found = opened.lane([clients - 1], 400)
     assert all(map(np.array_equal, found, slow_lane(described, 2, [clients - 1], 400)))
-    with pytest.raises(ConfigError, match="GB free"):
+    with pytest.raises(ConfigError, match="MB free"):
         prepare(described, seed=2, validation=0.5)
 
 
@@ -815,7 +815,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         prepare(mini(), seed=0)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ConfigError, match=r"a folder with 0\.0 GB free; this one has 0\.0"):
+    with pytest.raises(ConfigError, match=r"a folder with 7\.1 MB free; this one has 0\.0"):
         prepare(mini(), seed=0)
 
 

@@ -181,7 +181,7 @@ def test_what_arrives_otherwise_or_finds_no_room_is_refused(node, tmp_path, monk
     with pytest.raises(FileError, match="did not arrive as it is"):
         delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
     files = {"a": (1 << 60, "")}
-    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*GB free"):
+    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*MB free"):
         delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
     files = {"gone": (10, "")}
     with pytest.raises(FileError, match=r"did not arrive.*No such file"):

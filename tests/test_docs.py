@@ -85,7 +85,10 @@ def test_every_page_is_in_the_menu():
     assert listed == {*PAGES, *(each for each in GENERATED if each.suffix == ".md")}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+WRITTEN = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *PAGES]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_lines_of_text_have_a_hundred_columns(page):
     text = FENCE.sub("", page.read_text())
     assert not [line for line in text.splitlines() if len(line) > 100 and line[0] not in "|!"]
@@ -151,16 +154,24 @@ SECTIONS = {
     "Smoothed": {"local": {"kind": "mine:Smoothed", "lr": 0.05}},
     "net": {"model": {"kind": "net:net"}},
     "Lines": {"track": ["mine:Lines"]},
+    "Visits": {"data": {"kind": "mine:Visits"}, "model": {"kind": "softmax"}},
+    "Exact": {
+        "selection": {"kind": "full"},
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "privacy": {"accountants": ["pld", "mine:Exact"], "relation": "zero_out"},
+        "noise": {"kind": "gaussian", "multiplier": 1.0},
+    },
 }
 
 
 @pytest.mark.slow
-def test_the_class_that_the_docs_check_keeps_its_promises(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["Tanh", "Visits", "Exact"])
+def test_a_class_that_the_docs_check_keeps_its_promises(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    snippet = next(each for each in fences("python") if "class Tanh" in each.values[1])
+    snippet = next(each for each in fences("python") if f"class {name}" in each.values[1])
     (tmp_path / "mine.py").write_text(snippet.values[1])
-    assert all(promise.kept is not False for promise in check.check("mine:Tanh"))
+    assert all(promise.kept is not False for promise in check.check(f"mine:{name}"))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import SMALL, experiment
 
+from raydpfl.launch import SHORT
 from raydpfl.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -24,10 +25,14 @@ RAY = ("ray", "raydpfl.actors")
 # what accounting, tables and pages need, and those who train do not
 ABOVE = ("scipy", "rich", "typer", "raydpfl.coordinator", "raydpfl.plan")
 COMMAND = """
-import gc, json, sys
+import gc, json, os, sys
 from raydpfl.cli import main
 main()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it was off while torch was imported
+sys.argv[-1] += "-auto"
+os.environ["OMP_NUM_THREADS"] = "1"  # actors would gain, and a thread looks whether they pay
+sys.argv.append("client.actors=auto")
+main()
 print(json.dumps(sorted(sys.modules)))
 """
 
@@ -45,11 +50,15 @@ def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_
     loaded = set(json.loads(done.stdout))
     assert {"torch", "raydpfl.runner"} <= loaded
     assert not loaded & {*NEVER, *RAY}
+    summary = json.loads((tmp_path / "out-auto" / "summary.json").read_text())
+    assert summary["ray"]["why_not"] == SHORT
 
 
 CLIENT = """
-import json, pickle, sys
+import gc, json, pickle, sys
+import raydpfl.remote
 from raydpfl.client import ClientActor
+assert gc.isenabled() and gc.get_freeze_count() > 100_000  # as in the command
 
 experiment, shards, d = pickle.load(open(sys.argv[1], "rb"))
 client = ClientActor(experiment, shards)

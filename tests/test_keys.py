@@ -99,6 +99,30 @@ def test_normals_are_the_box_muller_transform_in_double_precision_to_rounding():
     assert np.abs(_from_words(radii, angles) - exact).max() < 2e-5
 
 
+def test_logarithms_sines_and_cosines_are_exact_to_two_units_in_the_last_place():
+    places = np.linspace(0, 1, 200_001)
+    v = (2.0 ** (41 * places - 10)).astype(np.float32)
+    some = v[v < np.float32(2.0**31)]
+    log = keys._minus_two_logarithms(some)
+    r = (np.pi / 4 * places[1:]).astype(np.float32)
+    z = r * r
+    sine = keys._fused(keys._polynomial(z, keys._SINE) * z, r, r)
+    cosine = keys._polynomial(z, keys._COSINE)
+    angle = r.astype(np.float64)
+    true = np.sin(angle), np.cos(angle), -2 * np.log(some.astype(np.float64) * 2.0**-31)
+    for found, exact in zip((sine, cosine, log), true, strict=True):
+        assert (np.abs(found - exact) <= 2 * np.spacing(np.float32(exact))).all()
+
+
+def test_a_fused_multiply_add_is_rounded_once_where_its_sum_in_double_is_halfway():
+    """1 + 2^-24 + 2^-56, as 641 6700417 = 2^32 + 1; 1 + 2^-23 + 2^-24 - 2^-70; and 1 + 2^-24."""
+    u = 2.0**-23
+    a = np.float32([641, -641, 1 - u, 1])
+    b = np.float32([6700417 * 2.0**-56, 6700417 * 2.0**-56, (1 + u) / 2**24, 2.0**-24])
+    c = np.float32([1, -1, 1 + u, 1])
+    np.testing.assert_array_equal(keys._fused(a, b, c), np.float32([1 + u, -1 - u, 1 + u, 1]))
+
+
 def test_the_angles_go_round_the_circle_in_equal_steps():
     """On a coarser grid: the middles of 16 parts of the eighth of the circle, and 8 reflections."""
     angles = ((2 * np.arange(16)[:, None] + 1 << 16) | np.arange(8) << 21).ravel()

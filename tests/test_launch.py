@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import psutil
 import pytest
 import yaml
 from conftest import experiment
+from ray._private.node import Node
 from test_same_bits import METHODS, RUN, assert_same_bits
 
-from raydpfl import hardware, launch, native, run
+from raydpfl import cluster, hardware, launch, native, run
 from raydpfl.check.runs import Dealt, Watched, carried_out
 from raydpfl.coordinator import Coordinator
 from raydpfl.crew import Pace
@@ -290,6 +292,40 @@ def _named(process: psutil.Process, name: str) -> bool:
     with suppress(psutil.Error):
         return process.name() == name
     return False
+
+
+def test_a_ray_that_is_started_here_starts_without_what_nobody_asks_of_it(monkeypatch):
+    before = {name: vars(Node)[name] for name in cluster.UNUSED}
+    starting = []
+
+    def init(**options):
+        starting.append(options)
+        for name, method in before.items():
+            assert getattr(Node, name) is not method
+            getattr(object.__new__(Node), name)()  # does nothing, as Node knows nothing here
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("ray.init", init)
+    cluster.Session("local", num_cpus=3).close()
+    assert {name: vars(Node)[name] for name in before} == before
+    (options,) = starting
+    assert (options["num_cpus"], options["include_dashboard"]) == (3, False)
+
+
+def test_a_coordinator_that_is_asked_for_warms_up_while_client_actors_start():
+    did = []
+    asked = experiment(client={"actors": 2})
+    places = Places(asked, None)
+    places._plan = Plan.make(asked)
+    places._count = 2
+    places.clients = SimpleNamespace(
+        told=lambda *given: did.append("told"), up=lambda least, check: did.append(least)
+    )
+    warm = SimpleNamespace(remote=lambda plan, path: did.append(pickle.loads(plan).experiment))
+    places._host = SimpleNamespace(warm=warm)
+    places._tell()
+    assert did == ["told", places._plan.experiment, 2]
 
 
 FORKS = """

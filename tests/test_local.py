@@ -43,6 +43,7 @@ from raydpfl.local import (
 )
 from raydpfl.local import compiled as compiled_module
 from raydpfl.local import way as way_module
+from raydpfl.local.compiled import Compiled
 from raydpfl.local.convolutional import Convolutional, links
 from raydpfl.local.linear import Fused, SampleSpace
 from raydpfl.local.stack import NoStack, stack
@@ -130,6 +131,9 @@ MODULES = {
     "mlp": lambda outputs: nn.Sequential(
         nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, outputs)
     ),
+    "leaky mlp": lambda outputs: nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 17), nn.LeakyReLU(0.1), nn.Linear(17, outputs)
+    ),
     "deep mlp": lambda outputs: nn.Sequential(
         nn.Flatten(),
         nn.Linear(36, 20),
@@ -186,7 +190,7 @@ PAIRS = [
         for way in ("sample_space", "sample_space, picking rows", "fused")
         for name in STACKS
     ),
-    *(("compiled", name) for name in ("softmax", "softmax without bias", "relu mlp")),
+    *(("compiled", name) for name in (*STACKS[:-1], "relu mlp")),
     *(("vmap", name) for name in ("softmax", "deep mlp", "residual", "tied")),
     *(("one_batch", name) for name in ("adapters", "deep mlp", "tied", "cnn")),
     *(("convolutional", name) for name in CONVOLUTIONAL),
@@ -1009,13 +1013,13 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
             resolve(module, Sgd(), 20, form(SHAPE), each)
 
 
-@pytest.mark.parametrize("name", ["mlp", "residual", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "leaky mlp", "residual", "cnn"])
 def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     def skewed(self, parameters, lane):
         for block in self.straight(parameters, lane):
             yield replace(block, updates=block.updates * 1.01)
 
-    for way in (Fused, SampleSpace, Vmap, Convolutional):
+    for way in (Compiled, Fused, SampleSpace, Vmap, Convolutional):
         monkeypatch.setattr(way, "straight", way.run, raising=False)
         monkeypatch.setattr(way, "run", skewed)
     assert resolve(made(name), Sgd(), 20, form(SHAPE)) == "loop"
@@ -1052,7 +1056,7 @@ def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
         return straight(self, parameters, lane)
 
     straight = way.run
-    module = made("residual" if way is Vmap else "mlp")
+    module = made("residual" if way is Vmap else "leaky mlp")
     local = Sgd(steps=20 if way is SampleSpace else 1, proximal=0.1)
     assert (
         resolve(module, local, 20, form(SHAPE))
@@ -1125,7 +1129,7 @@ def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
 @pytest.mark.parametrize("way", [Fused, Vmap])
 def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch):
     straight = way.run
-    module = made("residual" if way is Vmap else "mlp", outputs=1)
+    module = made("residual" if way is Vmap else "leaky mlp", outputs=1)
     assert (
         resolve(module, Sgd(steps=1), 20, form(SHAPE, 0, "regression"))
         == {Fused: "fused", Vmap: "vmap"}[way]

@@ -14,10 +14,12 @@ import torch
 
 from raydpfl import Experiment, metrics, run, scores, tasks
 from raydpfl.check import check
+from raydpfl.check.runs import Watched
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.metrics import Metric
 from raydpfl.plan import Plan
+from raydpfl.tables import Table
 from raydpfl.tasks import Form, Target
 
 CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
@@ -378,7 +380,18 @@ def test_a_run_is_stopped_by_scores_of_rows_held_out_alone(metric):
 def test_the_mode_says_which_way_is_better():
     assert stopping(mode="max").evaluate.stop.sign(stopping()) == 1
     assert stopping().evaluate.stop.sign(stopping()) == -1
-    assert scores.enough([0.1, 0.2, 0.3], 2, -1) and not scores.enough([0.1, 0.2, 0.3], 2, 1)
+    assert scores.since_best([0.1, 0.2, 0.3], -1) == [0.1, 0.2, 0.3]
+    assert scores.since_best([0.1, 0.2, 0.3], 1) == [0.3] and scores.since_best([], 1) == []
+
+
+def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeypatch):
+    coordinator = Watched(Plan.make(stopping()), str(tmp_path))
+    coordinator.start()
+    coordinator.round()
+    monkeypatch.delattr(Table, "arrow")
+    while not coordinator.over():
+        coordinator.round()
+    assert 2 < coordinator.position() < 40
 
 
 # --- a metric of every client ---

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment, form
+from conftest import experiment, form, task_of
 from torch import nn
 
 from raydpfl import compiling, hardware, models, native, sums
@@ -181,7 +181,9 @@ def test_normals_have_the_bits_of_those_in_numpy(n, scaled, monkeypatch):
 
 
 @needs
-@pytest.mark.parametrize("most, batch", [(5, 1), (17, 4), (native.RANKED, 9), (65, 9)])
+@pytest.mark.parametrize(
+    "most, batch", [(5, 1), (17, 4), (65, 9), (native.RANKED, 16), (native.RANKED + 1, 17)]
+)
 @pytest.mark.parametrize("made", [{"steps": 3}, {"epochs": 2}])
 def test_batches_are_those_that_sorted_words_give(most, batch, made, monkeypatch):
     local = Sgd(batch=batch, **made)
@@ -319,13 +321,25 @@ def test_the_maximum_of_outputs_with_a_nan_is_nan():
         assert math.isnan(maxima[0, 0, 0, 0]) and maxima[0, 0, 0, 1] == -math.inf
 
 
-def trained(clip: float | None = None, steps: int = 9, **noise: object) -> bytes:
+MODULES = {
+    "relu": lambda: nn.Sequential(nn.Linear(61, 19), nn.ReLU(), nn.Linear(19, 7)),
+    "tanh": lambda: nn.Sequential(nn.Linear(61, 19), nn.Tanh(), nn.Linear(19, 7)),
+    "sigmoid": lambda: nn.Sequential(nn.Linear(61, 19), nn.Sigmoid(), nn.Linear(19, 7)),
+    "few inputs": lambda: nn.Sequential(nn.Linear(21, 18), nn.ReLU(), nn.Linear(18, 7)),
+    "softmax": lambda: nn.Linear(61, 7),
+}
+# of these, and of one step or many, by which the first layer is trained in its ways
+TRAINED = [(name, steps) for name in MODULES for steps in (1, 9)]
+
+
+def trained(
+    clip: float | None = None, steps: int = 9, name: str = "relu", **noise: object
+) -> bytes:
     """Updates and losses of some clients, as bytes; with one step they train by their weights."""
     torch.manual_seed(0)
-    layers = (nn.Flatten(), nn.Linear(61, 19), nn.ReLU(), nn.Linear(19, 7))
-    module = nn.Sequential(*layers)
+    module = MODULES[name]()
     local = Sgd(steps=steps, batch=5, lr=0.2, momentum=0.5, weight_decay=0.01, proximal=0.1)
-    x = torch.randn(4, 11, 61)
+    x = torch.randn(4, 11, next(module.parameters()).shape[1])
     y = torch.randint(0, 7, (4, 11))
     trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
     given = (models.flatten(module), x, y, [11, 4, 0, 9])
@@ -342,6 +356,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     sums = native.norms(torch.from_numpy(hostile(1000, np.float32)))
     noise = drawn(1001, None)
     gelu = activated(1001)
+    others = [trained(name=name, steps=steps) for name, steps in TRAINED]
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
     monkeypatch.setitem(compiling.KINDS, "AVX512", compiling.KINDS["AVX2"])
@@ -352,6 +367,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
         np.testing.assert_array_equal(found, sums)
         np.testing.assert_array_equal(drawn(1001, None), noise)
         np.testing.assert_array_equal(activated(1001), gelu)
+        assert [trained(name=name, steps=steps) for name, steps in TRAINED] == others
     finally:
         native.found.cache_clear()
 
@@ -364,6 +380,11 @@ def steps_of(way: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torc
     blocks = list(trainer.lane(*given, t=0, clients=clients, draws=[0] * len(sizes)))
     losses = [loss for block in blocks for loss in block.losses]
     return torch.cat([block.updates for block in blocks]), losses
+
+
+def lies_across(p: int, outputs: int) -> bool:
+    """lies_across of kernels.c."""
+    return 2 * p * (-(-outputs // 16) * 16) < outputs * (2 * (-(-p // 16) * 16) + 56)
 
 
 def in_span(n: int, p: int, outputs: int, batch: int, steps: int, bias: bool = True) -> bool:
@@ -425,6 +446,7 @@ def test_clients_in_the_span_of_their_rows_and_by_weights_train_as_the_loop_has_
     sizes = [90, 3, 60, 7, 75]
     taken = [in_span(n, features, 18, min(n, batch) if batch == 4 else n, 6, bias) for n in sizes]
     assert taken == [n < 10 for n in sizes]
+    assert lies_across(features, 18)
     ours, losses = steps_of("compiled", nn.Sequential(*layers), local, x, y, sizes)
     theirs, expected = steps_of("loop", nn.Sequential(*layers), local, x, y, sizes)
     assert ((ours - theirs).norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()
@@ -461,20 +483,24 @@ def private_steps(way: str, module: nn.Module, local: Sgd, x, y, sizes, stds):
 
 @needs
 @pytest.mark.parametrize("stds", [None, np.array([0.3, 0.2, 0.0, 0.1])], ids=["quiet", "noised"])
-@pytest.mark.parametrize("features,hidden", [(61, 18), (64, None)])
+@pytest.mark.parametrize(
+    "features,hidden,activation",
+    [(61, 18, nn.ReLU), (61, 18, nn.Tanh), (61, 18, nn.Sigmoid), (64, None, None)],
+)
 def test_clients_with_many_rows_for_their_steps_train_by_weights_as_the_loop_does(
-    features, hidden, stds
+    features, hidden, activation, stds
 ):
     """With all terms of a linear rule and unequal steps, and each sample's gradient clipped."""
     torch.manual_seed(2)
     layers = [nn.Linear(features, 5)]
     if hidden:
-        layers = [nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 5)]
+        layers = [nn.Linear(features, hidden), activation(), nn.Linear(hidden, 5)]
     module = nn.Sequential(*layers)
     extra = {"momentum": 0.6, "weight_decay": 0.1, "proximal": 0.3}
     local = Sgd(epochs=0.2, batch=4, lr=0.2, **extra)
     x = torch.randn(4, 60, features)
     y = torch.randint(0, 5, (4, 60))
+    assert not lies_across(features, hidden or 5)
     for n, steps in ((60, 3), (33, 2), (21, 1)):
         assert not spanned_pays(n, features, hidden or 5, True, steps, 4)
     given = (module, local, x, y, [60, 33, 0, 21], stds)
@@ -483,6 +509,42 @@ def test_clients_with_many_rows_for_their_steps_train_by_weights_as_the_loop_doe
     assert ((updates - expected).norm(dim=1) <= 1e-5 * expected.norm(dim=1)).all()
     assert losses == pytest.approx(mean_losses, rel=1e-5)
     assert (clipped == shares).all() and 0 < clipped.mean() <= 1
+
+
+def activated_by(layer: nn.Module, z: torch.Tensor, weight: float) -> torch.Tensor:
+    """The update [3 n + 1] by a step along a gradient of 1 by the output, `weight` times the sum of
+    `layer` of these numbers z [n], which are the first layer's weights.
+    """
+    module = nn.Sequential(nn.Linear(1, len(z)), layer, nn.Linear(len(z), 1))
+    module[0].weight.data = z[:, None]
+    nn.init.zeros_(module[0].bias)
+    nn.init.constant_(module[2].weight, weight)
+    nn.init.zeros_(module[2].bias)
+    y = module(torch.ones(1, 1, 1)).detach().view(1, 1) - 1
+    local = Sgd(steps=1, batch=1, lr=1.0)
+    trainer = Trainer(module, local, way="compiled", seed=1, task=task_of(y))
+    lane = trainer.lane(
+        models.flatten(module), torch.ones(1, 1, 1), y, [1], t=0, clients=[0], draws=[0]
+    )
+    return torch.cat([block.updates for block in lane])[0]
+
+
+@needs
+@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Sigmoid()], ids=["tanh", "sigmoid"])
+def test_activations_and_their_derivatives_are_right_to_a_few_last_places_at_any_size(layer):
+    sizes = np.logspace(-30, 2, 4000)
+    z = torch.from_numpy(np.concatenate([sizes, -sizes, [0.0, 8.0, -8.0, 3e38, -3e38]])).float()
+    exact = z.double().requires_grad_()
+    made = layer(exact)
+    (steep,) = torch.autograd.grad(made.sum(), exact)
+    n = len(z)
+    outputs = -activated_by(layer, z, 0.0)[2 * n : 3 * n].double()
+    off = (outputs - made.detach()).abs()
+    assert (off <= 3e-7 * made.detach().abs() + 1e-27).all()
+    found = activated_by(layer, z, 1e-6)
+    slopes = (found[:n] / found[-1]).double() / 1e-6
+    assert (slopes - steep).abs().max() <= 5e-7
+    assert (outputs.abs() <= 1).all() and (slopes >= 0).all()
 
 
 @needs

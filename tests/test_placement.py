@@ -60,13 +60,15 @@ def every_cut(count: int, width: int):
 def test_lanes_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
     generator = np.random.default_rng(seed)
     sizes = generator.permutation(9) + 1
-    costs = np.stack([sizes * 3.0 * seed, generator.lognormal(2, 1, 9).round(2)])
+    steps = generator.integers(1, 5, 9) if seed % 2 else np.ones(9)
+    costs = np.stack([steps, sizes * 3.0 * seed, generator.lognormal(2, 1, 9).round(2)])
     order = np.argsort(sizes)
 
     def cost(widths: list[int]) -> float:
         ends = np.cumsum(widths)
-        lane, client = costs[:, order[ends - 1]]
-        return float((lane + widths * client).sum())
+        _, lane, step = costs[:, order[ends - 1]]
+        made = np.add.reduceat(steps[order], ends - widths)
+        return float((lane + made * step).sum())
 
     made = lanes(Cohort.of(np.arange(9)), np.ones(9), sizes, 4, costs=costs)
     widths = [len(lane.clients) for lane in made]
@@ -74,14 +76,22 @@ def test_lanes_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
     ends = np.cumsum(widths)
     for lane, end in zip(made, ends, strict=True):
         own = order[end - len(lane.clients) : end]
-        assert lane.clients.tolist() == sorted(own) and lane.rows == sizes[own[-1]]
+        most_first = sorted(own, key=lambda client: (-steps[client], client))
+        assert lane.clients.tolist() == most_first and lane.rows == sizes[own[-1]]
 
 
 def test_clients_that_cost_the_same_are_cut_into_lanes_of_one_width():
-    costs = np.array([[5.0] * 5, [2.0] * 5])
+    costs = np.array([[3.0] * 5, [5.0] * 5, [2.0] * 5])
     sizes = np.array([4, 9, 2, 7, 5])
     made = lanes(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
     assert [lane.clients.tolist() for lane in made] == [[0, 6], [9, 12], [3, -1]]
+
+
+def test_where_a_lane_takes_as_long_as_its_largest_client_lanes_have_one_width_most_steps_first():
+    sizes = np.array([2, 9, 4, 5, 7])
+    costs = np.array([sizes, sizes, np.zeros(5)])  # as on a GPU
+    made = lanes(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
+    assert [lane.clients.tolist() for lane in made] == [[6, 0], [12, 9], [3, -1]]
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])

@@ -26,7 +26,7 @@ from raydpfl.report.page import render
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run, arrange, facets
-from raydpfl.report.style import Drawn, Part
+from raydpfl.report.style import Drawn, Part, whole
 from raydpfl.report.tables import Table, csv_of, html_of, markdown
 
 ROUNDS = 6
@@ -337,13 +337,13 @@ def test_the_last_facet_goes_across_and_the_others_down(tmp_path):
     ]
 
 
-def test_parts_without_places_fill_rows_of_three():
-    parts = [Part(str(place), lambda axes: None) for place in range(4)]
+def test_parts_without_places_fill_rows_of_two():
+    parts = [Part(str(place), lambda axes: None) for place in range(3)]
     drawing = Drawing("n", "N", "", parts)
     assert drawing.across == 0
     assert [[part and part.title for part in row] for row in drawing.grid] == [
-        ["0", "1", "2"],
-        ["3", None, None],
+        ["0", "1"],
+        ["2", None],
     ]
 
 
@@ -736,3 +736,12 @@ def test_tables_say_the_same_in_three_forms():
     assert "| <a\\|b> | 50.00 % |" in markdown(table)
     assert csv_of(table) == "name,share\n<a|b>,0.5\nc,\n"
     assert "&lt;a|b&gt;" in html_of(table) and "50.00 %" in html_of(table)
+
+
+def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_page():
+    parts = [Part(f"panel {place}", lambda axes: axes.plot([0, 1])) for place in range(4)]
+    for count, most in ((1, 4.6), (2, 7.0), (4, 7.0)):
+        drawing = Drawing("few", "Few", "", parts[:count])
+        width, _ = whole(drawing).get_size_inches()
+        assert width <= most
+    assert [len(row) for row in drawing.grid] == [2, 2]

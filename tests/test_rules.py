@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from raydpfl import models, run
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals
 from raydpfl.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
-from raydpfl.local.way import Rule
+from raydpfl.local.sam import Sam
+from raydpfl.local.way import Rule, take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -259,6 +261,96 @@ def test_lanes_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_a
 
     apart = lanes(slice(0, 4), None) + lanes(slice(4, 8), None)
     assert lanes(slice(0, 8), 4) == apart
+
+
+class Kept:
+    """What nobody else can look into."""
+
+    def __init__(self, velocity):
+        self.velocity = velocity
+
+
+class Closed(Nesterov):
+    def fresh(self, x):
+        return Kept(torch.zeros_like(x))
+
+    def step(self, x, gradient, state, at):
+        x, velocity = super().step(x, gradient, state.velocity, at)
+        return x, Kept(velocity)
+
+
+UNEQUAL = {
+    "sam": Sam(epochs=2, batch=3, lr=0.1),
+    "momentum and all": Sgd(
+        epochs=2, batch=3, lr=0.2, momentum=0.5, weight_decay=0.1, proximal=0.2
+    ),
+    "signs": Signs(epochs=2, batch=3, lr=0.02),
+    "adam": Adam(epochs=2, batch=3, lr=0.02),
+    "drawn": Drawn(epochs=2, batch=3, lr=0.2),
+    "closed state": Closed(epochs=2, batch=3, lr=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [("vmap", "sam"), *product(["fused", "vmap"], [*UNEQUAL][1:])]
+)
+def test_clients_of_unequal_steps_come_to_what_a_loop_does_in_whatever_order(way, name):
+    module = made("mlp")
+    rule = UNEQUAL[name]
+    for sizes in ([13, 9, 9, 4, 2, 0], [2, 13, 0, 9, 4, 9]):
+        given = (module, rule, *rows(sizes))
+        who = {"sizes": sizes, "clients": range(6), "draws": [0] * 6}
+        ours = train(way, *given, **who)
+        theirs = train("loop", *given, **who)
+        for slot in np.flatnonzero(sizes):
+            torch.testing.assert_close(ours[slot][0], theirs[slot][0], rtol=1e-4, atol=1e-5)
+            assert ours[slot][1] == pytest.approx(theirs[slot][1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("file", "way", "each"), [("linear", "fused", 1), ("vmap", "vmap", 2)])
+def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
+    file, way, each, monkeypatch
+):
+    taken = []
+
+    def noted(source, rows):
+        taken.append(len(source))
+        return take(source, rows)
+
+    monkeypatch.setattr(f"raydpfl.local.{file}.take", noted)
+    module = made("mlp")
+    rule = Sgd(epochs=1, batch=4, lr=0.1)
+    sizes = np.array([13, 9, 9, 4])
+    planned = rule.step_counts(sizes)
+    assert planned.tolist() == [4, 3, 3, 1]
+    whole = train(way, module, rule, *rows(sizes), sizes, range(4), [0] * 4)
+    assert taken[::each] == [4, 3, 3, 1]
+    taken.clear()
+    held = np.array([13, 0, 9, 0])  # the others train elsewhere
+    who = (held, [0, -1, 2, -1], [0] * 4)
+    some = train(way, module, rule, *rows(sizes), *who, planned=planned)
+    assert taken[::each] == [4, 3, 3, 1]
+    assert all(torch.equal(some[slot][0], whole[slot][0]) for slot in (0, 2))
+
+
+@pytest.mark.parametrize("way", ["fused", "vmap"])
+def test_lanes_are_trained_together_where_no_value_depends_on_its_place(way):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Sigmoid(), nn.Linear(20, 4))
+    trainer = Trainer(module, Sgd(steps=3, batch=10, lr=0.5), way=way, seed=4)
+    assert trainer.together(5, 13, 36) == 1  # 5 times 10 times 20 numbers fill no vectors
+    assert trainer.together(1, 13, 36) == 1  # a product of one matrix
+    assert trainer.together(16, 13, 36) > 1
+    sizes = [13] * 32
+    x, y = rows(sizes)
+
+    def lanes(slots: slice, width: int | None) -> list[bytes]:
+        who = {"t": 2, "clients": range(32)[slots], "draws": [0] * len(sizes[slots])}
+        given = (x[slots], y[slots], sizes[slots])
+        blocks = trainer.lane(models.flatten(module), *given, width=width, **who)
+        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
+
+    apart = lanes(slice(0, 16), None) + lanes(slice(16, 32), None)
+    assert lanes(slice(0, 32), 16) == apart
 
 
 def test_sgds_own_step_is_what_its_coefficients_say():

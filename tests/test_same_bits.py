@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -333,6 +334,21 @@ METHODS |= {
         "bounding": SAMPLE,
         "noise": STEPS,
     },
+    "unequal steps, adam, noised": {
+        **TINY,
+        "data": LOGNORMAL,
+        "local": {"kind": "adam", "epochs": 2, "batch": 3, "lr": 0.01},
+        "bounding": SAMPLE,
+        "noise": STEPS,
+        "client": {"way": "fused", "lane": 5},
+    },
+    "unequal steps, vmap": {
+        **TINY,
+        "model": {"kind": "mlp", "hidden": [7], "activation": "tanh"},
+        "data": LOGNORMAL,
+        "local": {"kind": "sgd", "epochs": 2, "batch": 3, "momentum": 0.5},
+        "client": {"way": "vmap", "lane": 5},
+    },
     "unequal steps, compiled and noised": {  # some of them in the span of their rows
         **TINY,
         "data": LOGNORMAL,
@@ -450,12 +466,42 @@ def sha(of, out, **options) -> str:
     return run(of, out, **options).summary["model_sha256"]
 
 
-def assert_same_bits(found: Watched, expected: Watched) -> None:
+@dataclass(frozen=True)
+class Bits:
+    """Of a run that is kept no longer, with the files that it had open."""
+
+    model: np.ndarray
+    totals: list[np.ndarray]
+
+    def parameters(self) -> np.ndarray:
+        return self.model
+
+
+def assert_same_bits(found: Watched, expected: Watched | Bits) -> None:
     """Of the model, and of every round's sum, which the model rounds to float32."""
     assert np.array_equal(found.parameters(), expected.parameters())
     assert len(found.totals) == len(expected.totals)
     for total, other in zip(found.totals, expected.totals, strict=True):
         assert np.array_equal(total, other)
+
+
+def test_losses_of_unequal_clients_are_those_of_lanes_that_train_alone(tmp_path):
+    """However soon others of the lanes that train together have made their steps."""
+    sizes = {"kind": "spread"}
+    data = {"kind": "synthetic", "clients": 24, "samples": 12, "features": 8, "classes": 3}
+    given = experiment(
+        seed=474,
+        rounds=3,
+        data={**data, "test_samples": 9, "sizes": sizes},
+        selection={"kind": "uniform", "cohort": 9},
+        local={"kind": "sgd", "epochs": 1, "batch": 4, "lr": 0.1},
+        client={"way": "fused", "lane": 2},
+        evaluate={"every": 9},
+    )
+    plan = Plan.make(given)
+    together, apart = (carried_out(plan, tmp_path / str(k), actors=k) for k in (None, 0))
+    for some, others in zip(together.columns, apart.columns, strict=True):
+        np.testing.assert_array_equal(some["train_loss"], others["train_loss"])
 
 
 COLUMNS = ("train_loss", "bound", "clipped", "norm_p50", "update_norm", "test_loss")
@@ -465,12 +511,13 @@ EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 
 
 @cache
-def inline_run(method: str) -> tuple[Plan, Watched, pa.Table]:
+def inline_run(method: str) -> tuple[Plan, Bits, pa.Table]:
     """The plan of a method, carried out inline, and the table of its rounds."""
     plan = Plan.make(experiment(**{"rounds": 3, **METHODS[method]}))
     with tempfile.TemporaryDirectory() as out:
         inline = carried_out(plan, Path(out))
-        return plan, inline, pq.read_table(Path(out) / "rounds.parquet")
+        bits = Bits(inline.parameters(), inline.totals)
+        return plan, bits, pq.read_table(Path(out) / "rounds.parquet")
 
 
 @pytest.mark.parametrize("method", EVERY)

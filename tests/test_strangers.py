@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import experiment
 
@@ -109,6 +110,24 @@ def test_what_is_no_accountant_is_refused_in_one_line(name, why):
     with pytest.raises(ConfigError) as caught:
         experiment(privacy={"accountants": [name]})
     assert str(caught.value).startswith(f"privacy.accountants = {name!r}: {why}")
+
+
+@pytest.mark.parametrize("found", [np.nan, -1.0, [1.0], ["a", "b", "c"]])
+def test_what_is_no_epsilon_is_no_guarantee(found, monkeypatch):
+    import exact
+
+    monkeypatch.setattr(exact.Wrong, "found", found)
+    everyone = Mechanism(Sampling("full", 50, 50), (Query("updates", 1.0, 1.0),), rounds=3)
+    with pytest.raises(ConfigError, match=r"^accountant = 'exact:Wrong': .* gives 3 epsilons"):
+        privacy.epsilon_curve(everyone, "zero_out", 1e-5, accountant="exact:Wrong")
+
+
+def test_an_accountant_of_whole_mechanisms_needs_no_curve_and_covers_no_secret_cohort():
+    everyone = Mechanism(Sampling("full", 50, 50), (Query("updates", 1.0, 1.0),), rounds=3)
+    found = privacy.epsilon_curve(everyone, "zero_out", 1e-5, accountant="exact:Whole")
+    assert found.tolist() == [0.5, 1.0, 1.5]
+    why = privacy.covers("exact:Whole", Mechanism(law(""), everyone.queries, 3), "replace_one")
+    assert "not covered by exact:Whole; nearest: pld" in why
 
 
 @pytest.fixture

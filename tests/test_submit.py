@@ -1,5 +1,5 @@
-"""`raydpfl submit` against a real head with its job server, started as a user starts one and with
-its token authentication on.
+"""`raydpfl submit` against a real head with its job server, started by `ray start` and with its
+token authentication on. Its processes are forked (`forks`), those of its jobs are not.
 """
 
 from __future__ import annotations
@@ -104,12 +104,16 @@ def head():
     folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
     environment = token_environment(folder)
     gcs, dashboard, agent, client = free_ports(4)
-    command = f"ray start --head --block --num-cpus 2 --port {gcs} --dashboard-port {dashboard}"
+    command = f"start --head --block --num-cpus 2 --port {gcs} --dashboard-port {dashboard}"
     command += f" --dashboard-agent-listen-port {agent} --ray-client-server-port {client}"
     command += " --min-worker-port 0 --max-worker-port 0 --object-store-memory 100000000"
     with open(folder / "head.log", "w") as log:
-        process = subprocess.Popen(
-            command.split(), env=environment, stdout=log, stderr=log, start_new_session=True
+        process = forks.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *command.split()],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     deadline = time.monotonic() + 120
     while "Ray runtime started" not in (folder / "head.log").read_text():
@@ -266,12 +270,9 @@ def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     for wrong in ("rounds=0", "sweep.repeats=0", "bounding.bound={grid: [0.5, -1.0]}"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             read(plain, wrong)
-    shell = submit.entrypoint(
-        "sweep", "s 1", ["local.lr={grid: [1, 2]}"], address=True, resume=True
-    ).replace(submit.RUNS, "RUNS")
-    assert shell == (
-        "exec python -m raydpfl sweep config.yaml 'local.lr={grid: [1, 2]}' "
-        "--out RUNS/'s 1' --resume --address auto"
+    shell = submit.entrypoint("sweep", "s 1", address=True, resume=True)
+    assert shell.replace(submit.RUNS, "RUNS") == (
+        "exec python -m raydpfl sweep config.yaml --out RUNS/'s 1' --resume --address auto"
     )
 
 

@@ -17,10 +17,13 @@ from conftest import experiment
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
-from raydpfl import hardware, models, native, parts, plan, run
+from raydpfl import client, dealing, hardware, models, native, parts, plan, run, sums
+from raydpfl.bounding import FAMILY, Bounding, Clip
 from raydpfl.client import ClientActor
 from raydpfl.local import Sgd, Trainer
 from raydpfl.plan import Plan
+from raydpfl.rounds import Broadcast, Work
+from raydpfl.selection import Cohort
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 CLIENTS = 23
@@ -34,10 +37,10 @@ def as_before():
 
 
 @cache
-def given(hidden: int) -> tuple:
+def given(hidden: int, activation: type) -> tuple:
     """A module, and a lane's rows, of which one client has none and one has huge ones."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(61, hidden), nn.ReLU(), nn.Linear(hidden, 7))
+    module = nn.Sequential(nn.Linear(61, hidden), activation(), nn.Linear(hidden, 7))
     x = torch.randn(CLIENTS, 9, 61)
     x[7] *= 1e30
     sizes = np.arange(CLIENTS) % 9 + 1
@@ -45,9 +48,9 @@ def given(hidden: int) -> tuple:
     return module, (models.flatten(module), x, torch.randint(0, 7, (CLIENTS, 9)), sizes)
 
 
-def lane(hidden: int, clip: float | None = None, **more):
+def lane(hidden: int, clip: float | None = None, activation: type = nn.ReLU, **more):
     """The blocks of a lane in training."""
-    module, lane = given(hidden)
+    module, lane = given(hidden, activation)
     local = Sgd(steps=5, batch=4, lr=0.2, momentum=0.5)
     trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
     return trainer.lane(*lane, t=0, clients=range(CLIENTS), draws=[0] * CLIENTS, **more)
@@ -64,7 +67,7 @@ def found(blocks) -> bytes:
 
 
 @pytest.mark.parametrize("hidden", [19, 4000, 8000])  # a block of all clients, of 3, and of one
-@pytest.mark.parametrize("more", [{}, NOISED])
+@pytest.mark.parametrize("more", [{}, NOISED, {"activation": nn.Tanh}])
 def test_clients_train_to_the_same_bits_on_any_number_of_threads(more, hidden):
     native.use(1)
     alone = found(lane(hidden, **more))
@@ -232,3 +235,111 @@ def test_whatever_command_makes_a_plan_takes_products_on_one_thread(monkeypatch)
     with threadpool_limits(3, user_api="blas"):
         Plan.make(experiment())
     assert set(counts) == {1}
+
+
+ADDED = {
+    "clipped, of the clients' noise": {},
+    "clipped by an adaptive bound": {"bounding": {"kind": "quantile_clip", "bound": 0.1}},
+    "normalized, of unequal clients": {
+        "bounding": {"kind": "normalize", "bound": 0.3},
+        "data": {"sizes": {"kind": "lognormal", "sigma": 1.0}},
+        "weights": {"kind": "data"},
+    },
+    "smoothly normalized": {"bounding": {"kind": "smooth_normalize", "bound": 0.3, "a": 0.07}},
+    "unbounded": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
+    "noised at steps": {
+        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+        "model": {"kind": "mlp", "hidden": [9]},
+    },
+}
+
+
+class Trained:
+    """Shares of an experiment's cohort, as bytes. One of its clients has rows that overflow."""
+
+    def __init__(self, **sections):
+        drop = {} if "per_sample_clip" in str(sections) else {"on_error": "drop"}
+        self.plan = Plan.make(experiment(client=drop, **sections))
+        self.actor = ClientActor(self.plan.experiment, str(self.plan.shards))
+        self.hurt = 7 if drop else -1
+        rows = self.actor.rows.lane
+
+        def lane(members, *given, **more):
+            x, y, n = rows(members, *given, **more)
+            scale = np.where(np.asarray(members) == self.hurt, 1e38, 1.0).astype(np.float32)
+            return x * scale.reshape(-1, *[1] * (x.ndim - 1)), y, n
+
+        self.actor.rows.lane = lane
+
+    def share(self) -> tuple:
+        plan = self.plan
+        clients = np.arange(23)
+        cohort = Cohort(clients, np.zeros_like(clients))
+        e = plan.experiment
+        sizes = e.local.rows_used(plan.population.sizes[clients])
+        given = plan.weights(clients), sizes, e.client.lane, plan.step_stds(clients)
+        lanes = dealing.lanes(cohort, *given, plan.lane_costs(clients))
+        bound = e.bounding.initial_bound
+        std = plan.client_std(bound)
+        most = None if bound is None else bound * plan.weight
+        work = Work(1, plan.seed, plan.noise_seed, bound, std, sums.grid(23, most, std))
+        model = models.flatten(self.actor.module).numpy()
+        found = self.actor.train(Broadcast(model), work, lanes)
+        columns = {name: values.tobytes() for name, values in found.columns.items()}
+        return found.total.tobytes(), columns, found.dropped
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_does(
+    name, monkeypatch
+):
+    trained = Trained(**ADDED[name])
+    native.use(1)
+    with monkeypatch.context() as alone:
+        alone.setattr(client, "ADDING", 0)
+        expected = trained.share()
+    assert [who for who, _ in expected[2]] == [trained.hurt] * (trained.hurt >= 0)
+
+    def never(*_):
+        raise AssertionError("Python adds up")
+
+    monkeypatch.setattr(ClientActor, "_scale", never)
+    for count in (1, 2, 5):
+        native.use(count)
+        assert trained.share() == expected
+
+
+def test_updates_are_added_up_in_their_order_however_many_threads_there_are():
+    """Of clients whose training takes no time beside their sum."""
+    trained = Trained(local={"steps": 1, "batch": 1}, noise={"kind": "none"})
+    native.use(1)
+    expected = trained.share()
+    native.use(8)
+    for _ in range(200):
+        assert trained.share() == expected
+
+
+CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed is not Bounding.closed}
+
+
+@pytest.mark.parametrize("kind", sorted(CLOSED))
+def test_the_closed_form_of_factors_is_theirs_to_the_bit(kind):
+    drawn = np.random.default_rng(0).lognormal(0, 5, 999)
+    for bound in (1e-3, 0.3, 1.0, 7.0, 1e15):
+        member = FAMILY[kind](**({} if kind == "none" else {"bound": bound}))
+        around = [0.0, bound, np.nextafter(bound, 0), 2 * bound]
+        norms = np.concatenate([drawn, around, [5e-324, 1e300]])
+        most, above, beside = member.closed(bound)
+        with np.errstate(all="ignore"):
+            beyond = np.where(beside + norms > 0, above * (1 / (beside + norms)), 0.0)
+        found = np.where(norms <= most, 1.0, beyond)
+        expected = member.factors(torch.from_numpy(norms), bound).numpy()
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_factors_of_ones_own_have_no_closed_form():
+    class Halved(Clip):
+        def factor(self, norm, bound):
+            return super().factor(norm, bound) / 2
+
+    assert Halved(bound=1.0).closed(1.0) is None

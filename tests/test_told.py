@@ -156,18 +156,18 @@ def test_all_frames_are_shown_where_they_are_asked_for(tmp_path, monkeypatch, ty
 @pytest.mark.parametrize(
     ("sections", "hook"),
     [
-        ({"server": {"kind": "hooks:Mine"}}, "Mine.direction, round 0"),
-        ({"bounding": {"kind": "hooks:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
-        ({"weights": {"kind": "hooks:Weigh"}}, "Weigh.of"),
+        ({"server": {"kind": "raising:Mine"}}, "Mine.direction, round 0"),
+        ({"bounding": {"kind": "raising:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
+        ({"weights": {"kind": "raising:Weigh"}}, "Weigh.of"),
     ],
 )
 def test_a_hook_is_named_with_its_round(sections, hook, tmp_path, monkeypatch):
-    (tmp_path / "hooks.py").write_text(HOOKS)
+    (tmp_path / "raising.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RunError) as failed:
         run(experiment(**sections), tmp_path / "o")
     first, source, where, *_ = str(failed.value).splitlines()
-    assert first.startswith(f"{tmp_path / 'hooks.py'}:") and first.endswith(": KeyError: 'x'")
+    assert first.startswith(f"{tmp_path / 'raising.py'}:") and first.endswith(": KeyError: 'x'")
     assert source == '    return {}["x"]' and where == f"in {hook}"
 
 
@@ -207,17 +207,17 @@ class Mine(Server):
 
 
 def test_what_is_raised_on_an_actor_is_told_as_here(tmp_path, monkeypatch, shared_ray):
-    (tmp_path / "hooks.py").write_text(HOOKS)
+    (tmp_path / "raising.py").write_text(HOOKS)
     monkeypatch.syspath_prepend(tmp_path)
     for sections, hook in (
-        ({"bounding": {"kind": "hooks:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
-        ({"bounding": {"kind": "hooks:Reads", "bound": 1.0}}, "Reads.factor, round 0"),
-        ({"server": {"kind": "hooks:Mine"}}, "Mine.direction, round 0"),
+        ({"bounding": {"kind": "raising:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
+        ({"bounding": {"kind": "raising:Reads", "bound": 1.0}}, "Reads.factor, round 0"),
+        ({"server": {"kind": "raising:Mine"}}, "Mine.direction, round 0"),
     ):
         with pytest.raises(RunError) as failed:
             run(experiment(client={"actors": 1}, **sections), tmp_path / hook)
         first, _, where, *_ = brief(str(failed.value)).splitlines()
-        assert first.startswith(f"{tmp_path / 'hooks.py'}:") and where == f"in {hook}"
+        assert first.startswith(f"{tmp_path / 'raising.py'}:") and where == f"in {hook}"
 
 
 def test_what_an_import_raises_is_told_with_its_line(tmp_path, monkeypatch):

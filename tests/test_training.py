@@ -223,11 +223,11 @@ def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(way):
 )
 def test_a_way_that_cannot_do_what_is_asked_gives_way_and_says_so(rule, way, said, caplog):
     local = RULES[rule].model_copy(update={"epochs": 40.0})
-    assert resolve(made("mlp"), local, rows=13, form=form(SHAPE)) == way
+    assert resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE)) == way
     assert said in caplog.text
     if said:
         with pytest.raises(ConfigError, match=r"client\.way.*sample_space cannot do"):
-            resolve(made("mlp"), local, rows=13, form=form(SHAPE), way="sample_space")
+            resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE), way="sample_space")
 
 
 # --- a whole loop of one's own ---

@@ -7,8 +7,9 @@ it is installed (`pip install opacus`). All sides train the same clients on the 
 in one single-thread process per core with its share of the cohort, by turns a few rounds each; the
 medians of the rounds' seconds are compared. The first rounds warm up and have noise of std 0: in
 them, `apart` is the largest relative distance between the sums of updates of the engine and of a
-reference (a ReLU or a maximum that rounds to the other side can give 1e-2). The engine takes a turn
-without noise as well, and `noise` is the share of its round that noise takes. Rows are random.
+reference (a ReLU or a maximum that rounds to the other side can give 1e-2). In a turn of their own
+the engine's processes do each of its rounds with noise and without: `noise` is the share of a round
+that noise takes, the median over these pairs. Rows are random.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import argparse
 import importlib.util
 import os
 import warnings
+from multiprocessing.connection import Connection
 from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, turn
+from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, timed, turn
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
@@ -36,6 +38,7 @@ WORK = {
 }
 CLIP = 1.0
 STD = 0.01
+QUIET = 1 << 20  # rounds from this one on are without noise
 
 
 def std(t: int) -> float:
@@ -44,8 +47,6 @@ def std(t: int) -> float:
 
 
 class Engine(Worker):
-    noised = True
-
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
@@ -63,15 +64,11 @@ class Engine(Worker):
                 t=t,
                 clients=clients,
                 draws=self.draws,
-                stds=np.full(self.width, std(t)) if self.noised else None,
+                stds=np.full(self.width, std(t)) if t < QUIET else None,
             )
             for block in lane:
                 total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
-
-
-class Quiet(Engine):
-    noised = False
 
 
 class Reference(Worker):
@@ -162,8 +159,19 @@ class Opacus(Reference):
         return models.flatten(self.module)
 
 
+def noise_shares(connections: list[Connection], first: int) -> list[float]:
+    """The share of a round's seconds that noise takes, of each pair of rounds with and without."""
+    found = []
+    for t in range(first, first + BLOCK):
+        noised, _ = timed(connections, t)
+        quiet, _ = timed(connections, QUIET + t)
+        found.append(1 - quiet / noised)
+    return found
+
+
 def compare(name: str, rounds: int, width: int, processes: int, against: list[str]) -> None:
-    seconds: dict[type[Worker], list[float]] = {Engine: [], Quiet: []}
+    seconds: dict[type[Worker], list[float]] = {Engine: []}
+    shares: list[float] = []
     if "vmap" in against:
         seconds[Vmap] = []
     if "opacus" in against and name == "cnn" and importlib.util.find_spec("opacus"):
@@ -174,13 +182,14 @@ def compare(name: str, rounds: int, width: int, processes: int, against: list[st
             sums: dict[type[Worker], list[np.ndarray]] = {}
             for side, connections in sides.items():
                 took, sums[side] = turn(connections, first)
+                if side is Engine and first:
+                    shares += noise_shares(connections, first)
                 if first:
                     seconds[side] += took
                 else:  # without noise
                     apart[side] = distance(sums[Engine], sums[side])
     engine = median(seconds.pop(Engine))
-    noise = 1 - median(seconds.pop(Quiet)) / engine
-    print(f"{name:8} engine {engine * 1e3:8.1f} ms   noise {noise:.0%}")
+    print(f"{name:8} engine {engine * 1e3:8.1f} ms   noise {median(shares):.0%}")
     for side, all_seconds in seconds.items():
         reference = median(all_seconds)
         times = f"{side.__name__.lower():6} {reference * 1e3:8.1f} ms"

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="of each trial")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    Session("local", num_cpus=cores(), include_dashboard=False)
+    Session("local", num_cpus=cores())
     sweep = Sweep.from_dict({**CONFIG, "rounds": options.rounds})
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

@@ -42,12 +42,11 @@ class Kept(Actors):
         self.last = broadcast, work, [lane for share in shares for lane in share]
         return super().run(broadcast, work, shares)
 
-    def seconds(self, times: int) -> float:
-        """Seconds of an actor for all lanes of the last round, in so many actors at once."""
+    def seconds(self, actors: int) -> float:
+        """Mean seconds of an actor for half of the last round's lanes, when so many are at work."""
         broadcast, work, lanes = self.last
-        found: list[LaneResult] = [
-            result for _, result in super().run(broadcast, work, [lanes] * times)
-        ]
+        halves = [lanes[::2], lanes[1::2]][:actors]
+        found: list[LaneResult] = [result for _, result in super().run(broadcast, work, halves)]
         return float(np.mean([result.seconds for result in found]))
 
 
@@ -77,7 +76,7 @@ def main() -> None:
             for name, coordinator in runs.items():
                 times = [timed(coordinator) for _ in range(1 + BLOCK)]
                 seconds[name] += times[1:] if block else []
-            for count in (1, 2):
+            for count in (1, 2) * BLOCK:
                 seconds[str(count)].append(pool.seconds(count))
     counted = {name: np.array(each) * 1e3 for name, each in seconds.items()}
     for what, share in (("median", 0.5), ("best tenth", 0.1)):

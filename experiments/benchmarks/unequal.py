@@ -1,11 +1,14 @@
 """What unequal clients cost: samples a second with log-normal sizes (sigma 1) against equal ones.
 
     python experiments/benchmarks/unequal.py [--only "softmax, all rows" "cnn"] [--seconds 10]
+        [--alone]
 
 A line for each case of `CASES`: the same model and number of samples on average, in one process, a
 round of each in turn, by the clock of the processor. In 20 steps of 10 rows every client takes
 about as many samples a round; on all of their rows, or in epochs, their work goes by their size.
 `--sizes` takes other sizes: `huge` gives the largest of 3,000 clients a ninth of all samples.
+`--alone` prints what the largest client of a round takes by itself, by what equal clients take
+together: its steps follow one another whatever is beside them.
 `--actors 2` deals lanes to so many actors of Ray, and takes the clock on the wall.
 
 Not all of a difference is lost. In the span of its n rows a step of a client has n products a
@@ -25,7 +28,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raydpfl import Experiment
+from raydpfl import Experiment, models
 from raydpfl.actors import Actors
 from raydpfl.coordinator import Coordinator
 from raydpfl.origin import of_capability
@@ -110,6 +113,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
     parser.add_argument("--seconds", type=float, default=5, help="of rounds, for each case")
     parser.add_argument("--sizes", choices=[*SIZES][1:], default="lognormal")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--actors", type=int, default=0)
     options = parser.parse_args()
     if options.actors:
@@ -118,18 +122,22 @@ def main() -> None:
     print(f"{'samples/s':26} {'way':13} {'equal':>12} {options.sizes:>12}  ratio")
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            way, rates = measured(CASES[name], Path(folder), options)
+            way, rates, alone = measured(CASES[name], Path(folder), options)
         equal, other = (float(np.median(each)) for each in rates)
-        print(f"{name:26} {way:13} {equal:12,.0f} {other:12,.0f}  {other / equal:5.2f}", flush=True)
+        line = f"{name:26} {way:13} {equal:12,.0f} {other:12,.0f}  {other / equal:5.2f}"
+        print(line + f"  alone {alone:.2f}" * options.alone, flush=True)
 
 
 def measured(
     config: dict, folder: Path, options: argparse.Namespace
-) -> tuple[str, list[list[float]]]:
-    """The way, and the samples a second of each round: of equal sizes, and of others."""
+) -> tuple[str, list[list[float]], float]:
+    """The way; the samples a second of each round: of equal sizes, and of others; and what the
+    largest client of a round takes alone, by what a round of equal ones takes.
+    """
     clock = time.perf_counter if options.actors else time.process_time
     runs = [started(config, folder, name, options) for name in ("equal", options.sizes)]
     rates: list[list[float]] = [[], []]
+    shares = []
     begun = time.perf_counter()
     for t in range(ROUNDS):
         if t == WARM:
@@ -139,10 +147,15 @@ def measured(
         for run, found in zip(runs, rates, strict=True):
             began = clock()
             run.round()
-            found.append(samples(run.plan, t) / (clock() - began))
+            took = clock() - began
+            found.append(samples(run.plan, t) / took)
+            if options.alone:
+                shares.append(largest(run, t) if run is runs[1] else took)
     for run in runs:
         run.pool.close()
-    return runs[0].experiment.client.way, [found[WARM:] for found in rates]
+    each = np.array(shares or [1.0, 0.0]).reshape(-1, 2)
+    alone = float(np.median(each[:, 1]) / np.median(each[:, 0]))
+    return runs[0].experiment.client.way, [found[WARM:] for found in rates], alone
 
 
 def started(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
@@ -158,6 +171,21 @@ def started(config: dict, folder: Path, name: str, options: argparse.Namespace) 
     run = Coordinator(plan, str(folder / name), pool)
     run.start()
     return run
+
+
+def largest(run: Coordinator, t: int) -> float:
+    """Seconds of the processor that the largest client of a round takes to train by itself."""
+    plan = run.plan
+    client = run.pool.client
+    clients = plan.experiment.selection.exposed(plan.experiment.seed, t, plan.population)
+    who = clients[[np.argmax(plan.population.sizes[clients])]]
+    rows = int(plan.population.sizes[who].max())
+    x, y, sizes = client.shards.lane(who, rows)
+    model = models.trained(client.module)
+    began = time.process_time()
+    for _ in client.trainer.lane(model, x, y, sizes, t=t, clients=who, draws=[0]):
+        pass
+    return time.process_time() - began
 
 
 def samples(plan: Plan, t: int) -> int:

@@ -26,7 +26,7 @@ from raydpfl import surveying
 from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
-from raydpfl.local.way import Block
+from raydpfl.local.way import Block, Sum
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.privacy.mechanism import Mechanism
@@ -96,13 +96,21 @@ class Canaries:
 class PlantedClient(ClientActor):
     """The client actor, with canaries among its clients."""
 
+    adds = False
+
     def __init__(self, plan: Plan, record: Record):
         super().__init__(plan.experiment, str(plan.shards))
         self.record = record
 
     def _train(
-        self, tally: Tally, lane: Lane, members: np.ndarray, clipped: np.ndarray | None = None
+        self,
+        tally: Tally,
+        lane: Lane,
+        members: np.ndarray,
+        clipped: np.ndarray | None = None,
+        into: Sum | None = None,
     ) -> Iterator[Block]:
+        assert into is None  # as `adds` says
         places = self.record.canaries.places
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)

@@ -157,6 +157,8 @@ class PlantedShards:
 class StepClient(ClientActor):
     """The client actor, on planted rows."""
 
+    adds = False
+
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
         self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))

@@ -62,8 +62,12 @@ class Bounding(Member):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """A class with a `factor` of its own is not bounded by the `factors` of its base."""
+        """A class with a `factor` of its own is not bounded by the `factors` of its base, nor in
+        its closed form.
+        """
         super().__pydantic_init_subclass__(**options)
+        if {"factor", "factors"} & vars(cls).keys() and "closed" not in vars(cls):
+            cls.closed = Bounding.closed  # type: ignore[method-assign]
         if "factor" in vars(cls) and "factors" not in vars(cls):
             cls.factors = Bounding.factors  # type: ignore[method-assign]
         if "factors" in vars(cls) and "factor" not in vars(cls):
@@ -172,6 +176,20 @@ class Bounding(Member):
         """`factor` of k norms, float64 [k] both. The bound is infinite where there is none."""
         found = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(found, dtype=torch.float64, device=norms.device)
+
+    def closed(self, bound: float) -> tuple[float, float, float] | None:
+        """The factors in closed form, for code that adds up updates as it trains them. Nobody asks
+        a user's own class, whose factors are computed by `factors`.
+
+        Args:
+            bound: in force; infinite where there is none.
+
+        Returns:
+            (most, above, beside): 1 for norms up to `most`, and above (1 / (beside + norm)) for
+            those beyond, or 0 where that divides by 0; to the bit as `factors`, as torch divides a
+            number by a tensor so. None: they have no such form.
+        """
+        return None
 
     def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """The column `clipped` of clients.parquet: by default 1 for a factor below 1, else 0.

@@ -25,3 +25,6 @@ class Clip(Bounding):
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.where(norms <= bound, 1.0, bound / norms)
+
+    def closed(self, bound: float) -> tuple[float, float, float]:
+        return bound, bound, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -20,3 +21,6 @@ class Unbounded(Bounding):
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.ones_like(norms)
+
+    def closed(self, bound: float) -> tuple[float, float, float]:
+        return math.inf, 0.0, 0.0

@@ -25,3 +25,6 @@ class Normalize(Bounding):
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return torch.where(norms > 0, bound / norms, 0.0)
+
+    def closed(self, bound: float) -> tuple[float, float, float]:
+        return -1.0, bound, 0.0

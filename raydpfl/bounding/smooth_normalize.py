@@ -27,3 +27,6 @@ class SmoothNormalize(Bounding):
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         return bound / (self.a + norms)
+
+    def closed(self, bound: float) -> tuple[float, float, float]:
+        return -1.0, bound, self.a

@@ -320,7 +320,7 @@ def _check_room(split: Split, folder: Path) -> None:
         needed = split.distinct() * width + rows * 8
     free = shutil.disk_usage(folder).free
     if needed > free:
-        accepted = f"a folder with {needed / 1e9:.1f} GB free; this one has {free / 1e9:.1f}"
+        accepted = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), accepted)
 
 
@@ -601,6 +601,8 @@ class Shards:
     caller's to write to. Where x is said to be float32, it is int64 for tokens; where y is said to
     be int64, it is float32 for numbers, and has an axis more for several targets.
     """
+
+    made_by_own = False  # whether code of the user's own makes rows whenever they are read
 
     def __init__(self, folder: Path, about: Mapping[str, Any]):
         self.folder = folder
@@ -1062,6 +1064,7 @@ class Made(Shards):
         maker = self._source.maker(about["made"])
         assert maker is not None  # by which it was prepared
         self._maker = maker
+        self.made_by_own = self._source.is_own
 
     def _pieces(self, client: int, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The rows of a client, some at a time: the place of the first, x and y. Raises

@@ -61,8 +61,7 @@ def batches(
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         alike = np.flatnonzero(many == b)
-        chosen = _floyd(of.uniform(alike, int(steps[alike].max()), b), counts[alike])
-        index[alike, : chosen.shape[1], :b] = chosen
+        of.choose(index, alike, steps[alike], counts[alike], b)
     for slot in np.flatnonzero(~every & (~fresh | (few & (counts > 1 << BITS)))).tolist():
         keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
         found = _drawn_alone(keyed, int(counts[slot]), int(steps[slot]), local)
@@ -102,10 +101,19 @@ class _Streams:
         if not native.shuffled(key, *who, steps, sizes, slots, batch_sizes, index):
             _rank(index, slots, self.words(slots, steps, sizes), batch_sizes)
 
-    def uniform(self, slots: np.ndarray, steps: int, b: int) -> np.ndarray:
-        """Numbers in [0, 1), float64 [slots, steps, b], as numpy's generators make them."""
-        drawn = self.words(slots, np.full(len(slots), steps), np.full(len(slots), b))
-        return (drawn >> np.uint64(11)) * 2.0**-53
+    def choose(
+        self, index: np.ndarray, slots: np.ndarray, steps: np.ndarray, sizes: np.ndarray, b: int
+    ) -> None:
+        """Writes batches of `b` rows as `rank` does, drawn row by row."""
+        chosen = _floyd(self.uniform(slots, steps, b), np.repeat(sizes, steps))
+        made, places = np.nonzero(np.arange(index.shape[1]) < steps[:, None])
+        index[slots[made], places, :b] = chosen
+
+    def uniform(self, slots: np.ndarray, steps: np.ndarray, b: int) -> np.ndarray:
+        """Numbers in [0, 1), float64 [sum of steps, b], as numpy's generators make them."""
+        drawn = self.words(slots, steps, np.full(len(slots), b))
+        made = np.arange(drawn.shape[1]) < steps[:, None]
+        return (drawn[made] >> np.uint64(11)) * 2.0**-53
 
 
 def _rank(index: np.ndarray, slots: np.ndarray, drawn: np.ndarray, batch_sizes: np.ndarray) -> None:
@@ -161,14 +169,14 @@ def _shuffled(words: np.ndarray) -> np.ndarray:
 
 
 def _floyd(uniform: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """Uniform subsets of b of each client's n rows, ascending, int64 [C, Q, b], from `uniform`,
-    float64 [C, Q, b] in [0, 1), and `n`, int64 [C] (Floyd; Bentley 1987).
+    """Uniform subsets of b of n rows, ascending, int64 [k, b], from `uniform`, float64 [k, b] in
+    [0, 1), and `n` of each, int64 [k] (Floyd; Bentley 1987).
     """
-    clients, steps, b = uniform.shape
-    chosen = np.empty((b, clients, steps), dtype=np.int64)
+    count, b = uniform.shape
+    chosen = np.empty((b, count), dtype=np.int64)
     for k in range(b):
-        last = (n - b + k)[:, None]
-        drawn = (uniform[:, :, k] * (last + 1)).astype(np.int64)
+        last = n - b + k
+        drawn = (uniform[:, k] * (last + 1)).astype(np.int64)
         taken = (chosen[:k] == drawn).any(axis=0)
         chosen[k] = np.where(taken, last, drawn)
-    return np.sort(np.moveaxis(chosen, 0, -1), axis=-1)
+    return np.sort(chosen.T, axis=-1)

@@ -1,16 +1,17 @@
 """Which way trains a model.
 
-A stack of linear layers is trained by compiled code, where its activations are ReLUs, the rule is
-linear and there is a C compiler; else by torch, in sample space (if the rule is linear) or fused,
-whichever takes fewer operations for the largest client. Convolutions with linear layers after them
-are trained by hand; any other module with convolutions or recurrent layers by the loop; any other
-by vmap. Of these only the last three train parts of the model that are clients' own. On a GPU all
-convolutions are trained by vmap, as one client after another keeps it waiting for the host. With a
-bound on every sample's gradient: a stack of linear layers likewise by compiled code, or else fused,
-convolutions that are max-pooled by hand, any other module layerwise, or else by vmap, with
-recurrent layers by the loop. A module with frozen parameters goes through as one batch,
-with such a bound or without. The way's first steps are compared with the loop's on made-up rows.
-Where they fail or differ the next way is taken, in the end the loop, and the log says why.
+A stack of linear layers is trained by compiled code, where its activations are ReLU, tanh or
+sigmoid, the rule is linear and there is a C compiler; else by torch, in sample space (if the rule
+is linear) or fused, whichever takes fewer operations for the largest client. Convolutions with
+linear layers after them are trained by hand; any other module with convolutions or recurrent layers
+by the loop; any other by vmap. Of these only the last three train parts of the model that are
+clients' own. On a GPU all convolutions are trained by vmap, as one client after another keeps it
+waiting for the host. With a bound on every sample's gradient: a stack of linear layers likewise by
+compiled code, or else fused, convolutions that are max-pooled by hand, any other module layerwise,
+or else by vmap, with recurrent layers by the loop. A module with frozen parameters goes through as
+one batch, with such a bound or without. The way's first steps are compared with the loop's on
+made-up rows. Where they fail or differ the next way is taken, in the end the loop, and the log says
+why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())

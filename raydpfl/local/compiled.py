@@ -6,18 +6,20 @@ its outputs on these rows and the products of the rows with one another; noise o
 in that span too (`raydpfl.local.spanned`). Any other client trains the first layer as the later
 ones, by its weights. The code is `raydpfl/native/kernels.c`. It needs no array of a whole lane, so
 that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
-alone, so that several threads take up one client after another while Python adds up those that are
-done.
+alone, so that several threads take up one client after another. Where the factors of a bounding
+have a closed form, each update is added to the lane's sum while it is in the cache, in the lane's
+order, with the client's noise; else Python adds up those that are done.
 
->>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 10))))
-'tanh is not compiled'
+>>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
+'leaky_relu is not compiled'
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,15 +29,16 @@ from raydpfl import native
 from raydpfl.keys import Purpose
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.linear import responses, step_factors
-from raydpfl.local.spanned import step_noises
-from raydpfl.local.stack import RELU, Layer, NoStack, stack
-from raydpfl.local.way import Block, LaneData, StepNoise, Way
+from raydpfl.local.spanned import lengths, step_noises
+from raydpfl.local.stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
+from raydpfl.local.way import Block, LaneData, StepNoise, Sum, Way
 from raydpfl.tasks import Task
 
 LANES = 16  # numbers of a vector
 # numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
 MOST = 64  # layers
+ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of kernels.c
 
 
 class _Job(ctypes.Structure):
@@ -43,8 +46,11 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
-        *((name, ctypes.c_void_p) for name in ("inputs", "outputs", "weights", "biases", "relu")),
-        *((name, ctypes.c_void_p) for name in ("model", "columns", "responses")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("inputs", "outputs", "weights", "biases", "activations")
+        ),
+        *((name, ctypes.c_void_p) for name in ("model", "columns", "responses", "lengths")),
         *((name, ctypes.c_int64) for name in ("squares", "noised")),
         *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
         *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
@@ -52,8 +58,20 @@ class _Job(ctypes.Structure):
     )
 
 
+class _Sum(ctypes.Structure):
+    """Sum of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("most", "above", "beside", "grid", "std")),
+        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
+        *((name, ctypes.c_void_p) for name in ("clients", "draws", "weights", "factors")),
+        *((name, ctypes.c_void_p) for name in ("total", "found", "ends")),
+        ("fits", ctypes.c_int64),
+    )
+
+
 class Compiled(Way):
-    """See the module. Raises `NoStack` for what is no stack of linear layers with ReLUs or nothing
+    """See the module. Raises `NoStack` for what is no stack of linear layers with `ACTIVATIONS`
     between them, and where nothing can be compiled.
     """
 
@@ -62,6 +80,7 @@ class Compiled(Way):
     padded = False
     alone = True
     threads = True
+    adds = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
@@ -91,11 +110,11 @@ class Compiled(Way):
         given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
         arrays = [_plain(each) for each in (*given, *_drawn_by(lane.noise))]
         clipped = lane.clipped if lane.clip is not None else None
-        job, kept = self._job(parameters, lane, linear, columns, np.array(answers, np.float32))
-        d = parameters.numel()
+        job, kept = self._job(parameters, lane, linear, columns, np.array(answers))
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        blocks = [slots for _, slots in lane.blocks(d, BLOCK)]
-        yield from _trained(job, blocks, [*arrays, clipped], d)
+        blocks = [slots for _, slots in lane.blocks(parameters.numel(), BLOCK)]
+        training = _Training(job, blocks, [*arrays, clipped], lane)
+        yield from training.given() if lane.into is None else training.added(lane.into)
         del kept
 
     def _job(
@@ -109,17 +128,18 @@ class Compiled(Way):
         """The job, and what it points to."""
         steps, batch = lane.index.shape[1:]
         model = parameters.contiguous().numpy()
+        given = (model, columns, answers.astype(np.float32), lengths(answers))
         noise = lane.noise
         key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
         job = _Job(
             *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
             *(_at(row).value for row in self._facts),
-            *(_at(array).value for array in (model, columns, answers)),
+            *(_at(array).value for array in given),
             *(int(self.task.closed() == "squares"), int(noise is not None), *key),
             *step_factors(linear, lane.lr),
             *(linear.decay, linear.proximal, linear.momentum, lane.lr, lane.clip or 0),
         )
-        return job, (model, columns, answers)
+        return job, given
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
         """See `raydpfl.local.way.Way`."""
@@ -134,50 +154,103 @@ class Compiled(Way):
         return (-(-rows * features // 4) * 4,)
 
 
-def _trained(
-    job: _Job, blocks: Sequence[np.ndarray], arrays: Sequence[np.ndarray | None], d: int
-) -> Iterator[Block]:
-    """The blocks of a lane, of clients at these slots, some of which threads train ahead of what is
-    asked for. `arrays`: what raydpfl_begin is given of the lane.
+class _Training:
+    """The clients of a lane in training, at the slots of these blocks. `arrays`: what raydpfl_begin
+    is given of the lane.
     """
-    compiled = native.library()
-    assert compiled is not None  # as the way says
-    ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
-    count = sum(map(len, blocks))
-    places = np.zeros(count, np.uintp)
-    losses, norms = np.empty((2, count))
-    done = np.zeros(count, np.uint8)
-    given = (np.concatenate([np.empty(0, np.int64), *blocks]), *arrays, places, losses, norms, done)
-    compiled.raydpfl_begin.restype = ctypes.c_void_p
-    begun = compiled.raydpfl_begin(ctypes.byref(job), ctypes.c_int64(count), *map(_at, given))
-    if not begun:
-        raise MemoryError("no memory for the outputs of a client's rows")
-    try:
+
+    def __init__(
+        self,
+        job: _Job,
+        blocks: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray | None],
+        lane: LaneData,
+    ):
+        self._job = job
+        self._blocks = blocks
+        self._arrays = arrays
+        self._lane = lane
+        self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
+        self._count = sum(map(len, blocks))
+        self._places = np.zeros(self._count, np.uintp)
+        self._losses, self._norms = np.empty((2, self._count))
+
+    def given(self) -> Iterator[Block]:
+        """The blocks, of which threads train some ahead of what is asked for."""
         ahead = 2 * native.threads() - 1
+        d = self._job.d
         room: deque[torch.Tensor] = deque()  # of this block and those ahead
-        for k, slots in enumerate(blocks):
-            for each in range(k + len(room), min(k + ahead, len(blocks))):
-                some = len(blocks[each])
-                room.append(torch.empty(some, d))
-                first = room[-1].data_ptr()
-                places[ends[each] - some : ends[each]] = first + 4 * d * np.arange(some)
-            bounds = map(ctypes.c_int64, (ends[k], ends[k + len(room) - 1]))
+        with self._begun(None) as train:
+            for k, slots in enumerate(self._blocks):
+                for each in range(k + len(room), min(k + ahead, len(self._blocks))):
+                    some = len(self._blocks[each])
+                    end = self._ends[each]
+                    room.append(torch.empty(some, d))
+                    first = room[-1].data_ptr()
+                    self._places[end - some : end] = first + 4 * d * np.arange(some)
+                train(self._ends[k], self._ends[k + len(room) - 1])
+                yield self._block(k, slots, room.popleft())
+
+    def added(self, into: Sum) -> Iterator[Block]:
+        """The blocks without their updates, which are added up."""
+        d = self._job.d
+        total = np.zeros(d)
+        slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
+        width = self._lane.width or len(self._lane.sizes)
+        ends = np.append(np.diff(slots // width) > 0, True)
+        who = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
+        arrays = (*who, into.weights, into.factors, total, into.found, ends)
+        key = (into.seed, Purpose.CLIENT_NOISE, into.t)
+        places = (_at(each).value for each in arrays)
+        called = _Sum(*into.closed, into.grid, into.std, *key, *places, 1)
+        nothing = torch.empty(0, d)
+        with self._begun(called) as train:
+            for k, slots in enumerate(self._blocks):
+                train(self._ends[k], self._count)
+                into.fits[0] = bool(called.fits)
+                yield self._block(k, slots, nothing)
+
+    @contextmanager
+    def _begun(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
+        """What has the first so many clients trained, and those below a limit where threads are
+        free.
+        """
+        compiled = native.library()
+        assert compiled is not None  # as the way says
+        done = np.zeros(self._count, np.uint8)
+        slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
+        given = (slots, *self._arrays, self._places, self._losses, self._norms, done)
+        count = ctypes.c_int64(self._count)
+        added = None if into is None else ctypes.byref(into)
+        compiled.raydpfl_begin.restype = ctypes.c_void_p
+        begun = compiled.raydpfl_begin(ctypes.byref(self._job), count, *map(_at, given), added)
+        if not begun:
+            raise MemoryError("no memory for the outputs of a client's rows")
+
+        def train(end: int, limit: int) -> None:
+            nonlocal begun
+            bounds = ctypes.c_int64(end), ctypes.c_int64(limit)
             compiled.raydpfl_train(ctypes.c_void_p(begun), *bounds)
-            if ends[k] == count:  # the threads are free to add up the last block
+            if end == self._count:  # the threads are free to add up the last block
                 compiled.raydpfl_end(ctypes.c_void_p(begun))
                 begun = None
-            here = slice(ends[k] - len(slots), ends[k])
-            yield Block(slots, room.popleft(), losses[here], norms=norms[here])
-    finally:
-        if begun is not None:
-            compiled.raydpfl_end(ctypes.c_void_p(begun))
+
+        try:
+            yield train
+        finally:
+            if begun is not None:
+                compiled.raydpfl_end(ctypes.c_void_p(begun))
+
+    def _block(self, k: int, slots: np.ndarray, updates: torch.Tensor) -> Block:
+        here = slice(self._ends[k] - len(slots), self._ends[k])
+        return Block(slots, updates, self._losses[here], norms=self._norms[here])
 
 
 def unfit(layers: tuple[Layer, ...]) -> str | None:
     """Why such a model is not trained by compiled code here; None where it is."""
     if len(layers) > MOST:
         return f"it has more than {MOST} layers"
-    others = [each.activation.name for each in layers if each.activation not in (None, RELU)]
+    others = [each.activation.name for each in layers if each.activation not in ACTIVATIONS]
     if others:
         return f"{others[0]} is not compiled"
     reason = native.found()
@@ -186,7 +259,8 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
 
 def _facts(layer: Layer) -> tuple[int, ...]:
     bias = -1 if layer.bias is None else layer.bias
-    return layer.inputs, layer.outputs, layer.weight, bias, int(layer.activation is not None)
+    kind = ACTIVATIONS.index(layer.activation)
+    return layer.inputs, layer.outputs, layer.weight, bias, kind
 
 
 def _check(lane: LaneData, inputs: int, outputs: int, squares: bool) -> None:

@@ -26,7 +26,7 @@ from raydpfl.keys import Purpose, torch_stream
 from raydpfl.local.base import Local
 from raydpfl.local.batches import Integers, batches
 from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.local.way import BEGINS, Block, LaneData, Starts, StepNoise, spans
+from raydpfl.local.way import BEGINS, VECTORS, Block, LaneData, Starts, StepNoise, Sum, spans
 from raydpfl.local.ways import WAYS, check_way
 from raydpfl.models.split import Split
 from raydpfl.tasks import Classification, Task
@@ -76,12 +76,17 @@ class Trainer:
             into it by the time that its block is yielded.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
+        planned: int64 [C], the steps of all clients of the lane, where some of them do not train
+            here (-1 among `clients`): a client's bits may depend on them, as slots that have made
+            their steps take no part in later ones. None: as if these made as many as any.
         clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
             share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
             finite is not). NaN for a slot without rows, and for all where nothing is clipped.
         width: the C clients are C / `width` lanes one after another, trained together: each client
             has the bits that it has in its lane alone, and no block holds clients of two. See
             `together`.
+        into: where the updates are added up in place of being given, where the way `adds`, every
+            client has rows, and none a part of its own.
 
     It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
     and for corrections where the way cannot add them.
@@ -127,6 +132,8 @@ class Trainer:
         clipped: np.ndarray | None = None,
         width: int | None = None,
         starts: Starts | None = None,
+        planned: np.ndarray | None = None,
+        into: Sum | None = None,
     ) -> Iterator[Block]:
         """The clients of a lane in blocks; the class says what of."""
         self._check(stds, corrections)
@@ -134,16 +141,13 @@ class Trainer:
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
         lane = self._data(x, y, present, drawn, draw)
-        lane = replace(lane, clipped=clipped, width=width, starts=starts)
+        lane = replace(lane, clipped=clipped, width=width, starts=starts, planned=planned)
+        lane = replace(lane, noise=self._noise(draw, stds, len(parameters)), into=into)
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:
             added = sent(torch.as_tensor(corrections, dtype=torch.float32), self.device)
             lane = replace(lane, corrections=added)
-        if stds is not None:
-            drawn_by = (self.noise_seed, t, draw.clients, draw.draws, np.asarray(stds))
-            noise = StepNoise(*drawn_by, len(parameters), self.device)
-            lane = replace(lane, noise=noise)
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
@@ -177,6 +181,13 @@ class Trainer:
             generator=partial(self._generator, draw),
             clip=self.clip,
         )
+
+    def _noise(self, draw: _Draw, stds: np.ndarray | None, d: int) -> StepNoise | None:
+        """See `LaneData.noise`."""
+        if stds is None:
+            return None
+        drawn_by = (self.noise_seed, draw.t, draw.clients, draw.draws, np.asarray(stds))
+        return StepNoise(*drawn_by, d, self.device)
 
     def _here(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
         """On the device, in int64 or float32."""
@@ -237,20 +248,36 @@ class Trainer:
         steps = int(self.local.step_counts(np.array([rows]))[0])
         return batch, rows if self._way.padded or batch == rows else 0, steps
 
+    @property
+    def padding(self) -> int:
+        """Numbers of padding by which joining another lane costs about what training it by itself
+        does.
+        """
+        return self._way.calls // 16
+
     def together(self, width: int, rows: int, features: int) -> int:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
         trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 where a
         lane's part of some array would begin at another place within `BEGINS` bytes than that of a
-        lane alone, as the bits of a product may depend on it; and 1 on a GPU, where they may depend
-        on the number of matrices.
+        lane alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where
+        those of other functions may (`Way.placed`); and 1 for lanes of one client, as products of
+        one matrix may have other bits than those of several, and on a GPU, where they may depend on
+        the number of matrices.
         """
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or width == 1:
             return 1
         batch = self.local.batch_size(rows)
         arrays = self._way.arrays(rows, features, batch, clip=self.clip is not None)
         if arrays is None or any(4 * width * numbers % BEGINS for numbers in arrays):
             return 1
+        if any(width * numbers % VECTORS for numbers in self._way.placed(rows, batch)):
+            return 1
         return max(1, TOGETHER // (4 * width * max(sum(arrays), 1)))
+
+    @property
+    def adds(self) -> bool:
+        """Whether `lane` takes an `into`."""
+        return self._way.adds
 
     @property
     def module(self) -> nn.Module | None:

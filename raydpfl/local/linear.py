@@ -112,13 +112,18 @@ class _Place:
         """Takes `parameters` [C, d], which a rule has stepped to."""
         raise NotImplementedError
 
+    def narrow(self, count: int) -> None:
+        """Goes on with the first slots alone."""
+        raise NotImplementedError
+
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         """Writes the layer's part of the slots' updates into `out` [slots, d]."""
         raise NotImplementedError
 
 
 class _Layer(_Place):
-    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out], which are `now`.
+    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out], which are `every`;
+    `now` are those of the slots that are at work.
 
     `x`, of the first layer alone, are the rows [C, n, in] that batches are taken from.
     """
@@ -134,7 +139,7 @@ class _Layer(_Place):
     ):
         self.layer = layer
         self.start = layer.views(parameters)
-        self.now = now
+        self.every = self.now = now
         self.x = x
 
     def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
@@ -164,10 +169,15 @@ class _Layer(_Place):
             part.copy_(g.sum(1, keepdim=True))
 
     def follow(self, parameters: torch.Tensor) -> None:
-        self.now = self.layer.views(parameters)
+        self.every = self.now = self.layer.views(parameters)
+
+    def narrow(self, count: int) -> None:
+        self.now = [part[:count] for part in self.now]
+        if self.x is not None:
+            self.x = self.x[:count]
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
-        for part, now, start in zip(self.layer.views(out), self.now, self.start, strict=True):
+        for part, now, start in zip(self.layer.views(out), self.every, self.start, strict=True):
             torch.sub(now[slots], start, out=part)
 
 
@@ -193,7 +203,7 @@ class _Weights(_Layer):
         if lane.corrections is not None:
             self.constant = [part.contiguous() for part in layer.views(lane.corrections)]
         if linear.proximal:
-            pull = [part * -linear.proximal for part in start]
+            pull = [part[None] * -linear.proximal for part in start]
             if self.constant:
                 pull = [a + b for a, b in zip(self.constant, pull, strict=True)]
             self.constant = pull
@@ -213,6 +223,11 @@ class _Weights(_Layer):
                 part.add_(more, alpha=step)
         for now, velocity in zip(self.now, self.velocity, strict=False):
             now.sub_(velocity.add_(now, alpha=decay), alpha=self.lr)
+
+    def narrow(self, count: int) -> None:
+        super().narrow(count)
+        self.velocity = [part[:count] for part in self.velocity]
+        self.constant = [part[:count] for part in self.constant]
 
     def held(self, slots: torch.Tensor) -> list[torch.Tensor]:
         return [part[slots] for part in self.now]
@@ -234,7 +249,8 @@ def step_factors(linear: Linear, lr: float) -> tuple[float, float]:
 class _Span(_Place):
     """The first layer in sample space, with x [C, n, in].
 
-    Z and A are [C, n, out], or [C, out, n] if steps take the `whole` of them.
+    Z and A are [C, n, out], or [C, out, n] if steps take the `whole` of them; `every` is A of all
+    slots.
     """
 
     rows: torch.Tensor | None  # of the last forward pass
@@ -266,6 +282,7 @@ class _Span(_Place):
         self.coefficients = torch.zeros_like(self.now)  # A
         if whole:  # as the gradients that are added to it lie in memory (`_Loss`)
             self.coefficients = torch.zeros_like(self.now.transpose(0, 1)).transpose(0, 1)
+        self.every = self.coefficients
 
     def _products(self, lane: LaneData) -> torch.Tensor:
         """X W_0^T + b_0 [C, n, out], lane by lane: bits may depend on the number of all rows."""
@@ -304,8 +321,13 @@ class _Span(_Place):
         coefficients = self.coefficients.view(-1, g.shape[2])
         coefficients.index_add_(0, self.rows, g.flatten(0, 1), alpha=response)
 
+    def narrow(self, count: int) -> None:
+        self.now = self.now[:count]
+        self.kernel = self.kernel[:count]
+        self.coefficients = self.coefficients[:count]
+
     def delta(self, slots: slice, out: torch.Tensor) -> None:
-        a = self.coefficients[slots]
+        a = self.every[slots]
         shrunk = self.gamma - 1
         a = a if self.whole else a.mT
         weight, *bias = self.layer.views(out)
@@ -314,7 +336,7 @@ class _Span(_Place):
             torch.add(a.sum(2)[:, None], self.start[1], alpha=shrunk, out=part)
 
     def held(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """See `_Place.held`; there is no velocity (`SampleSpace.lacks`)."""
+        """See `_Place.held`; neither velocity nor Z_0 are there (`SampleSpace.lacks`)."""
         return [self.now[slots], self.coefficients[slots]]
 
     def put_back(self, slots: torch.Tensor, held: list[torch.Tensor]) -> None:
@@ -346,6 +368,8 @@ def responses(linear: Linear, lr: float, steps: int) -> tuple[list[float], list[
         """
         return number if abs(number) < 3e38 else math.inf
 
+    if linear.plain:
+        return [1.0] * (steps + 1), [single(-lr)] * steps
     gammas = run(1.0, 1.0, 0.0, steps)
     responses = run(0.0, -lr, 1.0, steps - 1)[::-1]
     return [single(gamma) for gamma in gammas], [single(c) for c in responses]
@@ -363,23 +387,34 @@ class _Loss:
         """`target` [C, n, out] is as `_target` gives it; `closed` is the form of the loss."""
         self.squares = closed == "squares"
         self.batches = batches
-        clients, _, outputs = target.shape
-        rows, shares = batches[0]
-        batch = shares.shape[2]
-        self.columns = clients * batch
-        padded = -(-self.columns // VECTOR) * VECTOR
         self.target = target.neg().flatten(0, 1).mT.contiguous()  # [out, C n]
-        self.shape = (clients, batch, outputs)
+        self.ended = target.new_zeros(len(target))  # losses of slots that are at work no more
+        self._begin(len(target))
+
+    def _begin(self, count: int) -> None:
+        """Makes what the steps of the first `count` slots work on."""
+        rows, shares = self.batches[0]
+        batch = shares.shape[2]
+        outputs = len(self.target)
+        self.columns = count * batch
+        padded = -(-self.columns // VECTOR) * VECTOR
+        self.shape = (count, batch, outputs)
         self.strides = (batch, 1, padded)
-        self.outputs, self.wanted, self.total = target.new_zeros(3, outputs, padded).unbind()
-        self.shares = target.new_zeros(padded)
+        self.outputs, self.wanted, self.total = self.target.new_zeros(3, outputs, padded).unbind()
+        self.shares = self.target.new_zeros(padded)
         self.given: torch.Tensor | None = None  # the shares that `shares` are
         self.seen = self._rows_of(self.outputs)
         if rows is None:
-            self.wanted[:, : self.columns] = self.target
-        else:  # past the last column any row, of share 0
-            every = torch.stack([rows for rows, _ in batches if rows is not None])
-            self.picked = F.pad(every, (0, padded - self.columns)).unbind()
+            self.wanted[:, : self.columns] = self.target[:, : self.columns]
+
+    def narrow(self, count: int) -> None:
+        """Goes on with the first slots alone, whose losses are added up as if all went on: when
+        others end depends on the lanes that are trained together.
+        """
+        self.ended = self.sums()
+        before = self.total
+        self._begin(count)
+        self.total[:, : self.columns] = before[:, : self.columns]
 
     def _rows_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The columns as [C, B, out]."""
@@ -391,8 +426,9 @@ class _Loss:
         """
         rows, shares = self.batches[k]
         self.seen.copy_(a)
-        if rows is not None:
-            self.wanted = self.target.index_select(1, self.picked[k])
+        if rows is not None:  # past the last column any row, of share 0
+            picked = F.pad(rows, (0, self.shares.numel() - self.columns))
+            self.wanted = self.target.index_select(1, picked)
         if shares is not self.given:
             self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
             self.given = shares
@@ -414,7 +450,8 @@ class _Loss:
     def sums(self) -> torch.Tensor:
         """Each client's losses, its mean of each step added up, [C]."""
         # client by client: a sum over columns would be taken otherwise for other numbers of them
-        return self._rows_of(self.total).flatten(1).sum(1)
+        some = self._rows_of(self.total).flatten(1).sum(1)
+        return torch.cat([some, self.ended[len(some) :]])
 
 
 class _Training:
@@ -442,14 +479,25 @@ class _Training:
         """Makes all steps; the mean losses, float64 [C]."""
         clip = self.lane.clip
         for k, (rows, shares) in enumerate(self.batches):
+            if len(shares) < self.loss.shape[0]:
+                self._narrow(len(shares))
             outputs = self._forward(rows)
             g = self.loss.step(outputs[-1], k, apart=clip is not None)
             gradients = self._backward(g, outputs)
             if clip is not None:
                 gradients = self._clipped(gradients, clip, shares)
             self._step(gradients, k)
+        if self.rule is not None:
+            for place in self.chain:
+                place.follow(self.rule.ended())
         self.lane.count_clipped(self.factors)
         return self.lane.means(self.loss.sums())
+
+    def _narrow(self, count: int) -> None:
+        """Goes on with the first slots alone."""
+        self.loss.narrow(count)
+        for place in self.chain:
+            place.narrow(count)
 
     def _forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
         """The outputs of each layer, [C, B, out]."""
@@ -496,7 +544,7 @@ class _Training:
                 if done is not None:
                     place.put_back(done, held)
             return
-        gradient = torch.empty_like(self.rule.x)
+        gradient = gradients[0].new_empty(len(gradients[0]), self.rule.x.shape[1])
         for place, g in zip(self.last_first, gradients, strict=True):
             place.gradient(g, gradient)
         x = self.rule.step(gradient if noise is None else gradient.add_(noise), k)
@@ -516,6 +564,13 @@ class _Stack(Way):
     def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
         """The lane before its first step."""
         raise NotImplementedError
+
+    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
+        """See `raydpfl.local.way.Way`; a step takes a batch, or all rows."""
+        outputs = [
+            each.outputs for each in self.layers if each.activation and each.activation.placed
+        ]
+        return tuple(taken * each for each in outputs for taken in (rows, batch))
 
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""

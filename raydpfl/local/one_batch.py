@@ -273,20 +273,6 @@ class OneBatch(Vmap):
         with self.low():
             return self.module(x.flatten(0, 1)).float()
 
-    def _means(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
-    ) -> tuple[Named, torch.Tensor]:
-        """The gradients of the clients' losses, and these [C]."""
-        held = {name: part.detach().requires_grad_() for name, part in named.items()}
-        losses = self.task.loss(self._outputs(held, x), y.flatten(0, 1)).view(shares.shape)
-        means = (losses * shares).sum(1)
-        gradients = torch.autograd.grad(means.sum(), list(held.values()), allow_unused=True)
-        found = {
-            name: torch.zeros_like(part) if gradient is None else gradient
-            for (name, part), gradient in zip(held.items(), gradients, strict=True)
-        }
-        return found, means.detach()
-
     def _bounded(
         self,
         named: Named,

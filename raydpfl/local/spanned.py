@@ -3,19 +3,18 @@
 Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
 output, is drawn so by way `compiled` (`raydpfl/native/kernels.c`). Steps touch these weights
 through the outputs on the client's own rows X [n, p] alone (with a column of ones for the bias),
-and whoever sees the update sees but sum_t c_t z_t, where the learning rate, momentum, decay and the
-proximal term give the numbers c_t (`raydpfl.local.linear.responses`). With K = X X^T = L L^T, the
-rows of M = L^-1 X are an orthonormal basis of the span of the rows, and
+and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum, decay and
+the proximal term give the numbers c_t (`raydpfl.local.linear.responses`). So B ~ N(0, s^2 sum_t
+c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of each z_t the
+steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t is normal with
+mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of c_t, c_(t+1),
+...; so that, with K = X X^T = L L^T,
 
-    z_t = M^T a_t + (I - M^T M) b_t,    a_t [n, out] and b_t [p, out] ~ N(0, s^2 I),
+    X z_t = c_t / l_t^2 X R_t + l_(t+1) / l_t L a_t,    a_t [n, out] ~ N(0, s^2 I),
+    X R_(t+1) = X R_t - c_t X z_t,    R_0 = B.
 
-has the law of any other z_t. The steps need X z_t = L a_t only. The b_t are needed in the update
-only, where sum_t c_t b_t = B ~ N(0, s^2 sum_t c_t^2 I): one draw in the place of Q. The update has
-
-    sum_t c_t z_t = B + X^T L^-T (S - L^-1 X B),    S = sum_t c_t a_t,
-
-n coefficients an output beside B, as the gradients have. So n Q + p normals an output take the
-place of p Q. As no a_t depends on what is computed, those of many steps are drawn together, and
+The last step, of which nothing is left to draw, needs no a_t: n (Q - 1) + p normals an output take
+the place of p Q. As no a_t depends on what is computed, those of many steps are drawn together, and
 multiplied by L together.
 
 What this means for privacy. The steps' noises, the outputs on the client's rows at every step and
@@ -28,11 +27,13 @@ the gradients with numbers known beforehand (Adam, SAM, a schedule within a roun
 that are added to every gradient (SCAFFOLD), are for the ways that form z_t; and so is a method that
 would look at the weights between the steps. What a client keeps of its update it may keep here.
 
-Exactness. K is summed in double from exact products, so that M M^T = I to 1e-14 over the smallest
-squared share of a row that lies outside of the span of those before it. A row equal to an earlier
-one is in its span altogether, and has its noise. Where for any other row this squared share is
-below 1e-6, the client trains by its weights and draws z_t in full, as it does where that takes less
-time. What is left to rounding, 1e-8 of the variance, is below that of the std in float32.
+Exactness. B has its law whatever the rows are. K is summed in double from exact products, so that L
+has the law's covariance to 1e-14 over the smallest squared share of a row that lies outside of the
+span of those before it. A row equal to an earlier one is in its span altogether, and has its noise.
+Where for any other row this squared share is below 1e-6, the client trains by its weights and draws
+z_t in full, as it does where that takes less time. What is left to rounding, 1e-8 of the variance,
+is below that of the std in float32. X R_t is kept in float32: its rounding errors fall with l_t^2
+as the steps go on, and the rest itself with l_t.
 
 >>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
 True
@@ -65,8 +66,14 @@ def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: in
     numbers = outputs * (p + bias)
     products = n * n * (p + bias) // 2
     weights = steps * numbers * (2 * batch + MEMORY + NORMAL)
-    span = 2 * n * numbers + steps * n * batch * outputs + EXACT * (products + n * n * outputs)
+    span = 2 * n * numbers + steps * n * batch * outputs + EXACT * products
     return span + (steps * n * outputs + numbers) * (NORMAL + n) < weights
+
+
+def lengths(responses: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The L2 norms of c_t and all after it, float64 [Q + 1], of c_t `responses`, [Q]."""
+    squares = np.square(np.asarray(responses, np.float64))[::-1]
+    return np.sqrt(np.append(0.0, np.cumsum(squares)))[::-1].copy()
 
 
 def triangle(x: np.ndarray) -> np.ndarray | None:
@@ -94,7 +101,8 @@ def step_noises(
     """Noises of all steps that would lead the plain loop to the update of way `compiled`, of which
     this is the plain reference.
 
-    They are those that it draws, and every b_t is the part c_t B / sum c_t^2 of B.
+    They are those that it draws where the rows reach, and elsewhere every z_t is the part c_t B /
+    l_0^2 of B.
 
     Args:
         noise: of one client.
@@ -108,39 +116,48 @@ def step_noises(
     """
     first = layers[0]
     steps = len(responses)
-    rows = x.astype(np.float64)
-    if first.bias is not None:
-        rows = np.concatenate([rows, np.ones((len(x), 1))], 1)
+    rows = _with_ones(first, x)
     lower = _lower(first, rows, steps, batch)
     if lower is None:
         return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
     alive = np.flatnonzero(lower.diagonal())
     basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
-    c = np.array(responses)
+    norms = lengths(responses)
     numbers = first.outputs * rows.shape[1]
-    rest = _columns(first, np.linalg.norm(c) * noise.of_one(steps, numbers))
-    rest -= basis.T @ (basis @ rest)
+    whole = _columns(first, norms[0] * noise.of_one(steps, numbers))
+    rest = basis @ whole
+    outside = whole - basis.T @ rest
     found = np.empty((steps, noise.d))
     shape = (len(x), first.outputs, noise.d - numbers)
-    for k, (along, others) in enumerate(_drawn(noise, steps, *shape)):
-        _place(found[k], first, basis.T @ along[alive] + c[k] / (c @ c) * rest)
-        _spread(found[k], layers[1:], others)
+    for k, (c, drawn) in enumerate(zip(responses, _drawn(noise, steps, *shape), strict=True)):
+        along = c / norms[k] ** 2 * rest + norms[k + 1] / norms[k] * drawn[0][alive]
+        rest = rest - c * along
+        _place(found[k], first, basis.T @ along + c / norms[0] ** 2 * outside)
+        _spread(found[k], layers[1:], drawn[1])
     return found
+
+
+def _with_ones(first: Layer, x: np.ndarray) -> np.ndarray:
+    """The rows, float64 [n, p (+ 1)], with a one for the bias."""
+    ones = np.ones((len(x), int(first.bias is not None)))
+    return np.concatenate([x.astype(np.float64), ones], 1)
 
 
 def _drawn(
     noise: StepNoise, steps: int, n: int, outputs: int, others: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each step a_t [n, outputs], and the numbers of the later layers, so many `others`. Steps
-    whose numbers are no more than `TOGETHER` are drawn together.
+    """Of each step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
+    `others`. Steps whose numbers are no more than `TOGETHER` are drawn together.
     """
     most = max(1, TOGETHER // (n * outputs + others))
     for first in range(0, steps, most):
         count = min(most, steps - first)
-        drawn = noise.of_one(first, count * (n * outputs + others))
-        along, rest = np.split(drawn, [count * n * outputs])
+        runs = min(count, steps - 1 - first)
+        drawn = noise.of_one(first, runs * n * outputs + count * others)
+        along, rest = np.split(drawn, [runs * n * outputs])
         for nth in range(count):
-            yield along.reshape(n, count, outputs)[:, nth], rest.reshape(count, others)[nth]
+            own = along.reshape(n, runs, outputs)[:, nth] if nth < runs else np.zeros((n, outputs))
+            yield own, rest.reshape(count, others)[nth]
 
 
 def _lower(first: Layer, rows: np.ndarray, steps: int, batch: int) -> np.ndarray | None:

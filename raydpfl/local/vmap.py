@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.device import index
 from raydpfl.local.base import Linear, Local
+from raydpfl.local.stack import is_placed
 from raydpfl.local.way import Block, LaneData, Rule, Way, clip_factors, take
 from raydpfl.tasks import Task
 
@@ -37,7 +38,7 @@ clients' losses, these [C], and where samples are clipped the factors [C, B]."""
 
 
 class _Linear:
-    """A linear rule, on `now`: each parameter, [C, *its shape]."""
+    """A linear rule, on `now`: each parameter, [c, *its shape], of the slots that a step takes."""
 
     def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, lane: LaneData):
         self.linear = linear
@@ -49,10 +50,23 @@ class _Linear:
             begun = parts(lane.starts.begun[:, : len(parameters)])
             self.now = [part.clone() for part in begun]
             self.model = self.model if lane.starts.drawn else begun
+        self.every = self.now
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
         self.corrections: list[torch.Tensor] = []
         if lane.corrections is not None:
             self.corrections = [part.contiguous() for part in parts(lane.corrections)]
+
+    def narrow(self, count: int) -> None:
+        """Goes on with the first slots alone."""
+        self.now = [part[:count] for part in self.now]
+        self.velocity = [part[:count] for part in self.velocity]
+        self.corrections = [part[:count] for part in self.corrections]
+        if self.lane.starts is not None and not self.lane.starts.drawn:
+            self.model = [part[:count] for part in self.model]
+
+    def ended(self) -> list[torch.Tensor]:
+        """Each parameter of all slots, [C, *its shape]."""
+        return self.every
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
         done = self.lane.done(k)
@@ -74,6 +88,12 @@ class _General:
         self.rule = Rule(local, parameters, lane)
         self.now = parts(self.rule.x)
 
+    def narrow(self, count: int) -> None:
+        self.now = [part[:count] for part in self.now]
+
+    def ended(self) -> list[torch.Tensor]:
+        return self.parts(self.rule.ended())
+
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
         self.now = self.parts(self.rule.step(_flat(gradients), k))
 
@@ -90,7 +110,8 @@ class Vmap(Way):
     raises RuntimeError when it is run.
     """
 
-    calls = 1 << 24
+    calls = 1 << 23
+    padded = False  # it looks at the rows of a batch alone
     starts = True
     twice = True
     half = True
@@ -105,11 +126,37 @@ class Vmap(Way):
         self.convolves = any(
             isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in self.module.modules()
         )
+        self._anywhere = task.closed() is not None and not is_placed(self.module)
         self.shares = any(not each.requires_grad for each in self.module.parameters())
-        self._gradients = vmap(grad_and_value(self._loss), randomness="error")
+        # of recurrent layers torch has no form for all clients at once but beneath a gradient
+        self._recurs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
+        self._beneath = vmap(grad_and_value(self._loss), randomness="error")
         self._each = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
         )
+
+    def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
+        """What the module gives for x [C, B, *shape], [C B, ...]."""
+        with self.low(), sdpa_kernel(PRODUCTS):
+            outputs = vmap(self._forward, randomness="error")(named, x)
+        return outputs.flatten(0, 1).float()
+
+    def _forward(self, parameters: Named, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.module, parameters, (x,))
+
+    def _means(
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
+    ) -> tuple[Named, torch.Tensor]:
+        """The gradients of the clients' losses, and these [C]."""
+        held = {name: part.detach().requires_grad_() for name, part in named.items()}
+        losses = self.task.loss(self._outputs(held, x), y.flatten(0, 1)).view(shares.shape)
+        means = (losses * shares).sum(1)
+        gradients = torch.autograd.grad(means.sum(), list(held.values()), allow_unused=True)
+        found = {
+            name: torch.zeros_like(part) if gradient is None else gradient
+            for (name, part), gradient in zip(held.items(), gradients, strict=True)
+        }
+        return found, means.detach()
 
     def _loss(
         self,
@@ -162,6 +209,12 @@ class Vmap(Way):
         parts = [shape.numel() for shape in self.shapes]
         return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
 
+    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
+        """See `raydpfl.local.way.Way`: any array may be such a one, of a batch or of parameters."""
+        if self._anywhere:
+            return ()
+        return (batch, *(shape.numel() for shape in self.shapes))
+
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""
         parts = flat.split([shape.numel() for shape in self.shapes], dim=-1)
@@ -183,7 +236,7 @@ class Vmap(Way):
     def _gradients_of(self, lane: LaneData) -> Gradients:
         """What gives the gradients of a step's batches."""
         if lane.clip is None:
-            return self._gradients
+            return self._beneath if self._recurs else self._means
         numbers = lane.index.shape[2] * sum(shape.numel() for shape in self.shapes)
         return vmap(
             partial(self._clipped, clip=lane.clip),
@@ -200,11 +253,14 @@ class Vmap(Way):
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(lane)
         for step, (rows, shares) in enumerate(batches):
-            batch = take(x, rows), take(y, rows), shares[:, 0]
+            count = len(shares)
+            if count < len(walk.now[0]):
+                walk.narrow(count)
+            batch = take(x[:count], rows), take(y[:count], rows), shares[:, 0]
             found: list[torch.Tensor]  # the clip factors, where samples are clipped
             gradients, loss, *found = gradients_of(self._named(walk.now), *batch)
             factors += found
-            losses += loss
+            losses[:count] += loss
             direction = list(gradients.values())
             if self.local.perturbs:
                 elsewhere = self._named(walk.perturbed(direction, step))
@@ -215,9 +271,10 @@ class Vmap(Way):
             walk.step(direction, step)
         lane.count_clipped(factors)
         means = lane.means(losses)
+        ended = walk.ended()
         for _, given in lane.blocks(len(parameters)):
             slots = index(given, parameters.device)
-            yield Block(given, self._moved(parameters, walk.now, lane, slots), means[given])
+            yield Block(given, self._moved(parameters, ended, lane, slots), means[given])
 
     def _moved(
         self,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from raydpfl import keys
 from raydpfl.device import sent
@@ -31,6 +32,8 @@ ALIGNED = 64  # bytes: where torch's own tensors begin
 # bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
 # a multiple of 16, the same where it begins at one
 BEGINS = 16
+# numbers: torch takes two of the processor's widest vectors at a time
+VECTORS = 32
 WEIGHTS = 16  # samples whose products take as long as reading and writing the weights does
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
@@ -45,7 +48,7 @@ class Block:
     """
 
     slots: np.ndarray  # int64 [k], ascending
-    updates: torch.Tensor  # float32 [k, d], on the device
+    updates: torch.Tensor  # float32 [k, d], on the device; [0, d] where `LaneData.into` has them
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
     own: torch.Tensor | None = None  # float32 [k, own]: what stays with them, if anything does
     # float64 [k]: the L2 norms of the updates (`native.norms`), where they are known already
@@ -131,6 +134,29 @@ class StepNoise:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """Where a way with `adds` adds up updates as soon as they are trained, while they are in the
+    cache: each times its factor and weight, with its client's noise, in the lane's order. Every
+    lane's sum is put on the grid and added to `found`, as by `raydpfl.sums.add_snapped`. An update
+    that is not finite counts as 0.
+    """
+
+    closed: tuple[float, float, float]  # the factors, see `raydpfl.bounding.Bounding.closed`
+    weights: np.ndarray  # float64 [C]
+    std: float  # of `raydpfl.noise.drawn.client_noise` on each; 0: none
+    seed: int  # of that, and the round, the clients and their draws, int64 [C]
+    t: int
+    clients: np.ndarray
+    draws: np.ndarray
+    grid: float
+    found: np.ndarray  # float64 [d]
+    # float64 [C], of those that have trained
+    factors: np.ndarray
+    # bool [1]: no lane's sum was out of the grid's range, by those that have trained
+    fits: np.ndarray
+
+
+@dataclass(frozen=True)
 class LaneData:
     """What the clients of a lane train on, on the way's device."""
 
@@ -157,6 +183,10 @@ class LaneData:
     width: int | None = None
     within: Schedule | None = None  # by which the learning rate goes on from step to step
     starts: Starts | None = None  # None: all begin at the round's model
+    # int64 [C]: steps of all clients of the lane, those that do not train here among them, which
+    # settle how many slots a step takes (`active`); None: nobody knows of the others
+    planned: np.ndarray | None = None
+    into: Sum | None = None  # where updates are added up; None: they are given
 
     def rate(self, k: int) -> float:
         """The learning rate of step k."""
@@ -167,17 +197,35 @@ class LaneData:
         return parameters if self.starts is None else self.starts.begun[slot]
 
     @cached_property
-    def unequal(self) -> bool:
-        """Whether some client to train makes fewer steps than others."""
-        return bool((self.steps[list(self.slots)] < self.index.shape[1]).any())
+    def _active(self) -> list[int]:
+        """See `active`, of every step."""
+        most = self.index.shape[1]
+        planned = self.planned
+        if planned is None:
+            planned = np.where(self.sizes > 0, self.steps, most)
+        later = np.maximum.accumulate(planned[::-1])[::-1]  # most steps of a slot or any after it
+        return np.searchsorted(-later, -np.arange(most)).tolist()
+
+    def active(self, k: int) -> int:
+        """How many slots step k takes, the first ones: up to the last whose client makes it. All
+        clients of the lane settle that, whoever of them trains here, as the bits of a product may
+        depend on the number of matrices. It never grows from step to step.
+        """
+        return self._active[k]
+
+    @cached_property
+    def _still(self) -> list[np.ndarray]:
+        """See `done`, of every step."""
+        slots = np.asarray(self.slots, np.int64)
+        ends = self.steps[slots]
+        last = [slots < active for active in self._active]
+        return [slots[(ends <= k) & within] for k, within in enumerate(last)]
 
     def done(self, k: int) -> torch.Tensor | None:
-        """The slots whose client makes no step k or a later one, int64 [m], where there are any;
-        padding and empty slots among them. They are to stand still from then on.
+        """Those of the slots that step k takes whose client does not make it, int64 [m], where
+        there are any: they are to stand still.
         """
-        if not self.unequal:
-            return None
-        found = np.flatnonzero(self.steps <= k)
+        found = self._still[k]
         return self._there(torch.from_numpy(found)) if len(found) else None
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -203,16 +251,17 @@ class LaneData:
                     yield span, given
 
     def step_noise(self, step: int) -> torch.Tensor | None:
-        """The noise on the mean gradients of a step, float32 [C, d], 0 for empty slots and clients
-        that are done; None if there is none.
+        """The noise on the mean gradients of a step, float32 [c, d] of the c slots that it takes, 0
+        for those that are empty or done; None if there is none.
         """
         if self.noise is None:
             return None
         slots = [slot for slot in self.slots if step < self.steps[slot]]
         drawn = self.noise(slots, step)
-        if len(drawn) == len(self.sizes):
+        active = self.active(step)
+        if len(drawn) == active:
             return drawn
-        return drawn.new_zeros(len(self.sizes), drawn.shape[1]).index_copy_(
+        return drawn.new_zeros(active, drawn.shape[1]).index_copy_(
             0, sent(torch.tensor(slots), drawn.device), drawn
         )
 
@@ -239,11 +288,11 @@ class LaneData:
         return x, y
 
     def batches(self, whole: bool = False) -> Batches:
-        """For each step its rows, int64 [C B] into `rows`, and the share of each in its client's
-        mean over the batch, float32 [C, 1, B].
+        """For each step, of the c slots that it takes (`active`), its rows, int64 [c B] into `rows`
+        and the share of each in its client's mean over the batch, float32 [c, 1, B].
 
         With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their
-        order, and the shares are [C, 1, n]: what a row outside of the batch has is 0, as has a
+        order, and the shares are [c, 1, n]: what a row outside of the batch has is 0, as has a
         place that a smaller batch leaves empty, and every row of a client that is done.
         """
         clients, n = self.y.shape[:2]
@@ -257,16 +306,18 @@ class LaneData:
             placed = torch.zeros(clients, steps, n)
             placed.scatter_add_(2, index, shares.expand(clients, steps, width))
             placed = placed.transpose(0, 1).contiguous()
-            if self.unequal:
+            if any(map(len, self._still)):
                 placed *= self._going()
-            return [(None, each) for each in self._there(placed[:, :, None]).unbind()]
+            every = self._there(placed[:, :, None]).unbind()
+            return [(None, each[: self.active(k)]) for k, each in enumerate(every)]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
         shares = self._there(shares)
-        at = self._there(rows).unbind()
-        if not self.unequal:
-            return [(each, shares) for each in at]
-        going = self._there(self._going())[..., None]
-        return list(zip(at, (going * shares).unbind(), strict=True))
+        at = [each[: self.active(k) * width] for k, each in enumerate(self._there(rows))]
+        if not any(map(len, self._still)):
+            first = {count: shares[:count] for count in set(self._active)}
+            return [(each, first[self.active(k)]) for k, each in enumerate(at)]
+        going = (self._there(self._going())[..., None] * shares).unbind()
+        return [(each, going[k][: self.active(k)]) for k, each in enumerate(at)]
 
     def _going(self) -> torch.Tensor:
         """1 where a client makes the step, else 0: float32 [Q, C, 1]."""
@@ -279,12 +330,15 @@ class LaneData:
         return (sums.cpu() / steps).double().numpy()
 
     def count_clipped(self, factors: list[torch.Tensor]) -> None:
-        """Fills `clipped`, where it is wanted, from every step's clip factors, [C, B] or [C, B, 1],
+        """Fills `clipped`, where it is wanted, from every step's clip factors, [c, B] or [c, B, 1],
         of the rows that `batches` gave.
         """
         if self.clipped is None or self.clip is None:
             return
-        below = torch.stack(factors).flatten(2).lt(1).transpose(0, 1).cpu().numpy()
+        each = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
+        for at, found in zip(each, factors, strict=True):
+            at[: len(found)] = found.flatten(1)
+        below = each.lt(1).transpose(0, 1).cpu().numpy()
         if below.shape[2] == self.y.shape[1]:  # of all rows, whose order a batch need not keep
             below = np.take_along_axis(below, self.index, 2)
         slots = list(self.slots)
@@ -305,7 +359,8 @@ class Rule:
         self.model = model
         self.lane = lane
         self.corrections = lane.corrections
-        self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [C, d]
+        self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [c, d]
+        self.left: list[torch.Tensor] = []  # of slots that steps took before, the last ones first
         if lane.starts is not None:
             self.x = lane.starts.begun[:, : len(model)].clone()
             self.model = model if lane.starts.drawn else self.x.clone()
@@ -313,25 +368,71 @@ class Rule:
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
-        """x after the k-th step, from the gradients before corrections, float32 [C, d]."""
+        """x after the k-th step, float32 [c, d] of the c slots that it takes, from the gradients
+        before corrections, float32 [c, d].
+        """
+        count = len(gradient)
+        gradient = self._narrowed(gradient)
         if self.corrections is not None:
             gradient = gradient + self.corrections
         x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
         done = self.lane.done(k)
-        self.x = x.contiguous() if done is None else x.index_copy(0, done, self.x[done])
-        return self.x
+        before = self.x
+        self.x = x.contiguous() if done is None else x.index_copy(0, done, before[done])
+        if count < len(before):
+            self.x = torch.cat([self.x[:count], before[count:]])
+        return self.x[:count]
 
     @torch.no_grad()
     def perturbed(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
-        """Where the gradient of the k-th step is to be taken, float32 [C, d], from that at x."""
-        return self.local.perturb(self.x, gradient, self.state, self._at(k)).contiguous()
+        """Where the gradient of the k-th step is to be taken, float32 [c, d], from that at x."""
+        given = self._narrowed(gradient)
+        moved = self.local.perturb(self.x, given, self.state, self._at(k))
+        return moved[: len(gradient)].contiguous()
+
+    def ended(self) -> torch.Tensor:
+        """x after the last step, of all slots, float32 [C, d]."""
+        return torch.cat([self.x, *reversed(self.left)]) if self.left else self.x
+
+    def _narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradients for as many slots as the rule goes on with: those that they are of, [c, d],
+        or all before, with 0, where nobody knows what of the state is each client's.
+        """
+        count = len(gradient)
+        more = len(self.x) - count
+        if not more:
+            return gradient
+        if not all(_of_clients(each, len(self.x)) for each in tree_leaves(self.state)):
+            return torch.cat([gradient, gradient.new_zeros(more, gradient.shape[1])])
+        self.left.append(self.x[count:].clone())
+        self.x = self.x[:count]
+        self.state = tree_map(lambda each: _first(each, count), self.state)
+        if self.corrections is not None:
+            self.corrections = self.corrections[:count]
+        if self.model.dim() == 2:
+            self.model = self.model[:count]
+        return gradient
 
     def _at(self, k: int) -> Step:
         return Step(k, self.lane.rate(k), self.model)
 
 
+def _of_clients(part: Any, count: int) -> bool:
+    """Whether a part of what a rule keeps is a matrix with a row for each of `count` clients, or
+    one number for all.
+    """
+    if isinstance(part, torch.Tensor):
+        return part.dim() == 0 or (part.dim() > 1 and len(part) == count)
+    return part is None or isinstance(part, (int, float))
+
+
+def _first(part: Any, count: int) -> Any:
+    """A part of what a rule keeps (see `_of_clients`), of the first clients."""
+    return part[:count] if isinstance(part, torch.Tensor) and part.dim() else part
+
+
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`source` [C, n, ...] at `rows` (see `LaneData.batches`), [C, B, ...]; itself without rows."""
+    """`source` [c, n, ...] at `rows` (see `LaneData.batches`), [c, B, ...]; itself without rows."""
     if rows is None:
         return source
     clients, _, *rest = source.shape
@@ -367,6 +468,7 @@ class Way:
 
     # whether the threads of compiled code (`raydpfl.native.use`) train its clients
     threads: ClassVar[bool] = False
+    adds: ClassVar[bool] = False  # whether it can add up updates (`LaneData.into`)
     # whether what the module draws comes from torch's generator, which is one for all threads
     draws: ClassVar[bool] = False
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
@@ -410,10 +512,11 @@ class Way:
 
     @classmethod
     def costs(cls, local: Local, sizes: np.ndarray, d: int) -> np.ndarray | None:
-        """What a lane costs whose largest client has so many rows, float64 [2, r]: by itself, and
-        for each of its clients, all of which do what that one does. In products of a row with a
-        weight: `calls` for a step, and for each client's what its rows take, and its weights, which
-        are read and written.
+        """By what lanes are cut, float64 [3, r], for clients that have so many rows: the steps that
+        each makes; what the calls of a lane cost of which it is the largest; and what a step of any
+        client of that lane costs. The latter two in products of a row with a weight: `calls` for
+        each of the largest client's steps, and for a step what a batch of its rows takes, and the
+        weights, which are read and written.
 
         Args:
             local: the rule.
@@ -427,7 +530,7 @@ class Way:
             return None
         steps = local.step_counts(sizes)
         rows = local.batch_sizes(sizes)
-        return np.stack([steps * cls.calls, steps * (rows + WEIGHTS) * d]).astype(np.float64)
+        return np.stack([steps, steps * cls.calls, (rows + WEIGHTS) * d]).astype(np.float64)
 
     def fits(self, clip: float | None) -> None:
         """Raises `raydpfl.local.stack.NoStack` where it can clip each sample of other models, and
@@ -450,6 +553,13 @@ class Way:
             other bits.
         """
         return None
+
+    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
+        """How many numbers of a client each array has whose values' bits may depend on their place
+        in it: lanes are trained together where each lane's part fills vectors of the processor.
+        Arguments as for `arrays`.
+        """
+        return ()
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
         """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to the

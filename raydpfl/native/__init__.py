@@ -38,7 +38,7 @@ from raydpfl import compiling
 
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
-RANKED = 64  # rows of a client, as in kernels.c
+RANKED = 128  # rows of a client, as in kernels.c
 PARTIAL = 64  # partial sums of a norm
 CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cache
 # of the polynomial for e^x, after the first

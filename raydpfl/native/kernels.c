@@ -47,7 +47,7 @@ static struct {
     Work work;
     void *what;
     int64_t started, inside, asleep;  /* threads: in all, at work, and waiting for a call */
-    int64_t members;                  /* how many of them this work is for */
+    atomic_int_fast64_t members;      /* how many of them this work is for */
     pid_t process;                    /* whose they are: a fork has none of them */
     atomic_int_fast64_t wanted;       /* how many there are to be, the caller's among them */
     atomic_int_fast64_t next, limit;  /* the next piece, and the first that may not be done yet */
@@ -122,7 +122,7 @@ static int engage(Work work, void *what) {
         crew.started = 1;
         crew.inside = crew.asleep = 0;
     }
-    crew.members = crew.wanted;
+    atomic_store(&crew.members, crew.wanted);
     crew.work = work;
     crew.what = what;
     return 1;
@@ -333,22 +333,54 @@ INLINE float sum_of(v16 v) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-INLINE float larger(float a, float b) { return a > b ? a : b; }
-
-INLINE float largest_of(v16 v) {
-    float found[LANES];
-    store(found, v);
-    UNROLL for (int half = LANES / 2; half; half /= 2)
-        UNROLL for (int l = 0; l < half; l++) found[l] = larger(found[l], found[l + half]);
-    return found[0];
+/* The sums of `count` vectors, each as `sum_of` adds it up; four at a time where shuffles can. */
+INLINE void sums_of(const v16 v[], int count, float *to) {
+    int done = 0;
+#if WIDE == 16
+#define SHUFFLED(a, b, how) ((part)_mm512_shuffle_f32x4((__m512)(a), (__m512)(b), how))
+#define PERMUTED(a, how) ((part)_mm512_permute_ps((__m512)(a), how))
+    UNROLL for (; done + 4 <= count; done += 4) {
+        part a = v[done].p[0], b = v[done + 1].p[0], c = v[done + 2].p[0], d = v[done + 3].p[0];
+        part ab = SHUFFLED(a, b, 0x44) + SHUFFLED(a, b, 0xEE);
+        part cd = SHUFFLED(c, d, 0x44) + SHUFFLED(c, d, 0xEE);
+        part fours = SHUFFLED(ab, cd, 0x88) + SHUFFLED(ab, cd, 0xDD);
+        part twos = fours + PERMUTED(fours, 0x4E);
+        part ones = twos + PERMUTED(twos, 0xB1);
+        const __m512i fourths = _mm512_set4_epi32(12, 8, 4, 0);
+        __m512 found = _mm512_permutexvar_ps(fourths, (__m512)ones);
+        _mm_storeu_ps(to + done, _mm512_castps512_ps128(found));
+    }
+#endif
+    UNROLL for (; done < count; done++) to[done] = sum_of(v[done]);
 }
 
-/* e^x for x <= 0, to 1e-7 of it (Cephes); NaN stays. 0 below e^-64, of which a gradient would come
-to numbers that are subnormal, and take a hundred times as long. */
-INLINE part exp_of(part given) {
+INLINE float larger(float a, float b) { return a > b ? a : b; }
+
+/* `larger` of vectors' numbers. */
+#define LARGER(a, b)                                                                            \
+    ({                                                                                          \
+        __typeof__(a) x = (a), y = (b);                                                         \
+        __typeof__(x > y) more = x > y;                                                         \
+        (__typeof__(a))((more & (__typeof__(more))x) | (~more & (__typeof__(more))y));          \
+    })
+
+/* As `sum_of` adds numbers up. */
+INLINE float largest_of(v16 v) {
+#if WIDE == 4
+    v4 low = LARGER(v.p[0], v.p[2]), high = LARGER(v.p[1], v.p[3]);
+    v4 four = LARGER(low, high);
+#else
+    v8 half = HALVES(LARGER);
+    v4 four = LARGER(((const v4 *)&half)[0], ((const v4 *)&half)[1]);
+#endif
+    return larger(larger(four[0], four[2]), larger(four[1], four[3]));
+}
+
+/* e^x for -64 <= x <= 0, to 1e-7 of it (Cephes), as (1 + what is returned) `scale`, a power of two;
+NaN stays. */
+INLINE part grown_by(part x, part *scale) {
     const part zero = {};
     const part magic = zero + 12582912.0f; /* 1.5 2^23: its last bit counts ones */
-    part x = pick(given < -64.0f, zero - 64.0f, given);
     part t = fused(x, zero + 1.44269504088896341f, magic);
     part k = t - magic;
     part r = fused(k, zero + 2.12194440e-4f, fused(k, zero - 0.693359375f, x));
@@ -358,8 +390,35 @@ INLINE part exp_of(part given) {
     y = fused(y, r, zero + 4.1665795894e-2f);
     y = fused(y, r, zero + 1.6666665459e-1f);
     y = fused(y, r, zero + 5.0000001201e-1f);
-    y = fused(y, r * r, r) + 1.0f;
-    return pick(given < -64.0f, zero, y * (part)(((bits)t + 127) << 23));
+    *scale = (part)(((bits)t + 127) << 23);
+    return fused(y, r * r, r);
+}
+
+INLINE part at_least(part x, float least) { return pick(x < least, (part){} + least, x); }
+
+/* e^x for x <= 0. 0 below e^-64, of which a gradient would come to numbers that are subnormal, and
+take a hundred times as long. */
+INLINE part exp_of(part x) {
+    part scale;
+    part grown = grown_by(at_least(x, -64), &scale);
+    return pick(x < -64.0f, (part){}, (grown + 1.0f) * scale);
+}
+
+/* -|x|. */
+INLINE part negative(part x) { return (part)((bits)x | INT32_MIN); }
+
+/* -m / (2 + m) with the sign of x, where m = e^(-2|x|) - 1 has no cancellation near 0. */
+INLINE part tanh_of(part x) {
+    part scale;
+    part grown = grown_by(at_least(2.0f * negative(x), -64), &scale);
+    part m = fused(scale, grown, scale - 1.0f);
+    return (part)(((bits)(m / (m + 2.0f)) & INT32_MAX) | ((bits)x & INT32_MIN));
+}
+
+INLINE part sigmoid_of(part x) {
+    part e = exp_of(negative(x));
+    part inverse = 1.0f / (e + 1.0f);
+    return pick(x < 0.0f, e * inverse, inverse);
 }
 
 /* e^(a - most), of the first `count` lanes, and 0. */
@@ -440,7 +499,7 @@ INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_widt
             UNROLL for (int s = 0; s < S; s++) acc[r * S + s] = fma16(x, right[s], acc[r * S + s]);
         }
     }
-    UNROLL for (int i = 0; i < R * S; i++) out[i] = sum_of(acc[i]);
+    sums_of(acc, R * S, out);
 }
 
 #define DOTS(R, S)                                                                              \
@@ -448,8 +507,7 @@ INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_widt
         float found[(R) * (S)];                                                                 \
         dots(a + r * a_width, b + s * b_width, a_width, b_width, k, found, R, S);               \
         UNROLL for (int i = 0; i < (R); i++)                                                    \
-            UNROLL for (int j = 0; j < (S); j++)                                                \
-                out[(r + i) * out_width + s + j] = found[i * (S) + j];                          \
+            memcpy(out + (r + i) * out_width + s, found + i * (S), (S) * sizeof(float));        \
     }
 
 enum { FIVES = WIDE == 16, HELD = 1 << 17 }; /* HELD: floats that stay while others pass */
@@ -483,17 +541,20 @@ static void multiply_rows(const float *a, int64_t a_width, const float *b, int64
 
 /* --- a client --- */
 
+enum { RELU = 1, TANH, SIGMOID }; /* 0: none */
+
 /* What the clients of a call share; raydpfl/local/compiled.py fills it. */
 typedef struct {
     int64_t n, p, steps, batch, d;  /* rows of x, numbers of a row, Q, columns of index, d */
     int64_t layers;
     const int64_t *inputs, *outputs; /* [layers] */
     const int64_t *weights, *biases; /* [layers]: where they begin in the parameters; -1: none */
-    const int64_t *relu;             /* [layers]: 1, or 0 for no activation */
+    const int64_t *activations;      /* [layers]: of the kinds below */
     const float *model;              /* [d] */
     /* the first layer's weight, transposed, and its bias: [p + 1][padded outputs] */
     const float *columns;
     const float *responses;          /* [steps]: c_t of a client that makes all steps */
+    const double *lengths;           /* [steps + 1]: the L2 norm of c_t and those after it */
     int64_t squares; /* 1: half the mean squared error; 0: cross-entropy */
     int64_t noised;  /* 1: steps are noised, by normals of this key and round */
     uint64_t seed, purpose, round;
@@ -525,25 +586,35 @@ typedef struct {
     float *taken;                        /* [batch][padded p]: the rows of a batch */
     float *z, *z_first, *z_speed, *coef; /* [n][padded outputs of the first layer] */
     float *kernel, *some;                /* [n][padded n], and these rows of a batch */
+    float *turned;                       /* [LANES][padded n]: a step on the outputs, transposed */
     float *scratch;                      /* a row of weights, padded */
     float *drawn;                        /* normals, of steps that are drawn together */
     float *field; /* [outputs][padded p]: noise on the first weights, where p is not padded */
-    float *seen; /* [n][padded steps outputs]: of steps drawn together, on the outputs */
-    float *sums; /* [n][padded outputs]: the sum of c_t a_t */
+    float *seen; /* [n][padded steps outputs]: L a_t of steps drawn together */
+    float *rest; /* [n][padded outputs]: what the noise of the steps to come does to the outputs */
     float *upper;                        /* [n][padded n]: the transpose of L */
-    double *exact, *inverse, *solved; /* [n][across(n)], [n], [n][padded outputs] */
+    double *exact;                       /* [n][across(n)] */
     double *left; /* [SIDE][padded p]: some rows */
     Layer *layer;                        /* [layers] */
-    const float *step_seen; /* a step's part of what is seen: [n][step_width] */
+    const float *step_seen; /* a step's L a_t: [n][step_width] */
     int64_t step_width;
+    float share, scale;     /* of what is left, and of L a_t, in what the step's noise does */
     int64_t most;                        /* rows of a client that trains in their span: n here */
     int noised, spanned;                 /* of the client in training */
+    int across; /* its first layer's weight and velocity are [inputs][padded outputs] */
 } Room;
 
 enum { MOST = 64, TOGETHER = 1 << 13 }; /* layers; normals of steps that are drawn together */
 
 INLINE int64_t first_numbers(const Job *job) {
     return job->outputs[0] * (job->p + (job->biases[0] < 0 ? 0 : 1));
+}
+
+/* Floats of a layer's weight, whichever way it lies. */
+INLINE int64_t weight_room(const Job *job, int64_t l) {
+    int64_t down = job->outputs[l] * padded(job->inputs[l]);
+    int64_t across = job->inputs[l] * padded(job->outputs[l]);
+    return l || down > across ? down : across;
 }
 
 INLINE int64_t widest(const Job *job) {
@@ -573,6 +644,7 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
     PART(room->coef, n * o);
     PART(room->kernel, n * padded(n));
     PART(room->some, job->batch * padded(n));
+    PART(room->turned, LANES * padded(n));
     PART(room->scratch, widest(job));
     if (job->noised) {
         int64_t most = n * job->outputs[0] + later;
@@ -580,17 +652,15 @@ static int64_t furnish(const Job *job, Room *room, float *memory) {
         PART(room->drawn, (most > job->d ? most : job->d) + 1 + LANES);
         PART(room->field, job->p % LANES ? job->outputs[0] * padded(job->p) : 0);
         PART(room->seen, most + n * o + LANES);
-        PART(room->sums, n * o);
+        PART(room->rest, n * o);
         PART(room->upper, n * padded(n));
         PART(room->exact, 2 * n * across(n));
-        PART(room->inverse, 2 * n);
-        PART(room->solved, 2 * n * o);
         PART(room->left, n ? 2 * SIDE * padded(job->p) : 0);
     }
     for (int64_t l = 0; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t out = padded(job->outputs[l]);
-        int64_t weights = job->outputs[l] * padded(job->inputs[l]);
+        int64_t weights = weight_room(job, l);
         PART(layer->weight, weights);
         PART(layer->bias, out);
         PART(layer->w_speed, job->momentum != 0 ? weights : 0);
@@ -682,10 +752,12 @@ static void finish_step(const Job *job, float *now, float *speed, const float *f
     scale_add(now, count, 1.0f, speed, -job->lr);
 }
 
-/* Copies what is above the diagonal of a [n][width] to below it. */
+/* Copies what is above the diagonal of a [n][width] to below it; what pads a row is 0. */
 static void mirror(float *a, int64_t width, int64_t n) {
-    for (int64_t r = 1; r < n; r++)
+    for (int64_t r = 0; r < n; r++) {
         for (int64_t s = 0; s < r; s++) a[r * width + s] = a[s * width + r];
+        memset(a + r * width + n, 0, (padded(n) - n) * sizeof(float));
+    }
 }
 
 /* The products of the rows with one another, with those of their ones. */
@@ -715,8 +787,11 @@ static void begin_layers(const Job *job, Room *room) {
     for (int64_t l = room->spanned; l < job->layers; l++) {
         Layer *layer = &room->layer[l];
         int64_t out = job->outputs[l];
-        int64_t weights = out * padded(job->inputs[l]);
-        copy_rows(job->model + job->weights[l], out, job->inputs[l], layer->weight);
+        int64_t weights = weight_room(job, l);
+        if (l == 0 && room->across)
+            memcpy(layer->weight, job->columns, job->p * padded(out) * sizeof(float));
+        else
+            copy_rows(job->model + job->weights[l], out, job->inputs[l], layer->weight);
         memset(layer->bias, 0, padded(out) * sizeof(float));
         if (job->biases[l] >= 0)
             memcpy(layer->bias, job->model + job->biases[l], out * sizeof(float));
@@ -751,6 +826,39 @@ INLINE const float *given_to(const Room *room, int64_t l) {
     return l ? room->layer[l - 1].a : room->taken;
 }
 
+/* Puts a layer's outputs [b][padded outputs] through its activation; what is padding stays 0. */
+INLINE void activate_by(float *a, int64_t b, int64_t outputs, int kind) {
+    int64_t width = padded(outputs);
+    for (int64_t at = 0; at < b * width; at += LANES) {
+        v16 v = load(a + at);
+        if (kind == RELU) v = passed(v, v);
+        if (kind == TANH) EACH v.p[i] = tanh_of(v.p[i]);
+        if (kind == SIGMOID) EACH v.p[i] = sigmoid_of(v.p[i]);
+        store(a + at, v);
+    }
+    if (kind != SIGMOID) return;
+    for (int64_t j = 1; j <= b; j++)
+        memset(a + j * width - (width - outputs), 0, (width - outputs) * sizeof(float));
+}
+
+/* Multiplies the gradients [count] by the derivative, from the outputs `a`. */
+INLINE void derive_by(const float *a, float *g, int64_t count, int kind) {
+    for (int64_t at = 0; at < count; at += LANES) {
+        v16 out = load(a + at), v = load(g + at);
+        if (kind == RELU) v = passed(out, v);
+        if (kind == TANH) EACH v.p[i] *= fused(-out.p[i], out.p[i], (part){} + 1.0f);
+        if (kind == SIGMOID) EACH v.p[i] *= fused(-out.p[i], out.p[i], out.p[i]);
+        store(g + at, v);
+    }
+}
+
+#define BY_KIND(kind, call)                                                                     \
+    {                                                                                           \
+        if ((kind) == RELU) call(RELU);                                                         \
+        if ((kind) == TANH) call(TANH);                                                         \
+        if ((kind) == SIGMOID) call(SIGMOID);                                                   \
+    }
+
 /* The outputs of all layers for the batch `rows`, [b]. */
 static void forward(const Job *job, Room *room, const int64_t *rows, int64_t b) {
     for (int64_t l = 0; l < job->layers; l++) {
@@ -761,16 +869,17 @@ static void forward(const Job *job, Room *room, const int64_t *rows, int64_t b) 
                 copy(room->z + rows[j] * o, o, layer->a + j * o);
         } else {
             int64_t width = padded(job->inputs[l]);
-            memset(layer->a, 0, b * o * sizeof(float));
-            multiply_rows(given_to(room, l), width, layer->weight, width, b, job->outputs[l], width,
-                          layer->a, o, 0);
+            if (l == 0 && room->across) {
+                multiply(room->taken, width, 1, layer->weight, o, b, job->p, o, 0, 1, layer->a, o);
+            } else {
+                memset(layer->a, 0, b * o * sizeof(float));
+                multiply_rows(given_to(room, l), width, layer->weight, width, b, job->outputs[l],
+                              width, layer->a, o, 0);
+            }
             for (int64_t j = 0; j < b; j++) scale_add(layer->a + j * o, o, 1, layer->bias, 1);
         }
-        if (!job->relu[l]) continue;
-        for (int64_t i = 0; i < b * o; i += LANES) {
-            v16 a = load(layer->a + i);
-            store(layer->a + i, passed(a, a));
-        }
+#define ACTIVATE(kind) activate_by(layer->a, b, job->outputs[l], kind)
+        BY_KIND(job->activations[l], ACTIVATE)
     }
 }
 
@@ -800,10 +909,8 @@ static double backward(const Job *job, Room *room, const int64_t *rows, int64_t 
             multiply(next->g, padded(job->outputs[l + 1]), 1, next->weight, width, b,
                      job->outputs[l + 1], width, 0, 1, layer->g, width);
         }
-        if (!job->relu[l]) continue;
-        for (int64_t i = 0; i < b * width; i += LANES) {
-            store(layer->g + i, passed(load(layer->a + i), load(layer->g + i)));
-        }
+#define DERIVE(kind) derive_by(layer->a, layer->g, b * width, kind)
+        BY_KIND(job->activations[l], DERIVE)
     }
     return job->clip > 0 ? loss / b : loss;
 }
@@ -850,8 +957,9 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
 
 /* --- noise on steps; raydpfl/local/spanned.py says what is drawn, and why --- */
 
-/* products that take as long as a normal, one in double, and reading and writing a weight */
-enum { NORMAL = 50, EXACT = 3, MEMORY = 8 };
+/* products that take as long as a normal, one in double, reading and writing a weight, and summing
+the numbers of a vector */
+enum { NORMAL = 50, EXACT = 3, MEMORY = 8, ACROSS = 56 };
 static const double NEAR = 1e-6;  /* squared: the part of a row outside of the span of others */
 
 static void stream_normals(const uint64_t name[5], float std, int64_t count, float *out);
@@ -878,6 +986,13 @@ static void add_scaled(float *to, int64_t count, const float *what, float scale)
     for (; i < count; i++) to[i] = fmaf(what[i], scale, to[i]);
 }
 
+/* Whether the first layer's weights, for steps without noise, take less time where its outputs lie
+beside one another than where its inputs do, whose products are summed across a vector. */
+INLINE int lies_across(const Job *job) {
+    int64_t o = job->outputs[0];
+    return 2 * job->p * padded(o) < o * (2 * padded(job->p) + ACROSS);
+}
+
 /* Whether a client's first layer takes less time in the span of its rows, with the noise on its
 steps, than by its weights. */
 static int span_pays(const Job *job, const Client *client) {
@@ -890,7 +1005,7 @@ static int span_pays(const Job *job, const Client *client) {
     int64_t span = 2 * n * numbers + products + steps * n * client->b * o;
     if (job->noised && client->std > 0) {
         weights += steps * numbers * NORMAL;
-        span += (EXACT - 1) * products + EXACT * n * n * o;
+        span += (EXACT - 1) * products;
         span += (steps * n * o + numbers) * (NORMAL + n);
     }
     return span < weights;
@@ -977,9 +1092,8 @@ INLINE void scale(double *to, int64_t count, double factor) {
     for (int64_t c = 0; c < count; c += NUMBERS) *(doubles_anywhere *)(to + c) *= factor;
 }
 
-/* L of K = L L^T: its transpose to `exact` and `upper`, and the inverse of its diagonal. Its columns
-are 0 for rows equal to an earlier one. 0: some row is so near to the span of those before that L
-would not be exact. */
+/* L of K = L L^T: its transpose to `exact` and `upper`. Its columns are 0 for rows equal to an
+earlier one. 0: some row is so near to the span of those before that L would not be exact. */
 static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
     int64_t wide = padded(room->most);
     int64_t down = across(n);
@@ -990,8 +1104,7 @@ static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
             if (!has_twin(x, padded(job->p), s)) return 0;
             left = 0;
         }
-        room->inverse[s] = left == 0 ? 0 : 1 / sqrt(left);
-        scale(row + s, n - s, room->inverse[s]);
+        scale(row + s, n - s, left == 0 ? 0 : 1 / sqrt(left));
         for (int64_t r = s + 1; r < n; r++)
             subtract(room->exact + r * down + r, n - r, row[r], row + r);
         for (int64_t r = 0; r < n; r++) room->upper[s * wide + r] = row[r];
@@ -1022,47 +1135,52 @@ static void place_noise(const Job *job, Room *room, const float *later) {
     }
 }
 
-static void begin_noise(const Job *job, Room *room, const Client *client) {
-    for (int64_t l = 0; l < job->layers; l++)
-        room->layer[l].w_noise = room->layer[l].b_noise = NULL;
-    if (room->spanned && room->noised)
-        memset(room->sums, 0, client->n * padded(job->outputs[0]) * sizeof(float));
-}
-
-/* What noise on the first layer's weights and biases does to its outputs on the rows: `seen`. */
+/* What the noise `weights` and `biases` on the first layer does to its outputs on the rows. */
 static void see(const Job *job, Room *room, const float *x, int64_t n, const float *weights,
                 const float *biases) {
     int64_t o = padded(job->outputs[0]);
     int64_t width = padded(job->p);
     if (job->p % LANES) copy_rows(weights, job->outputs[0], job->p, room->field);
     const float *field = job->p % LANES ? room->field : weights;
-    memset(room->seen, 0, n * o * sizeof(float));
-    multiply_rows(x, width, field, width, n, job->outputs[0], width, room->seen, o, 0);
+    memset(room->rest, 0, n * o * sizeof(float));
+    multiply_rows(x, width, field, width, n, job->outputs[0], width, room->rest, o, 0);
     for (int64_t r = 0; r < n && job->biases[0] >= 0; r++)
-        add_scaled(room->seen + r * o, job->outputs[0], biases, 1);
+        add_scaled(room->rest + r * o, job->outputs[0], biases, 1);
 }
 
-/* Draws the a_t of `count` steps from the k-th on, [n][count][outputs], and what the layers after
-the first have of each; adds c_t a_t to the sums, and finds L a_t. */
-static void draw_along(const Job *job, Room *room, const Client *client, int64_t k, int64_t count,
-                       const float *responses) {
-    int64_t outputs = job->outputs[0];
-    int64_t o = padded(outputs);
+/* Draws B, the sum of c_t z_t over all steps, to where the first layer's update is to be, and finds
+what it does to the outputs on the rows. */
+static void draw_whole(const Job *job, Room *room, const Client *client, const float *x,
+                       double length, float *update) {
+    int64_t weights = job->outputs[0] * job->p;
+    int64_t bias = job->biases[0];
+    int whole = bias < 0 || bias == job->weights[0] + weights; /* one run of parameters */
+    float *to = whole ? update + job->weights[0] : room->drawn;
+    draw(job, client, client->steps, first_numbers(job), client->std * length, to);
+    if (!whole) {
+        memcpy(update + job->weights[0], to, weights * sizeof(float));
+        memcpy(update + bias, to + weights, job->outputs[0] * sizeof(float));
+    }
+    see(job, room, x, client->n, to, to + weights);
+}
+
+static void begin_noise(const Job *job, Room *room, const Client *client, const float *x,
+                        const double *lengths, float *update) {
+    for (int64_t l = 0; l < job->layers; l++)
+        room->layer[l].w_noise = room->layer[l].b_noise = NULL;
+    if (room->spanned && room->noised) draw_whole(job, room, client, x, *lengths, update);
+}
+
+/* Draws the a_t of `along` steps from the k-th on, [n][along][outputs], and what the layers after
+the first have of each of `count`; finds L a_t. */
+static void draw_along(const Job *job, Room *room, const Client *client, int64_t k, int64_t along,
+                       int64_t count) {
     int64_t n = client->n;
     int64_t later = job->d - first_numbers(job);
     int64_t wide = padded(room->most);
-    int64_t run = count * outputs;
+    int64_t run = along * job->outputs[0];
     int64_t width = padded(run);
     draw(job, client, k, n * run + count * later, client->std, room->drawn);
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t c = 0; c < o; c += LANES) {
-            float *sum = room->sums + r * o + c;
-            v16 total = load(sum);
-            for (int64_t t = 0; t < count; t++)
-                total = fma16(load(room->drawn + r * run + t * outputs + c), all(responses[k + t]),
-                              total);
-            store(sum, first(total, outputs - c, 0));
-        }
     for (int64_t r = 0; r < n; r += 5) {
         int64_t end = r + 5 < n ? r + 5 : n;
         multiply(room->upper + r, 1, wide, room->drawn, run, end - r, end, width, 0, 1,
@@ -1070,24 +1188,36 @@ static void draw_along(const Job *job, Room *room, const Client *client, int64_t
     }
 }
 
-/* What step k's noise adds to the outputs on the rows, times `step`. */
-static void see_step(float *moved, const float *seen, int64_t n, int64_t outputs, int64_t width,
-                     float step) {
+/* Adds to the outputs on the rows `step` times what a step's noise does to them, X z_t: of what the
+rest of the noise does, the part `share`, and `scale` L a_t. Takes `response` times it from the
+rest. */
+static void see_step(const Room *room, float *moved, int64_t n, int64_t outputs, float step,
+                     float response) {
     int64_t o = padded(outputs);
     for (int64_t c = 0; c < o; c += LANES) {
+        const float *seen = room->step_seen + c;
+        float *left = room->rest + c;
+        float *to = moved + c;
+        int64_t width = room->step_width;
+        v16 share = all(room->share), scale = all(room->scale);
+        v16 steps = all(step), taken = all(-response);
         bits kept[PARTS];
         EACH kept[i] = places(i, outputs - c) < 0;
-        for (int64_t r = 0; r < n; r++) {
-            v16 noise = load(seen + r * width + c);
+        for (int64_t r = 0; r < n; r++, seen += width, left += o, to += o) {
+            v16 noise = load(seen), rest = load(left);
             EACH noise.p[i] = (part)((bits)noise.p[i] & kept[i]);
-            store(moved + r * o + c, fma16(noise, all(step), load(moved + r * o + c)));
+            EACH noise.p[i] *= scale.p[i];
+            noise = fma16(rest, share, noise);
+            store(left, fma16(noise, taken, rest));
+            store(to, fma16(noise, steps, load(to)));
         }
     }
 }
 
-/* Draws step k's noise; in the span that of several steps together. */
+/* Draws step k's noise; in the span that of several steps together, but of the last one, for which
+the others leave what they leave. */
 static void noise_step(const Job *job, Room *room, const Client *client, int64_t k,
-                       const float *responses) {
+                       const float *responses, const double *lengths) {
     if (!room->spanned) {
         draw(job, client, k, job->d, client->std, room->drawn);
         place_noise(job, room, NULL);
@@ -1099,64 +1229,29 @@ static void noise_step(const Job *job, Room *room, const Client *client, int64_t
     int64_t nth = most > 1 ? k % most : 0;
     int64_t count = client->steps - k + nth;
     if (most < count) count = most > 1 ? most : 1;
-    if (nth == 0) draw_along(job, room, client, k, count, responses);
-    room->step_seen = room->seen + nth * outputs;
-    room->step_width = padded(count * outputs);
-    place_noise(job, room, room->drawn + client->n * count * outputs + nth * later);
+    int64_t along = k - nth + count < client->steps ? count : count - 1;
+    if (nth == 0) draw_along(job, room, client, k, along, count);
+    double length = lengths[k];
+    room->share = length > 0 ? responses[k] / (length * length) : 0;
+    room->scale = length > 0 ? lengths[k + 1] / length : 0;
+    room->step_seen = nth < along ? room->seen + nth * outputs : room->rest; /* `scale` is 0 */
+    room->step_width = nth < along ? padded(along * outputs) : padded(outputs);
+    place_noise(job, room, room->drawn + client->n * along * outputs + nth * later);
 }
 
-/* Row r of `solved` [n][width], less factors[m by] times row m for each m from `from` on, up to r or
-down to it; times `scale`. */
-INLINE void solve(const double *factors, int64_t by, int64_t from, int64_t r, double scale,
-                  double *solved, int64_t width) {
-    int64_t next = from < r ? 1 : -1;
-    for (int64_t c = 0; c < width; c += LANES) {
-        doubles *to = (doubles *)(solved + r * width + c);
-        doubles acc[LANES / NUMBERS];
-        UNROLL for (int i = 0; i < LANES / NUMBERS; i++) acc[i] = to[i];
-        for (int64_t m = from; m != r; m += next) {
-            const doubles *row = (const doubles *)(solved + m * width + c);
-            double factor = factors[m * by];
-            UNROLL for (int i = 0; i < LANES / NUMBERS; i++) acc[i] -= row[i] * factor;
+/* moved [n][LANES] = keep moved + step `some`^T g, as `multiply` has it, but along the rows: where
+outputs are fewer than lanes, that takes fewer products. */
+static void step_across(const Job *job, Room *room, const float *some, int64_t b, int64_t n,
+                        float *moved) {
+    int64_t width = padded(n);
+    multiply(room->layer[0].g, 1, LANES, some, padded(room->most), job->outputs[0], b, width, 0,
+             job->step, room->turned, width);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t c = 0; c < job->outputs[0]; c++) {
+            float *to = moved + r * LANES + c;
+            float step = room->turned[c * width + r];
+            *to = job->keep == 0 ? step : fmaf(*to, job->keep, step);
         }
-        UNROLL for (int i = 0; i < LANES / NUMBERS; i++) to[i] = acc[i] * scale;
-    }
-}
-
-/* Draws B, the noise of all steps where the rows do not reach, to where the first layer's update is
-to be. */
-static void draw_apart(const Job *job, Room *room, const Client *client, const float *responses,
-                       float *update) {
-    int64_t weights = job->outputs[0] * job->p;
-    int64_t bias = job->biases[0];
-    float *to = update + job->weights[0];
-    double squares = 0;
-    for (int64_t k = 0; k < client->steps; k++) squares += (double)responses[k] * responses[k];
-    float std = client->std * sqrt(squares);
-    if (bias < 0 || bias == job->weights[0] + weights) {
-        draw(job, client, client->steps, first_numbers(job), std, to);
-        return;
-    }
-    draw(job, client, client->steps, first_numbers(job), std, room->drawn);
-    memcpy(to, room->drawn, weights * sizeof(float));
-    memcpy(update + bias, room->drawn + weights, job->outputs[0] * sizeof(float));
-}
-
-/* Puts into the coefficients what makes B, in `update`, the noise of the steps where the rows reach:
-L^-T (S - L^-1 X B). */
-static void end_noise(const Job *job, Room *room, const Client *client, const float *x,
-                      const float *update) {
-    int64_t n = client->n;
-    int64_t o = padded(job->outputs[0]);
-    int64_t down = across(n);
-    double *solved = room->solved;
-    see(job, room, x, n, update + job->weights[0], update + job->biases[0]);
-    for (int64_t i = 0; i < n * o; i++) solved[i] = room->seen[i];
-    for (int64_t r = 0; r < n; r++) solve(room->exact + r, down, 0, r, room->inverse[r], solved, o);
-    for (int64_t i = 0; i < n * o; i++) solved[i] = room->sums[i] - solved[i];
-    for (int64_t r = n - 1; r >= 0; r--)
-        solve(room->exact + r * down, 1, n - 1, r, room->inverse[r], solved, o);
-    for (int64_t i = 0; i < n * o; i++) room->coef[i] += (float)solved[i];
 }
 
 static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b, int64_t n,
@@ -1166,20 +1261,35 @@ static void step_span(const Job *job, Room *room, const int64_t *rows, int64_t b
     float *moved = job->momentum != 0 ? room->z_speed : room->z;
     int64_t wide = padded(room->most);
     const float *some = room->kernel; /* of all rows in their order */
-    if (!in_order(rows, b)) {
+    int ordered = in_order(rows, b);
+    if (!ordered) {
         for (int64_t j = 0; j < b; j++)
             copy(room->kernel + rows[j] * wide, padded(n), room->some + j * wide);
         some = room->some;
     }
-    multiply(some, 1, wide, g, o, n, b, o, job->keep, job->step, moved, o);
+    if (o == LANES && 4 * padded(n) * job->outputs[0] < 3 * n * LANES)
+        step_across(job, room, some, b, n, moved);
+    else /* equal to its transpose where all rows are in their order */
+        multiply(some, ordered ? wide : 1, ordered ? 1 : wide, g, o, n, b, o, job->keep, job->step,
+                 moved, o);
     if (room->noised)
-        see_step(moved, room->step_seen, n, job->outputs[0], room->step_width, job->step);
+        see_step(room, moved, n, job->outputs[0], job->step, response);
     finish_step(job, room->z, room->z_speed, room->z_first, n * o);
     for (int64_t j = 0; j < b; j++)
         scale_add(room->coef + rows[j] * o, o, 1, g + j * o, response);
 }
 
-static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
+/* The step of a first layer whose weight lies across. */
+static void step_weight_across(const Job *job, Room *room, int64_t b) {
+    Layer *layer = room->layer;
+    int64_t o = padded(job->outputs[0]);
+    float *moved = job->momentum != 0 ? layer->w_speed : layer->weight;
+    multiply(room->taken, 1, padded(job->p), layer->g, o, job->p, b, o, job->keep, job->step, moved,
+             o);
+    finish_step(job, layer->weight, layer->w_speed, job->columns, job->p * o);
+}
+
+static void step_weight(const Job *job, Room *room, int64_t l, int64_t b) {
     Layer *layer = &room->layer[l];
     int64_t width = padded(job->inputs[l]);
     int64_t o = padded(job->outputs[l]);
@@ -1198,6 +1308,16 @@ static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
                        job->step);
         finish_step(job, layer->weight + c * width, layer->w_speed + c * width, first, width);
     }
+}
+
+static void step_layer(const Job *job, Room *room, int64_t l, int64_t b) {
+    Layer *layer = &room->layer[l];
+    int64_t o = padded(job->outputs[l]);
+    int64_t out = job->outputs[l];
+    if (l == 0 && room->across)
+        step_weight_across(job, room, b);
+    else
+        step_weight(job, room, l, b);
     if (job->biases[l] < 0) return;
     float *bias = job->momentum != 0 ? layer->b_speed : layer->bias;
     memset(room->scratch, 0, o * sizeof(float));
@@ -1238,15 +1358,36 @@ static void write_span(const Job *job, Room *room, const float *x, int64_t n, fl
     }
 }
 
+/* The update of a first layer's weight that lies across. */
+static void write_across(const Job *job, const Room *room, float *update) {
+    const float *weight = room->layer[0].weight;
+    const float *model = job->model + job->weights[0];
+    float *to = update + job->weights[0];
+    int64_t o = padded(job->outputs[0]);
+    for (int64_t from = 0; from < job->outputs[0]; from += LANES) {
+        int64_t end = from + LANES < job->outputs[0] ? from + LANES : job->outputs[0];
+        for (int64_t i = 0; i < job->p; i++)
+            for (int64_t c = from; c < end; c++)
+                to[c * job->p + i] = weight[i * o + c] - model[c * job->p + i];
+    }
+}
+
+static void write_weight(const Job *job, const Room *room, int64_t l, float *update) {
+    int64_t width = padded(job->inputs[l]);
+    for (int64_t c = 0; c < job->outputs[l]; c++) {
+        int64_t at = job->weights[l] + c * job->inputs[l];
+        subtract_floats(room->layer[l].weight + c * width, job->model + at, job->inputs[l],
+                        update + at);
+    }
+}
+
 static void write_layers(const Job *job, const Room *room, float *update) {
     for (int64_t l = room->spanned; l < job->layers; l++) {
         const Layer *layer = &room->layer[l];
-        int64_t width = padded(job->inputs[l]);
-        for (int64_t c = 0; c < job->outputs[l]; c++) {
-            int64_t at = job->weights[l] + c * job->inputs[l];
-            subtract_floats(layer->weight + c * width, job->model + at, job->inputs[l],
-                            update + at);
-        }
+        if (l == 0 && room->across)
+            write_across(job, room, update);
+        else
+            write_weight(job, room, l, update);
         if (job->biases[l] >= 0)
             subtract_floats(layer->bias, job->model + job->biases[l], job->outputs[l],
                             update + job->biases[l]);
@@ -1266,9 +1407,11 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
     }
     if (room->spanned) begin_span(job, room, x, client->n);
     room->spanned = room->spanned && has_span(job, room, client, x);
+    room->across = !room->spanned && !room->noised && lies_across(job);
     begin_layers(job, room);
-    begin_noise(job, room, client);
     const float *responses = job->responses + job->steps - client->steps;
+    const double *lengths = job->lengths + job->steps - client->steps;
+    begin_noise(job, room, client, x, lengths, update);
     double loss = 0;
     int64_t longer = 0;
     for (int64_t k = 0; k < client->steps; k++) {
@@ -1277,18 +1420,12 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
         forward(job, room, rows, client->b);
         loss += backward(job, room, rows, client->b, client->y);
         if (job->clip > 0) longer += clip_samples(job, room, rows, client->b);
-        if (room->noised) noise_step(job, room, client, k, responses);
+        if (room->noised) noise_step(job, room, client, k, responses, lengths);
         for (int64_t l = job->layers - 1; l >= room->spanned; l--)
             step_layer(job, room, l, client->b);
         if (room->spanned) step_span(job, room, rows, client->b, client->n, responses[k]);
     }
-    if (room->spanned) {
-        if (room->noised) {
-            draw_apart(job, room, client, responses, update);
-            end_noise(job, room, client, x, update);
-        }
-        write_span(job, room, x, client->n, client->gamma, update);
-    }
+    if (room->spanned) write_span(job, room, x, client->n, client->gamma, update);
     write_layers(job, room, update);
     if (clipped) *clipped = (double)longer / (client->steps * client->b);
     return loss / client->steps;
@@ -1320,11 +1457,85 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
 NORM(norm32, float, floats_anywhere)
 NORM(norm64, double, doubles_anywhere)
 
+enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
+
+/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. What
+lies `after` numbers further on comes next: another thread's cache may have it. */
+INLINE void add_row(int64_t count, const float *row, int64_t after, double factor,
+                    const double *noise, double *total) {
+    int64_t j = 0;
+    for (; j + NUMBERS <= count; j += NUMBERS) {
+        const floats_anywhere *at = (const floats_anywhere *)(row + j);
+        __builtin_prefetch(row + after + j);
+        doubles sent = factor * __builtin_convertvector(*at, doubles);
+        if (noise) sent += *(const doubles_anywhere *)(noise + j);
+        *(doubles_anywhere *)(total + j) += sent;
+    }
+    for (; j < count; j++) {
+        double sent = factor * row[j];
+        if (noise) sent += noise[j];
+        total[j] += sent;
+    }
+}
+
+/* Rounds numbers of at most `limit` in size, of which 2^52 steps is the largest, to multiples of
+`step`, a power of two, to even halfway; whether all of them are as small. */
+INLINE doubles rounded(doubles number, double step, double limit, longs *fit) {
+    const longs sign = (longs){} + INT64_MIN;
+    doubles size = (doubles)((longs)number & ~sign);
+    *fit &= size <= limit;
+    doubles whole = (size * (1 / step) + 0x1p52) - 0x1p52;
+    return (doubles)((longs)(whole * step) | ((longs)number & sign));
+}
+
+/* found [d] += total [d], rounded to multiples of `step`; then total is 0. Whether no number of it
+exceeds 2^52 steps in size: else both are any. */
+int raydpfl_snap(int64_t d, double step, double *total, double *found) {
+    const double limit = step * 0x1p52;
+    longs fit = ~(longs){};
+    int64_t j = 0;
+    for (; j + NUMBERS <= d; j += NUMBERS) {
+        doubles_anywhere *at = (doubles_anywhere *)(total + j);
+        *(doubles_anywhere *)(found + j) += rounded(*at, step, limit, &fit);
+        *at = (doubles){};
+    }
+    for (; j < d; j++) {
+        found[j] += rounded((doubles){total[j]}, step, limit, &fit)[0];
+        total[j] = 0;
+    }
+    int all = 1;
+    for (int i = 0; i < NUMBERS; i++) all &= fit[i] != 0;
+    return all;
+}
+
+/* What is added up as it is trained; raydpfl/local/compiled.py fills it. Of clients in order, each
+update times its factor and its weight, and normals of this std, are added to `total`; after the last
+of a lane that is rounded to multiples of `grid`, added to `found`, and 0. An update of norm n has the
+factor 1 up to `most`, else above (1 / (beside + n)), or 0 where that divides by 0; one that is not
+finite counts as 0. */
+typedef struct {
+    double most, above, beside, grid;
+    double std;                     /* 0: no normals */
+    uint64_t seed, purpose, round;  /* of the normals */
+    const uint64_t *clients, *draws; /* [C], likewise */
+    const double *weights;          /* [C] */
+    double *factors;                /* [C] */
+    double *total, *found;          /* [d] */
+    const uint8_t *ends; /* of the clients to train: the last of a lane */
+    int64_t fits;        /* whether all lanes' sums were in the grid's range */
+} Sum;
+
+static double factor_of(const Sum *sum, double norm) {
+    if (norm <= sum->most) return 1;
+    double by = sum->beside + norm;
+    return by > 0 ? sum->above * (1 / by) : 0;
+}
+
 /* Clients of a lane in training. Of all C: `x` [C, n, p], `y` [C, n], int64, or float32 [C, n,
 outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches`, `steps` and `gammas` [C]; of
 noise `stds`, `clients` and `draws` [C]; `clipped` [C], which is given, or NULL. Of those to train:
 `slots` [count], and where to write their `updates` [count][d], `losses`, `norms` and whether they
-are `done` [count]. */
+are `done` [count]; with `sum`, their updates are added to it, and the places for them known here. */
 typedef struct {
     const Job *job;
     int64_t count;
@@ -1335,14 +1546,21 @@ typedef struct {
     const float *gammas, *stds;
     const uint64_t *clients, *draws;
     double *clipped;
-    float *const *updates;
+    float **updates;
     double *losses, *norms;
     atomic_uchar *done;
+    Sum *sum;    /* or NULL */
     Room *rooms; /* of each thread */
     Layer *layers;
     float *memory;
     int64_t trained; /* the first so many */
     int shared;      /* with the crew */
+    /* of a sum: the place for an update that each thread has, those that none has, the clients that
+    are added, whether some thread adds one, and when a place is free */
+    float **mine, **spare;
+    int64_t spares, added, adding;
+    pthread_mutex_t lock;
+    pthread_cond_t freed;
 } Lane;
 
 static Client client_at(const Lane *lane, int64_t place) {
@@ -1366,15 +1584,89 @@ static Client client_at(const Lane *lane, int64_t place) {
     return client;
 }
 
+/* total [count] += factor row + std noise, each product and each sum rounded. */
+static void add_noised(int64_t count, const float *row, double factor, const float *noise,
+                       double std, double *total) {
+    int64_t j = 0;
+    for (; j + NUMBERS <= count; j += NUMBERS) {
+        const floats_anywhere *at = (const floats_anywhere *)(row + j);
+        const floats_anywhere *by = (const floats_anywhere *)(noise + j);
+        doubles sent = factor * __builtin_convertvector(*at, doubles);
+        sent += std * __builtin_convertvector(*by, doubles);
+        *(doubles_anywhere *)(total + j) += sent;
+    }
+    for (; j < count; j++) total[j] += factor * row[j] + std * noise[j];
+}
+
+static void stream_normals(const uint64_t name[5], float std, int64_t count, float *out);
+
+/* Draws what is added to the update of a client that is trained, after it. */
+static void draw_beside(const Lane *lane, int64_t place, float *update) {
+    const Sum *sum = lane->sum;
+    int64_t d = lane->job->d, slot = lane->slots[place];
+    uint64_t name[5] = {sum->seed, sum->purpose, sum->round, sum->clients[slot],
+                        sum->draws[slot] << 32};
+    if (!isfinite(lane->norms[place])) memset(update, 0, d * sizeof(float));
+    if (sum->std > 0) stream_normals(name, 1, d, update + padded(d));
+}
+
+static void add_client(Lane *lane, int64_t place) {
+    Sum *sum = lane->sum;
+    int64_t d = lane->job->d, slot = lane->slots[place];
+    const float *update = lane->updates[place];
+    double norm = lane->norms[place];
+    sum->factors[slot] = factor_of(sum, isfinite(norm) ? norm : 0);
+    double factor = sum->factors[slot] * sum->weights[slot];
+    if (sum->std > 0)
+        add_noised(d, update, factor, update + padded(d), sum->std, sum->total);
+    else
+        add_row(d, update, 0, factor, NULL, sum->total);
+    if (sum->ends[place]) sum->fits &= raydpfl_snap(d, sum->grid, sum->total, sum->found);
+}
+
+/* Has a client's update added, after those before it: by this thread, which adds all whose turn it
+is, or by another. Comes back with a place for the next update; who waits for one has no client in
+training, so that the next whose turn it is will come. */
+static float *hand_in(Lane *lane, int64_t place, float *update) {
+    pthread_mutex_lock(&lane->lock);
+    lane->updates[place] = update;
+    for (;;) {
+        int64_t turn = lane->added;
+        if (!lane->adding && turn < lane->count && lane->updates[turn]) {
+            lane->adding = 1;
+            pthread_mutex_unlock(&lane->lock);
+            add_client(lane, turn);
+            pthread_mutex_lock(&lane->lock);
+            lane->adding = 0;
+            lane->added++;
+            lane->spare[lane->spares++] = lane->updates[turn];
+            atomic_store(lane->done + turn, 1);
+            pthread_cond_broadcast(&lane->freed);
+        } else if (lane->spares) {
+            break;
+        } else {
+            pthread_cond_wait(&lane->freed, &lane->lock);
+        }
+    }
+    float *next = lane->spare[--lane->spares];
+    pthread_mutex_unlock(&lane->lock);
+    return next;
+}
+
 static void train_slot(void *what, int64_t place, int64_t thread) {
-    const Lane *lane = what;
+    Lane *lane = what;
     const Job *job = lane->job;
     Client client = client_at(lane, place);
-    float *update = lane->updates[place];
+    float *update = lane->sum ? lane->mine[thread] : lane->updates[place];
     double *clipped = lane->clipped ? lane->clipped + lane->slots[place] : NULL;
     lane->losses[place] = train_one(job, lane->rooms + thread, &client, update, clipped);
     lane->norms[place] = norm32(job->d, update);
-    atomic_store(lane->done + place, 1);
+    if (lane->sum) {
+        draw_beside(lane, place, update);
+        lane->mine[thread] = hand_in(lane, place, update);
+    } else {
+        atomic_store(lane->done + place, 1);
+    }
 }
 
 /* The most rows of a client that is to be trained in the span of its rows; 0: none is. */
@@ -1393,6 +1685,7 @@ void raydpfl_end(Lane *lane) {
     free(lane->memory);
     free(lane->rooms);
     free(lane->layers);
+    free(lane->mine);
     free(lane);
 }
 
@@ -1401,20 +1694,24 @@ Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const f
                     const char *y, const int64_t *sizes, const int64_t *index,
                     const int64_t *batches, const int64_t *steps, const float *gammas,
                     const float *stds, const uint64_t *clients, const uint64_t *draws,
-                    double *clipped, float *const *updates, double *losses, double *norms,
-                    atomic_uchar *done) {
+                    double *clipped, float **updates, double *losses, double *norms,
+                    atomic_uchar *done, Sum *sum) {
     Lane *lane = job->layers > MOST ? NULL : malloc(sizeof(Lane));
     if (!lane) return NULL;
-    *lane = (Lane){job,   count,   slots, x,       y,       sizes,   index,  batches, steps, gammas,
-                   stds, clients, draws, clipped, updates, losses, norms,   done};
+    *lane = (Lane){job,    count,   slots, x,       y,       sizes,   index,  batches, steps, gammas,
+                   stds,   clients, draws, clipped, updates, losses,  norms,  done,    sum,
+                   .lock = PTHREAD_MUTEX_INITIALIZER, .freed = PTHREAD_COND_INITIALIZER};
     lane->shared = engage(train_slot, lane);
     int64_t threads = lane->shared ? crew.members : 1;
+    int64_t places = sum ? 2 * threads : 0; /* for updates */
     Room room = {.most = most_spanned(lane)};
     int64_t floats = padded(furnish(job, &room, NULL));
-    lane->memory = aligned_alloc(64, threads * floats * sizeof(float));
+    int64_t d = sum && sum->std > 0 ? 2 * padded(job->d) : padded(job->d);
+    lane->memory = aligned_alloc(64, (threads * floats + places * d) * sizeof(float));
     lane->rooms = calloc(threads, sizeof(Room));
     lane->layers = calloc(threads * job->layers, sizeof(Layer));
-    if (!lane->memory || !lane->rooms || !lane->layers) {
+    lane->mine = calloc(threads + places, sizeof(float *));
+    if (!lane->memory || !lane->rooms || !lane->layers || !lane->mine) {
         raydpfl_end(lane);
         return NULL;
     }
@@ -1422,6 +1719,14 @@ Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const f
         lane->rooms[i].layer = lane->layers + i * job->layers;
         lane->rooms[i].most = room.most;
         furnish(job, lane->rooms + i, lane->memory + i * floats);
+    }
+    lane->spare = lane->mine + threads;
+    for (int64_t i = 0; i < places; i++) {
+        float *place = lane->memory + threads * floats + i * d;
+        if (i < threads)
+            lane->mine[i] = place;
+        else
+            lane->spare[lane->spares++] = place;
     }
     return lane;
 }
@@ -1468,27 +1773,6 @@ void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
     share(k, find_norm64, &r);
 }
 
-enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
-
-/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. What
-lies `after` numbers further on comes next: another thread's cache may have it. */
-INLINE void add_row(int64_t count, const float *row, int64_t after, double factor,
-                    const double *noise, double *total) {
-    int64_t j = 0;
-    for (; j + NUMBERS <= count; j += NUMBERS) {
-        const floats_anywhere *at = (const floats_anywhere *)(row + j);
-        __builtin_prefetch(row + after + j);
-        doubles sent = factor * __builtin_convertvector(*at, doubles);
-        if (noise) sent += *(const doubles_anywhere *)(noise + j);
-        *(doubles_anywhere *)(total + j) += sent;
-    }
-    for (; j < count; j++) {
-        double sent = factor * row[j];
-        if (noise) sent += noise[j];
-        total[j] += sent;
-    }
-}
-
 static void add_piece(void *what, int64_t place, int64_t thread) {
     const Rows *r = what;
     int64_t last = (place + 1) * PIECE < r->d ? (place + 1) * PIECE : r->d;
@@ -1512,36 +1796,6 @@ void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
                  const double *noise, double *total) {
     Rows r = {k, d, rows, factors, noise, total};
     share((d + PIECE - 1) / PIECE, add_piece, &r);
-}
-
-/* Rounds numbers of at most `limit` in size, of which 2^52 steps is the largest, to multiples of
-`step`, a power of two, to even halfway; whether all of them are as small. */
-INLINE doubles rounded(doubles number, double step, double limit, longs *fit) {
-    const longs sign = (longs){} + INT64_MIN;
-    doubles size = (doubles)((longs)number & ~sign);
-    *fit &= size <= limit;
-    doubles whole = (size * (1 / step) + 0x1p52) - 0x1p52;
-    return (doubles)((longs)(whole * step) | ((longs)number & sign));
-}
-
-/* found [d] += total [d], rounded to multiples of `step`; then total is 0. Whether no number of it
-exceeds 2^52 steps in size: else both are any. */
-int raydpfl_snap(int64_t d, double step, double *total, double *found) {
-    const double limit = step * 0x1p52;
-    longs fit = ~(longs){};
-    int64_t j = 0;
-    for (; j + NUMBERS <= d; j += NUMBERS) {
-        doubles_anywhere *at = (doubles_anywhere *)(total + j);
-        *(doubles_anywhere *)(found + j) += rounded(*at, step, limit, &fit);
-        *at = (doubles){};
-    }
-    for (; j < d; j++) {
-        found[j] += rounded((doubles){total[j]}, step, limit, &fit)[0];
-        total[j] = 0;
-    }
-    int all = 1;
-    for (int i = 0; i < NUMBERS; i++) all &= fit[i] != 0;
-    return all;
 }
 
 /* --- keyed words --- */
@@ -1611,7 +1865,7 @@ void raydpfl_words(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
     share(k, draw_words, &s);
 }
 
-enum { RANKED = 64 }; /* rows of a client */
+enum { RANKED = 128 }; /* rows of a client */
 
 /* Streams, and the batches [k][steps][width] that their words shuffle. */
 typedef struct {
@@ -1619,6 +1873,17 @@ typedef struct {
     const int64_t *places, *batches;
     int64_t rows, *index;
 } Shuffled;
+
+/* `counts`, and one more where `own` is larger than `other`. */
+INLINE longs one_more(longs counts, longs own, int64_t other) {
+#if WIDE == 16
+    __mmask8 more = _mm512_cmpgt_epi64_mask((__m512i)own, _mm512_set1_epi64(other));
+    const __m512i one = _mm512_set1_epi64(1);
+    return (longs)_mm512_mask_add_epi64((__m512i)counts, more, (__m512i)counts, one);
+#else
+    return counts - (longs)(own > other);
+#endif
+}
 
 /* The first `batch` of n rows in the order of their words, of which the row's number takes the low
 24 bits. Every other row counts as one before those with larger words. */
@@ -1629,7 +1894,7 @@ static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *found
     for (int64_t i = n; i % NUMBERS; i++) keys[i] = 0;
     for (int64_t i = 0; i < n; i += NUMBERS) {
         longs own = *(const longs_anywhere *)(keys + i), before = {};
-        for (int64_t other = 0; other < n; other++) before -= (longs)(own > keys[other]);
+        for (int64_t other = 0; other < n; other++) before = one_more(before, own, keys[other]);
         *(longs_anywhere *)(ranks + i) = before;
     }
     for (int64_t i = 0; i < n; i++) rows[ranks[i]] = i;
@@ -1739,44 +2004,63 @@ from. */
 enum { ABREAST = WIDE == 16 ? 4 : 1 };
 #define EVERY UNROLL for (int i = 0; i < ABREAST; i++)
 
-/* v to -2 log(2^-31 v), of v in [2^-10, 2^31], by Cephes' polynomial. */
+/* (word & kept) | set, and a ^ (b & kept). */
+INLINE bits kept_or(bits word, int32_t kept, int32_t set) {
+#if WIDE == 16
+    return (bits)_mm512_ternarylogic_epi32((__m512i)word, _mm512_set1_epi32(kept),
+                                           _mm512_set1_epi32(set), 0xEA);
+#else
+    return (word & kept) | set;
+#endif
+}
+
+INLINE part signed_by(part a, bits b) {
+#if WIDE == 16
+    return (part)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi32(INT32_MIN),
+                                           0x78);
+#else
+    return (part)((bits)a ^ (b & INT32_MIN));
+#endif
+}
+
+/* v to -2 log(2^-31 v), of v in [2^-10, 2^31]. */
 INLINE void minus_two_logarithms(part v[]) {
-    static const float terms[] = {-2.3353997480e-1f, 2.4840281692e-1f, -2.8498645574e-1f,
-                                  3.3336115314e-1f,  -4.0001429428e-1f, 4.9999987986e-1f,
-                                  -6.6666662348e-1f};
+    static const float terms[] = {-0.1746968627f, 0.2861504257f, -0.2983594835f, 0.3314101696f,
+                                  -0.3992414474f, 0.5000351071f, -0.6666790247f, 0.9999998212f,
+                                  -2.0f};
     const part zero = {};
     bits e[ABREAST];
     part f[ABREAST], y[ABREAST];
     /* v = (f + 1) 2^(e 2^-23 + 31), f + 1 in [sqrt(1/2), sqrt(2)) */
     EVERY e[i] = ((bits)v[i] - 0x4EB504F3) & (int32_t)0xFF800000;
     EVERY f[i] = fused((part)((bits)v[i] - e[i]), zero + 0x1p-31f, zero - 1.0f);
-    EVERY y[i] = f[i] * -1.4075367258e-1f + 2.3029220620e-1f;
-    UNROLL for (int k = 0; k < 7; k++) EVERY y[i] = y[i] * f[i] + terms[k];
-    EVERY v[i] = f[i] * f[i];
-    EVERY y[i] = fused(f[i], zero - 2.0f, y[i] * f[i] * v[i] + v[i]);
-    EVERY v[i] = y[i] - __builtin_convertvector(e[i], part) * (1.3862943611f * 0x1p-23f);
+    EVERY y[i] = zero + terms[0];
+    UNROLL for (int k = 1; k < 9; k++) EVERY y[i] = fused(y[i], f[i], zero + terms[k]);
+    EVERY v[i] = fused(__builtin_convertvector(e[i], part), zero - 1.3862943611f * 0x1p-23f,
+                       y[i] * f[i]);
 }
 
 /* r to its sines; to `c` the cosines. */
 INLINE void sines_and_cosines(part r[], part c[]) {
+    const part zero = {};
     part s[ABREAST], z[ABREAST];
     EVERY z[i] = r[i] * r[i];
-    EVERY s[i] = z[i] * -1.9515295891e-4f + 8.3321608736e-3f;
-    EVERY c[i] = z[i] * 2.443315711809948e-5f - 1.388731625493765e-3f;
-    EVERY s[i] = s[i] * z[i] - 1.6666654611e-1f;
-    EVERY c[i] = c[i] * z[i] + 4.166664568298827e-2f;
-    EVERY r[i] = s[i] * z[i] * r[i] + r[i];
-    EVERY c[i] = fused(z[i], (part){} - 0.5f, c[i] * z[i] * z[i]) + 1.0f;
+    EVERY s[i] = fused(z[i], zero - 0.0001951528393f, zero + 0.008332160302f);
+    EVERY c[i] = fused(z[i], zero + 2.44331568e-05f, zero - 0.001388731645f);
+    EVERY s[i] = fused(s[i], z[i], zero - 0.1666665524f) * z[i];
+    EVERY c[i] = fused(c[i], z[i], zero + 0.04166664556f);
+    EVERY r[i] = fused(s[i], r[i], r[i]);
+    EVERY c[i] = fused(fused(c[i], z[i], zero - 0.5f), z[i], zero + 1.0f);
 }
 
-/* Box and Muller's transform of words, by their halves, each operation rounded (a product that is
-fused with a sum is exact): raydpfl/keys.py has the same in numpy. */
+/* Box and Muller's transform of words, by their halves, each operation rounded once, the fused ones
+too: raydpfl/keys.py has the same in numpy. */
 INLINE void box_muller(const lanes *words, float std, float *cosines, float *sines) {
     bits low[ABREAST], high[ABREAST];
     part v[ABREAST], s[ABREAST], c[ABREAST];
     EVERY low[i] = (bits)words[2 * i], high[i] = (bits)words[2 * i + 1];
-    EVERY s[i] = __builtin_convertvector((high[i] & 0x7FFFFC00) | 0x200, part);
-    EVERY v[i] = __builtin_convertvector((high[i] & 0x3FE) | 1, part);
+    EVERY s[i] = __builtin_convertvector(kept_or(high[i], 0x7FFFFC00, 0x200), part);
+    EVERY v[i] = __builtin_convertvector(kept_or(high[i], 0x3FE, 1), part);
     EVERY v[i] = fused(v[i], (part){} + 0x1p-10f,
                        __builtin_convertvector(low[i] & INT32_MAX, part));
     minus_two_logarithms(v);
@@ -1784,10 +2068,10 @@ INLINE void box_muller(const lanes *words, float std, float *cosines, float *sin
     sines_and_cosines(s, c);
     EVERY v[i] = root(v[i]) * std;
     EVERY {
-        bits x = (bits)pick_odd(high[i], s[i], c[i]) ^ (low[i] & INT32_MIN);
-        bits y = (bits)pick_odd(high[i], c[i], s[i]) ^ (high[i] & INT32_MIN);
-        *(part_anywhere *)(cosines + i * BLOCKS) = (part)x * v[i];
-        *(part_anywhere *)(sines + i * BLOCKS) = (part)y * v[i];
+        part x = signed_by(pick_odd(high[i], s[i], c[i]), low[i]);
+        part y = signed_by(pick_odd(high[i], c[i], s[i]), high[i]);
+        *(part_anywhere *)(cosines + i * BLOCKS) = x * v[i];
+        *(part_anywhere *)(sines + i * BLOCKS) = y * v[i];
     }
 }
 
@@ -1811,6 +2095,10 @@ static void stream_normals(const uint64_t name[5], float std, int64_t count, flo
     for (int64_t j = 0; j < half; j += WORDS) {
         uint64_t first = j / 8;
         if ((uint32_t)first == 0) begin_cipher(&cipher, name, first);
+        for (int64_t i = j + WORDS; i < j + 2 * WORDS && i < half; i += LANES) {
+            __builtin_prefetch(out + i, 1);
+            __builtin_prefetch(sines + i, 1);
+        }
         if (j + WORDS <= count - half) {
             some_normals(&cipher, first, std, WORDS, out + j, sines + j);
             continue;

@@ -117,6 +117,13 @@ class Noise(Member):
         """
         return None
 
+    @property
+    def keyed(self) -> bool:
+        """Whether all that clients draw is `raydpfl.noise.drawn.client_noise`, which code that adds
+        up updates as it trains them draws too.
+        """
+        return False
+
     def client_std(self, std: float, survivors: int) -> float:
         """Std of one client's noise; 0: clients draw none.
 

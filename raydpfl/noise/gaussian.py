@@ -133,6 +133,10 @@ class Gaussian(Noise):
     ) -> np.ndarray | None:
         return self._by.on_clients(seed, t, clients, draws, std, d)
 
+    @property
+    def keyed(self) -> bool:
+        return type(self).on_clients is Gaussian.on_clients
+
     def client_std(self, std: float, survivors: int) -> float:
         return self._by.client_std(std, survivors)
 

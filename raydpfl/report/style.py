@@ -31,6 +31,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # inches of a panel
+NARROW = 3.5  # of one beside others, whose text is to be read where all have little room
 HEIGHT = 3.0
 CHARACTERS = 42  # of a line of a panel's title
 MARGIN = 0.05  # of an axis, beyond its values
@@ -121,12 +122,12 @@ class Drawing:
 
     @property
     def grid(self) -> list[list[Part | None]]:
-        """The parts by row and column, None for a place without one; rows of up to three where the
+        """The parts by row and column, None for a place without one; rows of up to two where the
         parts have no places.
         """
         places = {part.place: part for part in self.parts}
         if None in places or len(places) < len(self.parts):
-            across = min(len(self.parts), 3)
+            across = min(len(self.parts), 2)
             every: list[Part | None] = [*self.parts, *[None] * (-len(self.parts) % across)]
             return [every[at : at + across] for at in range(0, len(every), across)]
         rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
@@ -188,16 +189,17 @@ def _figure(drawing: Drawing) -> Figure:
     parts = drawing.grid
     across = len(parts[0])
     down = len(parts)
+    width = across * (WIDTH if across == 1 else NARROW)
     longest = max((len(key.label) for key in drawing.keys), default=0)
-    beside = max(1, int(WIDTH * across / (0.55 + 0.085 * longest)))
+    beside = max(1, int(width / (0.55 + 0.08 * longest)))
     lines = math.ceil(len(drawing.keys) / beside)
-    figure = _empty(WIDTH * across, drawing.height * down + 0.2 * lines)
+    figure = _empty(width, drawing.height * down + 0.2 * lines)
     grid = figure.subplots(down, across, squeeze=False)
     for part, axes in zip(itertools.chain(*parts), grid.ravel(), strict=True):
         if part is None:
             axes.set_axis_off()
             continue
-        axes.set_title(textwrap.fill(part.title, CHARACTERS))
+        axes.set_title(textwrap.fill(part.title, round(CHARACTERS * width / across / WIDTH)))
         part.draw(axes)
     if drawing.keys:
         figure.legend(

@@ -150,7 +150,7 @@ def unit_of(measured: Quantity) -> str:
     return "fraction" if measured.percent else measured.unit
 
 
-def listed(names: Sequence[str], last: str = "and") -> str:
+def listed(names: Sequence[str]) -> str:
     """Names in a row.
 
     >>> listed(["a", "b", "c"])
@@ -158,7 +158,7 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     """
     if len(names) < 2:
         return "".join(names)
-    return f"{', '.join(names[:-1])} {last} {names[-1]}"
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def counted(count: int | None, thing: str) -> str:

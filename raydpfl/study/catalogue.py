@@ -47,8 +47,8 @@ def catalogue(
 
 def _entry(name: str, study: Study | None = None) -> str:
     """A study in some lines: what it shows, and its runs at each scale, or at the one it has."""
-    about = study or Study.named(name, "smoke")
-    said = about.about
+    at_scales = [study] if study else [Study.named(name, scale) for scale in SCALES]
+    said = at_scales[0].about
     lines = [textwrap.fill(f"{said.id}  {said.title}", WIDTH + 2, subsequent_indent="  ")]
     for what, text in (
         ("also", ", ".join(said.answers)),
@@ -59,9 +59,8 @@ def _entry(name: str, study: Study | None = None) -> str:
             words = " ".join(f"{what}: {text}".split())
             lines.append(textwrap.indent(textwrap.fill(words, WIDTH), "  "))
     if not study:
-        for scale in SCALES:
-            one = Study.named(name, scale)
-            lines.append(f"  {scale}: {counts(one)}; {estimate(one).words()}")
+        for one in at_scales:
+            lines.append(f"  {one.scale}: {counts(one)}; {estimate(one).words()}")
     return "\n".join(lines)
 
 

@@ -6,16 +6,13 @@ then what each axis, the accounting and the scale say.
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from raydpfl import noise
-from raydpfl.config import DEFAULTS, Experiment, at, changed, takes
+from raydpfl.config import DEFAULTS, Experiment, at, changed, copied, takes
 from raydpfl.errors import ConfigError
 from raydpfl.member import choose
 from raydpfl.study.values import From, Open, find, points
@@ -23,7 +20,6 @@ from raydpfl.tune.spaces import Options
 from raydpfl.tune.spaces import put as filled
 from raydpfl.tune.sweep import inline, short
 
-log = logging.getLogger("raydpfl")
 PLACEHOLDER = 1.0  # of a number that is not known yet
 
 
@@ -50,15 +46,15 @@ def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False)
     `keep`: with another kind of a section its keys stay as far as the new kind has them; else they
     go.
     """
-    changes = copy.deepcopy(dict(changes))  # a file's anchors stand in several places
+    changes = copied(dict(changes))
     firm = {name: value for name, value in changes.items() if plain(name) == name}
-    with _quiet():
-        made = changed(tree, firm.items())
-        if keep:
-            made = changed(tree, {**_kept(tree, made, firm), **firm}.items())
-        soft = {plain(name): value for name, value in changes.items() if name not in firm}
-        taken = {path: value for path, value in soft.items() if takes(made, path)}
-        return changed(made, taken.items())
+    # what another kind leaves out is what the file of a study says, cell by cell
+    made = changed(tree, firm.items(), quiet=True)
+    if keep:
+        made = changed(tree, {**_kept(tree, made, firm), **firm}.items(), quiet=True)
+    soft = {plain(name): value for name, value in changes.items() if name not in firm}
+    taken = {path: value for path, value in soft.items() if takes(made, path)}
+    return changed(made, taken.items(), quiet=True)
 
 
 def _kept(
@@ -74,17 +70,6 @@ def _kept(
             paths = {f"{section}.{each}": before[each] for each in before if each != "kind"}
             found |= {path: value for path, value in paths.items() if takes(made, path)}
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What another kind leaves out is what the file of a study says, cell by cell."""
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def private(tree: Mapping[str, Any]) -> bool:
@@ -138,10 +123,14 @@ class Cell:
         """The numbers that other arms give, by dotted key."""
         return {key: value for key, value in self.open.items() if isinstance(value, From)}
 
+    @cached_property
+    def _made(self) -> dict[str, Experiment]:
+        return {}
+
     def experiment(
         self, values: Mapping[str, Any], seed: int, validation: float | None = None
     ) -> Experiment:
-        """The experiment with all that is open given, as a trial.
+        """The experiment with all that is open given, as a trial; made once.
 
         Args:
             values: By dotted key.
@@ -149,6 +138,12 @@ class Cell:
             validation: The share of rows held out of a run that values are chosen by, in which the
                 test set is not looked at; None for a final run.
         """
+        given = repr((sorted(values.items()), seed, validation))
+        if given not in self._made:
+            self._made[given] = self._make(values, seed, validation)
+        return self._made[given]
+
+    def _make(self, values: Mapping[str, Any], seed: int, validation: float | None) -> Experiment:
         tree = filled(self.tree, values)
         tree["seed"] = seed
         if validation is not None:

@@ -51,7 +51,7 @@ class Room:
     def start(self) -> None:
         """Starts Ray, unless there is one."""
         if self._elastic:
-            self._session = Session("local", num_cpus=cores(), include_dashboard=False)
+            self._session = Session("local", num_cpus=cores())
 
     def nodes(self) -> list[dict[str, float]]:
         """What each node has, by resource."""

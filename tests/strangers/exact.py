@@ -33,3 +33,22 @@ class Half(Exact):
 
 class Empty(Accountant):
     """Has no curve."""
+
+
+class Wrong(Exact):
+    """Gives what is no epsilon."""
+
+    found: object = np.nan
+
+    def curve(self, event, delta, counts):
+        return self.found if isinstance(self.found, list) else np.full(len(counts), self.found)
+
+
+class Whole(Accountant):
+    """One that is no composition of events, and names nothing that it accounts by."""
+
+    def epsilons(self, mechanism, relation, delta, first, last, v):
+        return np.arange(first, last + 1) / 2
+
+    def delta(self, mechanism, relation, epsilon, rounds, v):
+        return 1.0

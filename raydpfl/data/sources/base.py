@@ -144,7 +144,8 @@ class Data(Member):
         """What makes the training rows of a client and of how many, as `Split.rows` gives them, in
         pieces that are small enough to be held: by this config, the seed and the client alone.
         None: they must be written. Data that would take much of a disk are made whenever a client
-        trains, where there is a maker.
+        trains, where there is a maker. One of the user's own is asked by one thread of a process at
+        a time.
         """
         return None
 

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 from raydpfl import own
 from raydpfl.errors import ConfigError, renamed
@@ -67,9 +70,34 @@ def _own(path: str) -> Accountant:
         raise ConfigError(
             "accountant", path, "a subclass of raydpfl.privacy.accountants.Accountant"
         )
-    with renamed(lambda _: "accountant"):
-        own.complete(cls, "", path)
-    return type(cls.__name__, (cls,), {"name": path, "__module__": cls.__module__})()
+    whole = cls.epsilons is not Accountant.epsilons and cls.delta is not Accountant.delta
+    if not whole:
+        with renamed(lambda _: "accountant"):
+            own.complete(cls, "", path)
+    return type(cls.__name__, (_Held, cls), {"name": path, "__module__": cls.__module__})()
+
+
+class _Held(Accountant):
+    """Holds what an accountant of the user's own gives to what epsilons are."""
+
+    def curve(self, event, delta, counts):
+        return self._checked(super().curve(event, delta, counts), len(counts))
+
+    def epsilons(self, mechanism, relation, delta, first, last, v):
+        found = super().epsilons(mechanism, relation, delta, first, last, v)
+        return self._checked(found, last - first + 1)
+
+    def _checked(self, found: Any, count: int) -> np.ndarray:
+        """The epsilons, float64 [count]. Raises `ConfigError` for anything else."""
+        try:
+            epsilons = np.asarray(found, np.float64)
+        except (TypeError, ValueError):
+            epsilons = np.empty(0)
+        if epsilons.shape == (count,) and (epsilons >= 0).all():  # NaN is not
+            return epsilons
+        given = " ".join(repr(found).split())[:80]
+        accepted = f"an accountant that gives {count} epsilons, each 0 or more (it gives {given})"
+        raise ConfigError("accountant", self.name, accepted)
 
 
 def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:

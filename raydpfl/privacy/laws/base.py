@@ -79,8 +79,10 @@ class Law:
         return True
 
     def gives(self, method: str) -> bool:
-        """Whether this law has a method that an accountant needs (`losses` or `renyi`)."""
-        return getattr(type(self), method) is not getattr(Law, method)
+        """Whether this law has a method that an accountant needs (`losses` or `renyi`); False for
+        one that names none.
+        """
+        return bool(method) and getattr(type(self), method) is not getattr(Law, method)
 
     def plural(self) -> str:
         """What its cohorts are called in messages."""
