@@ -4,12 +4,12 @@
 it in the same process (`client.actors: 0`); the bits are the same, because all randomness is keyed
 and every lane has the same shape whoever runs it:
 
-- pooled, an actor trains whole lanes and returns one vector, the exact sum of its lanes' sums;
+- pooled, an actor trains whole lanes and returns one vector, the exact sum of what they send;
 - per client, it trains its own client at that client's slot of the lane, the other slots standing
-  empty, and returns the client's contribution, which the coordinator adds up in the lane's order.
+  empty.
 
 A lane is trained in blocks of clients, [k, d]. `_contribute` makes of a block's updates what its
-clients send; their sum is taken in the lane's order, in float64.
+clients send, which is rounded to the grid (`raydpfl.sums`), so that its sum has no order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from raydpfl import device, models, native, personal
+from raydpfl import device, models, native, personal, sums
 from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import (
@@ -55,12 +55,8 @@ from raydpfl.models.state import changed, kept
 from raydpfl.process import Process, Progress, any_own, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
-from raydpfl.sums import add_snapped, check_range, snapped
 
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
-
-# the most threads that train with one of them adding up, which takes a tenth of what training does
-ADDING = 8
 
 
 @dataclass
@@ -76,7 +72,7 @@ class Tally:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     # (client, draw): those whose training has raised
     failed: set[tuple[int, int]] = field(default_factory=set)
-    # the size of the largest coordinate of each lane's sum, where that is on a device
+    # the size of the largest coordinate that a block's clients send, where that is on a device
     largest: list[torch.Tensor] = field(default_factory=list)
     # the lane that was trained again for its measures, and what came of it (see `_again`)
     again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
@@ -119,7 +115,7 @@ class ClientActor(Process):
     a non-finite update.
     """
 
-    # whether updates may be added up as they are trained, to the same bits, and are not looked at
+    # whether updates may be added up as they are trained, and are not looked at
     adds: ClassVar[bool] = True
 
     def make(self, experiment: Experiment, shards: str) -> None:
@@ -226,11 +222,7 @@ class ClientActor(Process):
             raise ConfigError("model.kind", kind, f"{accepted} ({reason})") from None
 
     def train(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
-        """The exact sum of what the clients of the lanes send, and what is known of each of them.
-
-        Of a lane with one slot to train it is that client's contribution as it is: the coordinator
-        forms the lane's sum then.
-        """
+        """The exact sum of what the lanes' clients send, and what is known of each of them."""
         with contained(f"round {work.t}"):
             return self._share(broadcast, work, lanes)
 
@@ -239,20 +231,29 @@ class ClientActor(Process):
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
         tally = self._tally(broadcast, work)
-        total = torch.zeros(tally.d, dtype=torch.float64, device=self.device)
+        total = self._zeros(tally.d)
         joined = list(self._joined(lanes))
         for lane in joined[1:]:  # the first is read at once
             self.shards.prefetch(lane.members, lane.rows)
         with device.blamed(self.device):
             for lane in joined:
                 self._sum(tally, lane, total)
-            summed = total.cpu().numpy()
+            for other in total[1:]:
+                total[0] += other
+            summed = total[0, : tally.d].cpu().numpy()
             if tally.largest:
-                check_range(float(torch.stack(tally.largest).max()), work.grid)
+                sums.check_range(float(torch.stack(tally.largest).max()), work.grid)
             if self.own:
                 self._watch(tally)
         self.shards.release()
         return tally.result(summed, time.perf_counter() - began)
+
+    def _zeros(self, d: int) -> torch.Tensor:
+        """To add up in, see `raydpfl.local.way.Sum.found`; all that no thread of compiled code adds
+        up goes to the first row.
+        """
+        width = -(-d // native.VECTOR) * native.VECTOR
+        return torch.zeros(native.threads(), width, dtype=torch.float64, device=self.device)
 
     @contained()
     def losses(
@@ -319,14 +320,9 @@ class ClientActor(Process):
         yield from map(Lane.joined, filter(None, alike.values()))
 
     def _sum(self, tally: Tally, lane: Lane, found: torch.Tensor) -> None:
-        """Adds the sum of what the clients of a lane send, or of several, to `found`, float64 [d].
-
-        A lane's sum is taken in its order, and is put on the grid where it is the whole lane's.
-        """
+        """Adds what the clients of a lane send, or of several, to `found`, as of `_zeros`."""
         if self._added(tally, lane, found):
             return
-        total = torch.zeros_like(found)
-        place = 0
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
         self.own_parts = self.personal.had(lane, np.arange(len(lane.clients)))
@@ -334,16 +330,12 @@ class ClientActor(Process):
             for trained in self._trained(tally, lane):
                 if trained.own is not None:
                     self.own_parts[self._index(trained.slots)] = trained.own
-                if int(trained.slots[0]) // lane.width > place:  # the first clients of the next
-                    self._whole(tally, total, lane, found)
-                    place = int(trained.slots[0]) // lane.width
                 for block in trained.apart() if apart else (trained,):
-                    self._send(tally, lane, block, total)
+                    self._send(tally, lane, block, found[0, : tally.d])
         slots = np.flatnonzero(lane.members >= 0)
         self._beside(tally, lane, slots)
         for some in slots[:, None] if apart else [slots]:
             self._know(tally, lane, some)
-        self._whole(tally, total, lane, found)
 
     def _added(self, tally: Tally, lane: Lane, found: torch.Tensor) -> bool:
         """As `_sum`, by a way that adds up itself, while each update is in the cache; False where
@@ -368,8 +360,8 @@ class ClientActor(Process):
                 self._fault(tally, lane, slot, float(block.norms[place]))
             self.known[:, block.slots] = norms, into.factors[block.slots], block.losses
         if not into.fits[0]:
-            check_range(math.inf, work.grid)
-        slots = np.flatnonzero(lane.clients >= 0)
+            sums.check_range(math.inf, work.grid)
+        slots = np.flatnonzero(lane.members >= 0)
         norms, factors, _ = self.known[:, slots]
         self._check_factors(work, np.where(np.isfinite(norms), norms, 0), factors)
         self._know(tally, lane, slots)
@@ -382,10 +374,10 @@ class ClientActor(Process):
         drawn = work.client_std == 0 or e.noise.keyed
         if not (self.adds and self.trainer.adds and plain and drawn):
             return None
-        members = lane.clients[lane.clients >= 0]
-        whole = lane.slot is None and len(members) and self.shards.sizes[members].all()
+        members = lane.members[lane.members >= 0]
+        trained = len(members) and self.shards.sizes[members].all()
         closed = e.bounding.closed(math.inf if work.bound is None else work.bound)
-        if not whole or closed is None or native.threads() > ADDING:
+        if not trained or closed is None:
             return None
         return Sum(
             closed,
@@ -417,23 +409,12 @@ class ClientActor(Process):
         """See `device.index`."""
         return device.index(slots, self.device)
 
-    def _whole(self, tally: Tally, total: torch.Tensor, lane: Lane, found: torch.Tensor) -> None:
-        """Adds a lane's sum, put on the grid where it is whole, to `found`; it is 0 then."""
-        if lane.slot is None and self.device.type == "cpu":
-            add_snapped(total.numpy(), tally.work.grid, found.numpy())
-            return
-        if lane.slot is None:
-            total, largest = snapped(total, tally.work.grid)
-            tally.largest.append(largest)
-        found += total
-        total.zero_()
-
-    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
-        """Adds what a block's clients send to `total`, float64 [d]: half of them after the others
+    def _send(self, tally: Tally, lane: Lane, block: Block, found: torch.Tensor) -> None:
+        """Adds what a block's clients send to `found`, float64 [d]: half of them after the others
         where the device's memory does not hold it of all.
         """
         if self._scaled:
-            self._scale(tally, lane, block, total)
+            self._scale(tally, lane, block, found)
             return
         vectors = None
         try:
@@ -444,16 +425,16 @@ class ClientActor(Process):
                 raise
             clear_frames(error.__traceback__)
         if vectors is not None:
-            self._reduce(total, vectors)
+            self._reduce(tally, vectors, found)
             return
         device.freed(self.device)
         half = len(block.slots) // 2
         for part in (slice(half), slice(half, None)):
-            self._send(tally, lane, block.part(part), total)
+            self._send(tally, lane, block.part(part), found)
 
-    def _scale(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
-        """Adds what a block's clients send to `total`, float64 [d], one by one: as `_contribute`
-        and `_reduce` do, where that is their updates, scaled, without the vectors in float64.
+    def _scale(self, tally: Tally, lane: Lane, block: Block, found: torch.Tensor) -> None:
+        """Adds what a block's clients send to `found`, float64 [d]: as `_contribute` and `_reduce`
+        do, where that is their updates, scaled, without the vectors in float64.
         """
         slots = block.slots
         lengths = native.norms(block.updates) if block.norms is None else block.norms
@@ -468,26 +449,17 @@ class ClientActor(Process):
         factors = self._factors(tally, lane, slots, lengths).numpy()
         self.known[:, slots] = norms, factors, block.losses
         noise = self._noise(tally, lane, slots)
-        native.add(total.numpy(), block.updates.numpy(), factors * lane.weights[slots], noise)
+        scale = factors * lane.weights[slots]
+        sums.add(found.numpy(), block.updates.numpy(), tally.work.grid, scale, noise)
 
-    def _reduce(self, total: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Adds the rows of `vectors`, float64 [k, d], to `total`, float64 [d], one by one."""
-        if self.device.type != "cpu" or 1 in vectors.shape:  # numpy adds up one column in pairs
-            for vector in vectors:
-                total += vector
+    def _reduce(self, tally: Tally, vectors: torch.Tensor, found: torch.Tensor) -> None:
+        """Adds the rows of `vectors`, float64 [k, d], which may change, to `found`, float64 [d]."""
+        if self.device.type == "cpu":
+            sums.add(found.numpy(), vectors.contiguous().numpy(), tally.work.grid)
             return
-        sent = vectors.numpy()
-        rows = self._rows(*sent.shape)
-        rows[0] = total.numpy()
-        if sent.ctypes.data != rows[1].ctypes.data:  # a member has made a matrix of its own
-            rows[1:] = sent
-        np.add.reduce(rows, axis=0, out=total.numpy())
-
-    def _rows(self, k: int, d: int) -> np.ndarray:
-        """Float64 [k + 1, d], the same memory every time."""
-        if self._buffer.shape[1] != d or self._buffer.shape[0] <= k:
-            self._buffer = np.zeros((k + 1, d))
-        return self._buffer[: k + 1]
+        vectors, largest = sums.snapped(vectors, tally.work.grid)
+        found += vectors.sum(0)
+        tally.largest.append(largest)
 
     def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
         """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
@@ -606,7 +578,10 @@ class ClientActor(Process):
     def _double(self, updates: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cpu":
             return updates.double()
-        return torch.from_numpy(self._rows(*updates.shape)[1:]).copy_(updates)
+        k, d = updates.shape
+        if self._buffer.shape[1] != d or self._buffer.shape[0] < k:
+            self._buffer = np.zeros((k, d))  # the same memory every time
+        return torch.from_numpy(self._buffer[:k]).copy_(updates)
 
     def _factors(
         self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: np.ndarray
@@ -752,8 +727,7 @@ class ClientActor(Process):
 
     def _fitting(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
         """As `_train`. Where the device's memory does not hold the lane, half as many of its
-        clients train at once, from the first on that has not been given; the lane's sum is that of
-        the same clients in the same order.
+        clients train at once, from the first on that has not been given.
         """
         done = 0
         while True:

@@ -23,7 +23,7 @@ from raydpfl.plan import Plan
 from raydpfl.position import Position, take_up
 from raydpfl.process import heard
 from raydpfl.record import Record, joined
-from raydpfl.rounds import Broadcast, Facts, LaneResult, Work
+from raydpfl.rounds import Broadcast, Facts, Grid, LaneResult, Work
 from raydpfl.selection import Cohort
 from raydpfl.tracking import Clock
 
@@ -133,11 +133,9 @@ class Coordinator:
         shares = self.pool.shares([at.memory.given(lane) for lane in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
-        grid = sums.grid(len(cohort), most, std)
+        grid = Grid.of(len(cohort), most, std)
         work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
-        arriving = self.pool.run(self._broadcast(), work, shares)
-        apart = cut if self.pool.per_client else None
-        total, results = sums.gathered(arriving, plan.d, grid, apart)
+        total, results = sums.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
         at.memory.keep(results)
         return total, results
 

@@ -7,9 +7,11 @@ a client.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -99,6 +101,36 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """The multiples of a power of two to which clients' contributions are rounded, see
+    `raydpfl.sums`.
+    """
+
+    step: float
+    most: float  # no coordinate of a contribution may exceed it in size; at most 2^51 steps
+
+    # of a coordinate of a contribution that nothing bounds, and the most standard deviations out
+    # that a Gaussian of float64 precision lies
+    UNBOUNDED: ClassVar[float] = 2.0**16
+    TAIL: ClassVar[float] = 40.0
+
+    @classmethod
+    def of(cls, cohort: int, bound: float | None, std: float = 0.0) -> Grid:
+        """The grid of a round, which holds the largest sum that its contributions can reach.
+
+        Args:
+            cohort: how many contributions are added.
+            bound: the L2 norm of one client's contribution, weight included; None: unbounded.
+            std: of the noise that each client adds to its own.
+        """
+        most = cls.UNBOUNDED if bound is None else bound
+        most += cls.TAIL * std
+        count = max(1, cohort)
+        step = 2.0 ** (math.ceil(math.log2(count * most)) - 51)
+        return cls(step, step * 2.0**51 / count)
+
+
+@dataclass(frozen=True)
 class Work:
     """What all clients of a round must know besides the model."""
 
@@ -107,7 +139,7 @@ class Work:
     noise_seed: int
     bound: float | None  # of one client's vector, before its weight
     client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
-    grid: float  # see raydpfl.sums.grid
+    grid: Grid
 
 
 @dataclass(frozen=True)
@@ -122,7 +154,7 @@ class Broadcast:
 class LaneResult:
     """What one actor returns of a round."""
 
-    total: np.ndarray  # float64 [d]: the exact sum of its lanes' sums, or one client's contribution
+    total: np.ndarray  # float64 [d]: the exact sum of what its clients send
     columns: Columns
     memory: Mapping[str, np.ndarray]  # what clients remember from now on, float32 [r, d]
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)

@@ -13,6 +13,7 @@ from scipy import stats
 from raydpfl import bounding, keys, server, sums, weights
 from raydpfl.errors import RunError
 from raydpfl.noise import drawn
+from raydpfl.rounds import Grid
 
 NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
 UNBOUNDED = ("none", "per_sample_clip")
@@ -51,17 +52,16 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
 
 def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bound():
     for cohort, bound, std in [(1, 1.0, 0.0), (80, 0.5, 3.0), (10_000, 1.0, 2.0)]:
-        step = sums.grid(cohort, bound, std)
-        assert step * 2.0**53 > cohort * (bound + sums.TAIL * std)
-        assert step < 1e-9 * (bound + sums.TAIL * std)
-        assert math.log2(step) == int(math.log2(step))
+        grid = Grid.of(cohort, bound, std)
+        assert bound + Grid.TAIL * std <= grid.most <= 2.0**51 * grid.step / cohort
+        assert grid.step < 1e-9 * (bound + Grid.TAIL * std)
+        assert math.log2(grid.step) == int(math.log2(grid.step))
 
 
-def test_a_sum_out_of_range_is_a_divergence():
-    with pytest.raises(RunError, match="diverged"):
-        sums.snap(np.array([1.0, 1e30]), sums.grid(10, None))
-    with pytest.raises(RunError, match="diverged"):
-        sums.snap(np.array([np.nan]), 1.0)
+def test_a_contribution_out_of_range_is_a_divergence():
+    for wrong in (1e30, np.nan):
+        with pytest.raises(RunError, match="diverged"):
+            sums.snap(np.array([1.0, wrong]), Grid.of(10, None))
 
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():

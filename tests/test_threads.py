@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -17,12 +18,13 @@ from conftest import experiment
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
-from raydpfl import client, dealing, hardware, models, native, parts, plan, run, sums
+from raydpfl import dealing, hardware, models, native, parts, plan, run, sums
 from raydpfl.bounding import FAMILY, Bounding, Clip
 from raydpfl.client import ClientActor
+from raydpfl.errors import RunError
 from raydpfl.local import Sgd, Trainer
 from raydpfl.plan import Plan
-from raydpfl.rounds import Broadcast, Work
+from raydpfl.rounds import Broadcast, Grid, Work
 from raydpfl.selection import Cohort
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -87,7 +89,7 @@ def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
         for count in (1, 2, 5):
             native.use(count)
             total = np.zeros(d)
-            native.add(total, rows, factors, noise)
+            sums.add(total, rows, Grid.of(k, 10.0), factors, noise)
             norms = native.norms(torch.from_numpy(rows)), native.norms(torch.from_numpy(noise))
             made = total.tobytes() + b"".join(each.tobytes() for each in norms)
             expected = expected or made
@@ -282,7 +284,7 @@ class Trained:
         bound = e.bounding.initial_bound
         std = plan.client_std(bound)
         most = None if bound is None else bound * plan.weight
-        work = Work(1, plan.seed, plan.noise_seed, bound, std, sums.grid(23, most, std))
+        work = Work(1, plan.seed, plan.noise_seed, bound, std, Grid.of(23, most, std))
         model = models.flatten(self.actor.module).numpy()
         found = self.actor.train(Broadcast(model), work, lanes)
         columns = {name: values.tobytes() for name, values in found.columns.items()}
@@ -296,7 +298,7 @@ def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_d
     trained = Trained(**ADDED[name])
     native.use(1)
     with monkeypatch.context() as alone:
-        alone.setattr(client, "ADDING", 0)
+        alone.setattr(ClientActor, "adds", False)
         expected = trained.share()
     assert [who for who, _ in expected[2]] == [trained.hurt] * (trained.hurt >= 0)
 
@@ -309,7 +311,25 @@ def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_d
         assert trained.share() == expected
 
 
-def test_updates_are_added_up_in_their_order_however_many_threads_there_are():
+@pytest.mark.parametrize(("most", "fits"), [(1e-9, False), (0.9, True)])
+def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, monkeypatch):
+    """As it is a grid of contributions of norm 1."""
+    of = Grid.of
+    monkeypatch.setattr(Grid, "of", lambda *given: replace(of(*given), most=most))
+    trained = Trained(noise={"kind": "none"})
+    monkeypatch.setattr(ClientActor, "adds", False)
+    if fits:
+        expected = trained.share()
+        monkeypatch.setattr(ClientActor, "adds", True)
+        assert trained.share() == expected
+        return
+    for adds in (False, True):
+        monkeypatch.setattr(ClientActor, "adds", adds)
+        with pytest.raises(RunError, match="diverged"):
+            trained.share()
+
+
+def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
     """Of clients whose training takes no time beside their sum."""
     trained = Trained(local={"steps": 1, "batch": 1}, noise={"kind": "none"})
     native.use(1)

@@ -7,8 +7,8 @@ in that span too (`raydpfl.local.spanned`). Any other client trains the first la
 ones, by its weights. The code is `raydpfl/native/kernels.c`. It needs no array of a whole lane, so
 that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
 alone, so that several threads take up one client after another. Where the factors of a bounding
-have a closed form, each update is added to the lane's sum while it is in the cache, in the lane's
-order, with the client's noise; else Python adds up those that are done.
+have a closed form, each update is added up while it is in the cache, with the client's noise; else
+Python adds up those that are done.
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
 'leaky_relu is not compiled'
@@ -62,11 +62,12 @@ class _Sum(ctypes.Structure):
     """Sum of kernels.c."""
 
     _fields_ = (
-        *((name, ctypes.c_double) for name in ("most", "above", "beside", "grid", "std")),
+        *((name, ctypes.c_double) for name in ("most", "above", "beside")),
+        *((name, ctypes.c_double) for name in ("step", "largest", "std")),
         *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
-        *((name, ctypes.c_void_p) for name in ("clients", "draws", "weights", "factors")),
-        *((name, ctypes.c_void_p) for name in ("total", "found", "ends")),
-        ("fits", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("clients", "draws", "weights", "factors", "found")),
+        ("threads", ctypes.c_int64),
+        ("fits", ctypes.c_longlong),
     )
 
 
@@ -113,7 +114,7 @@ class Compiled(Way):
         job, kept = self._job(parameters, lane, linear, columns, np.array(answers))
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
         blocks = [slots for _, slots in lane.blocks(parameters.numel(), BLOCK)]
-        training = _Training(job, blocks, [*arrays, clipped], lane)
+        training = _Training(job, blocks, [*arrays, clipped])
         yield from training.given() if lane.into is None else training.added(lane.into)
         del kept
 
@@ -164,12 +165,10 @@ class _Training:
         job: _Job,
         blocks: Sequence[np.ndarray],
         arrays: Sequence[np.ndarray | None],
-        lane: LaneData,
     ):
         self._job = job
         self._blocks = blocks
         self._arrays = arrays
-        self._lane = lane
         self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
         self._count = sum(map(len, blocks))
         self._places = np.zeros(self._count, np.uintp)
@@ -193,17 +192,14 @@ class _Training:
 
     def added(self, into: Sum) -> Iterator[Block]:
         """The blocks without their updates, which are added up."""
-        d = self._job.d
-        total = np.zeros(d)
-        slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
-        width = self._lane.width or len(self._lane.sizes)
-        ends = np.append(np.diff(slots // width) > 0, True)
         who = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
-        arrays = (*who, into.weights, into.factors, total, into.found, ends)
+        arrays = (*who, into.weights, into.factors, into.found)
         key = (into.seed, Purpose.CLIENT_NOISE, into.t)
         places = (_at(each).value for each in arrays)
-        called = _Sum(*into.closed, into.grid, into.std, *key, *places, 1)
-        nothing = torch.empty(0, d)
+        grid = into.grid
+        limits = grid.step, grid.most
+        called = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.found), 1)
+        nothing = torch.empty(0, self._job.d)
         with self._begun(called) as train:
             for k, slots in enumerate(self._blocks):
                 train(self._ends[k], self._count)

@@ -25,6 +25,7 @@ from raydpfl.hardware import Precision
 from raydpfl.keys import Purpose
 from raydpfl.local.base import Local, Step
 from raydpfl.rates import Schedule
+from raydpfl.rounds import Grid
 from raydpfl.tasks import Task
 
 BLOCK = 1 << 18  # numbers of updates in a block
@@ -136,9 +137,8 @@ class StepNoise:
 @dataclass(frozen=True)
 class Sum:
     """Where a way with `adds` adds up updates as soon as they are trained, while they are in the
-    cache: each times its factor and weight, with its client's noise, in the lane's order. Every
-    lane's sum is put on the grid and added to `found`, as by `raydpfl.sums.add_snapped`. An update
-    that is not finite counts as 0.
+    cache, as `raydpfl.sums.add` does: each times its factor and weight, with its client's noise. An
+    update that is not finite counts as 0.
     """
 
     closed: tuple[float, float, float]  # the factors, see `raydpfl.bounding.Bounding.closed`
@@ -148,11 +148,13 @@ class Sum:
     t: int
     clients: np.ndarray
     draws: np.ndarray
-    grid: float
-    found: np.ndarray  # float64 [d]
+    grid: Grid
+    # float64 [threads, d]: what each of the threads has added up, where d is rounded up to a
+    # multiple of `raydpfl.native.VECTOR`, so that rows lie alike
+    found: np.ndarray
     # float64 [C], of those that have trained
     factors: np.ndarray
-    # bool [1]: no lane's sum was out of the grid's range, by those that have trained
+    # bool [1]: none of those that have trained is out of the grid's range
     fits: np.ndarray
 
 

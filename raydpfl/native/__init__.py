@@ -16,7 +16,8 @@ same.
 >>> norms(rows)
 array([5., 2.])
 >>> total = np.zeros(2)
->>> add(total, rows.numpy(), factors=np.array([0.5, 1.0]))
+>>> add(total, rows.numpy(), step=0.5, most=8.0, factors=np.array([0.5, 1.0]))
+True
 >>> total
 array([1.5, 4. ])
 """
@@ -39,6 +40,7 @@ from raydpfl import compiling
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
 RANKED = 128  # rows of a client, as in kernels.c
+VECTOR = 16  # numbers to a multiple of which rows are padded, likewise
 PARTIAL = 64  # partial sums of a norm
 CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cache
 # of the polynomial for e^x, after the first
@@ -139,46 +141,57 @@ def _norm(row: np.ndarray) -> float:
 
 
 def add(
-    total: np.ndarray, rows: np.ndarray, factors: np.ndarray, noise: np.ndarray | None = None
-) -> None:
-    """Adds factors[i] rows[i] + noise[i] to `total` for each i in turn, every product and sum
-    rounded.
+    total: np.ndarray,
+    rows: np.ndarray,
+    step: float,
+    most: float,
+    factors: np.ndarray | None = None,
+    noise: np.ndarray | None = None,
+) -> bool:
+    """Adds rows[i], or factors[i] rows[i] (+ noise[i]), to `total`: every product and sum rounded,
+    and then to multiples of `step`, halves to even ones.
 
     Args:
         total: float64 [d], changed in place.
-        rows: float32 [k, d].
+        rows: float64 [k, d], or float32 with factors.
+        step: a power of two.
+        most: 2^51 steps at most.
         factors: float64 [k].
         noise: float64 [k, d].
-    """
-    compiled = library()
-    given = (factors, total) if noise is None else (factors, total, noise)
-    fits = rows.dtype == np.float32 and all(each.dtype == np.float64 for each in given)
-    if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *given))):
-        for i, row in enumerate(rows):
-            sent = row.astype(np.float64) * factors[i]
-            total += sent if noise is None else sent + noise[i]
-        return
-    places = (_at(rows), _at(factors), None if noise is None else _at(noise), _at(total))
-    compiled.raydpfl_add(*_sizes(rows), *places)
-
-
-def snap(total: np.ndarray, step: float, found: np.ndarray) -> bool | None:
-    """Adds `total`, rounded to multiples of `step`, to `found`, and leaves zeros in it.
-
-    Args:
-        total: float64 [d].
-        step: a power of two.
-        found: float64 [d], changed in place.
 
     Returns:
-        Whether no number of `total` exceeds 2^52 steps in size: else both are any. None where
-        nothing is compiled, and nothing is done.
+        Whether no number that is added exceeds `most` in size: else the total is any.
     """
     compiled = library()
-    if compiled is None:
-        return None
-    size = ctypes.c_int64(len(total))
-    return bool(compiled.raydpfl_snap(size, ctypes.c_double(step), _at(total), _at(found)))
+    doubles = [each for each in (total, factors, noise) if each is not None]
+    known = rows.dtype == (np.float64 if factors is None else np.float32)
+    fits = known and all(each.dtype == np.float64 for each in doubles)
+    if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *doubles))):
+        return _added(total, rows, step, most, factors, noise)
+    places = (None if each is None else _at(each) for each in (rows, factors, noise))
+    limits = ctypes.c_double(step), ctypes.c_double(most)
+    return bool(compiled.raydpfl_add(*_sizes(rows), *places, *limits, _at(total)))
+
+
+def _added(
+    total: np.ndarray,
+    rows: np.ndarray,
+    step: float,
+    most: float,
+    factors: np.ndarray | None,
+    noise: np.ndarray | None,
+) -> bool:
+    """As `add`, in numpy."""
+    for i, row in enumerate(rows):
+        sent = row.astype(np.float64)
+        if factors is not None:
+            sent *= factors[i]
+        if noise is not None:
+            sent += noise[i]
+        if not np.abs(sent).max(initial=0.0) <= most:
+            return False
+        total += np.rint(sent / step) * step
+    return True
 
 
 def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:

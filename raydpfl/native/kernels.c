@@ -1459,70 +1459,83 @@ NORM(norm64, double, doubles_anywhere)
 
 enum { COLUMNS = 2048, PIECE = 8 * COLUMNS };
 
-/* total [count] += factor row (+ noise, unless it is NULL), each product and each sum rounded. What
-lies `after` numbers further on comes next: another thread's cache may have it. */
-INLINE void add_row(int64_t count, const float *row, int64_t after, double factor,
-                    const double *noise, double *total) {
-    int64_t j = 0;
-    for (; j + NUMBERS <= count; j += NUMBERS) {
-        const floats_anywhere *at = (const floats_anywhere *)(row + j);
-        __builtin_prefetch(row + after + j);
-        doubles sent = factor * __builtin_convertvector(*at, doubles);
-        if (noise) sent += *(const doubles_anywhere *)(noise + j);
-        *(doubles_anywhere *)(total + j) += sent;
-    }
-    for (; j < count; j++) {
-        double sent = factor * row[j];
-        if (noise) sent += noise[j];
-        total[j] += sent;
-    }
-}
+/* The multiples of `step`, a power of two, to which what clients send is rounded, to even halfway, and
+the largest size of a coordinate of theirs, of at most 2^51 steps. */
+typedef struct {
+    double step, most;
+} Grid;
 
-/* Rounds numbers of at most `limit` in size, of which 2^52 steps is the largest, to multiples of
-`step`, a power of two, to even halfway; whether all of them are as small. */
-INLINE doubles rounded(doubles number, double step, double limit, longs *fit) {
-    const longs sign = (longs){} + INT64_MIN;
-    doubles size = (doubles)((longs)number & ~sign);
-    *fit &= size <= limit;
-    doubles whole = (size * (1 / step) + 0x1p52) - 0x1p52;
-    return (doubles)((longs)(whole * step) | ((longs)number & sign));
-}
-
-/* found [d] += total [d], rounded to multiples of `step`; then total is 0. Whether no number of it
-exceeds 2^52 steps in size: else both are any. */
-int raydpfl_snap(int64_t d, double step, double *total, double *found) {
-    const double limit = step * 0x1p52;
-    longs fit = ~(longs){};
-    int64_t j = 0;
-    for (; j + NUMBERS <= d; j += NUMBERS) {
-        doubles_anywhere *at = (doubles_anywhere *)(total + j);
-        *(doubles_anywhere *)(found + j) += rounded(*at, step, limit, &fit);
-        *at = (doubles){};
-    }
-    for (; j < d; j++) {
-        found[j] += rounded((doubles){total[j]}, step, limit, &fit)[0];
-        total[j] = 0;
-    }
+static int all_of(longs fit) {
     int all = 1;
     for (int i = 0; i < NUMBERS; i++) all &= fit[i] != 0;
     return all;
 }
 
-/* What is added up as it is trained; raydpfl/local/compiled.py fills it. Of clients in order, each
-update times its factor and its weight, and normals of this std, are added to `total`; after the last
-of a lane that is rounded to multiples of `grid`, added to `found`, and 0. An update of norm n has the
-factor 1 up to `most`, else above (1 / (beside + n)), or 0 where that divides by 0; one that is not
-finite counts as 0. */
+/* Numbers on the grid, and unless `fit` is NULL whether all of them are small enough. */
+INLINE doubles on_grid(doubles number, Grid grid, longs *fit) {
+    const longs sign = (longs){} + INT64_MIN;
+    if (fit) *fit &= (doubles)((longs)number & ~sign) <= grid.most;
+    double magic = 0x1.8p52 * grid.step; /* numbers of its size are multiples of the step */
+    return (number + magic) - magic;
+}
+
+/* total [count] += factor row (+ std noise), on the grid; `noise` is read in the type `some`. With
+`looks`, whether all of it fits. What lies `after` numbers further on comes next: another thread's
+cache may have it. */
+#define ADD_ROW(name, looks, noises, some, number)                                              \
+    INLINE int name(int64_t count, const float *row, int64_t after, double factor,              \
+                    const number *noise, double std, Grid grid, double *total) {                \
+        longs all = ~(longs){}, *fit = looks ? &all : NULL;                                     \
+        int64_t j = 0;                                                                          \
+        for (; j + NUMBERS <= count; j += NUMBERS) {                                            \
+            const floats_anywhere *at = (const floats_anywhere *)(row + j);                     \
+            if (after) __builtin_prefetch(row + after + j);                                     \
+            doubles sent = factor * __builtin_convertvector(*at, doubles);                      \
+            if (noises)                                                                         \
+                sent += std * __builtin_convertvector(*(const some *)(noise + j), doubles);     \
+            *(doubles_anywhere *)(total + j) += on_grid(sent, grid, fit);                       \
+        }                                                                                       \
+        for (; j < count; j++) {                                                                \
+            double sent = factor * row[j];                                                      \
+            if (noises) sent += std * noise[j];                                                 \
+            total[j] += on_grid((doubles){} + sent, grid, fit)[0];                              \
+        }                                                                                       \
+        return all_of(all);                                                                     \
+    }
+
+ADD_ROW(add_small, 0, 0, floats_anywhere, float)
+ADD_ROW(add_small_noised, 0, 1, floats_anywhere, float)
+ADD_ROW(add_any, 1, 0, floats_anywhere, float)
+ADD_ROW(add_any_noised, 1, 1, floats_anywhere, float)
+ADD_ROW(add_beside, 1, 1, doubles_anywhere, double)
+
+/* total [count] += row, on the grid. Whether all of it fits. */
+INLINE int add_vector(int64_t count, const double *row, Grid grid, double *total) {
+    longs all = ~(longs){};
+    int64_t j = 0;
+    for (; j + NUMBERS <= count; j += NUMBERS) {
+        doubles sent = *(const doubles_anywhere *)(row + j);
+        *(doubles_anywhere *)(total + j) += on_grid(sent, grid, &all);
+    }
+    for (; j < count; j++) total[j] += on_grid((doubles){} + row[j], grid, &all)[0];
+    return all_of(all);
+}
+
+/* What is added up as it is trained; raydpfl/local/compiled.py fills it. Of each client its update
+times its factor and its weight, and normals of this std, on the grid, are added to a vector of the
+thread's own. An update of norm n has the factor 1 up to `most`, else above (1 / (beside + n)), or 0
+where that divides by 0; one that is not finite counts as 0. */
 typedef struct {
-    double most, above, beside, grid;
+    double most, above, beside;
+    Grid grid;
     double std;                     /* 0: no normals */
     uint64_t seed, purpose, round;  /* of the normals */
     const uint64_t *clients, *draws; /* [C], likewise */
     const double *weights;          /* [C] */
     double *factors;                /* [C] */
-    double *total, *found;          /* [d] */
-    const uint8_t *ends; /* of the clients to train: the last of a lane */
-    int64_t fits;        /* whether all lanes' sums were in the grid's range */
+    double *found;                  /* [threads][padded(d)] */
+    int64_t threads;
+    atomic_llong fits;              /* whether all were small enough for the grid */
 } Sum;
 
 static double factor_of(const Sum *sum, double norm) {
@@ -1535,7 +1548,7 @@ static double factor_of(const Sum *sum, double norm) {
 outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches`, `steps` and `gammas` [C]; of
 noise `stds`, `clients` and `draws` [C]; `clipped` [C], which is given, or NULL. Of those to train:
 `slots` [count], and where to write their `updates` [count][d], `losses`, `norms` and whether they
-are `done` [count]; with `sum`, their updates are added to it, and the places for them known here. */
+are `done` [count]; with `sum`, their updates are added to it in place of that. */
 typedef struct {
     const Job *job;
     int64_t count;
@@ -1555,12 +1568,7 @@ typedef struct {
     float *memory;
     int64_t trained; /* the first so many */
     int shared;      /* with the crew */
-    /* of a sum: the place for an update that each thread has, those that none has, the clients that
-    are added, whether some thread adds one, and when a place is free */
-    float **mine, **spare;
-    int64_t spares, added, adding;
-    pthread_mutex_t lock;
-    pthread_cond_t freed;
+    float *updates_here; /* of a sum: of each thread one, padded(d), and as many normals */
 } Lane;
 
 static Client client_at(const Lane *lane, int64_t place) {
@@ -1584,89 +1592,49 @@ static Client client_at(const Lane *lane, int64_t place) {
     return client;
 }
 
-/* total [count] += factor row + std noise, each product and each sum rounded. */
-static void add_noised(int64_t count, const float *row, double factor, const float *noise,
-                       double std, double *total) {
-    int64_t j = 0;
-    for (; j + NUMBERS <= count; j += NUMBERS) {
-        const floats_anywhere *at = (const floats_anywhere *)(row + j);
-        const floats_anywhere *by = (const floats_anywhere *)(noise + j);
-        doubles sent = factor * __builtin_convertvector(*at, doubles);
-        sent += std * __builtin_convertvector(*by, doubles);
-        *(doubles_anywhere *)(total + j) += sent;
-    }
-    for (; j < count; j++) total[j] += factor * row[j] + std * noise[j];
-}
-
 static void stream_normals(const uint64_t name[5], float std, int64_t count, float *out);
 
-/* Draws what is added to the update of a client that is trained, after it. */
-static void draw_beside(const Lane *lane, int64_t place, float *update) {
-    const Sum *sum = lane->sum;
-    int64_t d = lane->job->d, slot = lane->slots[place];
-    uint64_t name[5] = {sum->seed, sum->purpose, sum->round, sum->clients[slot],
-                        sum->draws[slot] << 32};
-    if (!isfinite(lane->norms[place])) memset(update, 0, d * sizeof(float));
-    if (sum->std > 0) stream_normals(name, 1, d, update + padded(d));
-}
+static const double FARTHEST = 8; /* no normal is as large */
 
-static void add_client(Lane *lane, int64_t place) {
+/* Adds the update of a client that is trained, which has room for its normals after it. Where its norm
+says that all of it fits, it is not looked at. */
+static void add_client(const Lane *lane, int64_t place, float *update, double *total) {
     Sum *sum = lane->sum;
     int64_t d = lane->job->d, slot = lane->slots[place];
-    const float *update = lane->updates[place];
     double norm = lane->norms[place];
-    sum->factors[slot] = factor_of(sum, isfinite(norm) ? norm : 0);
-    double factor = sum->factors[slot] * sum->weights[slot];
-    if (sum->std > 0)
-        add_noised(d, update, factor, update + padded(d), sum->std, sum->total);
-    else
-        add_row(d, update, 0, factor, NULL, sum->total);
-    if (sum->ends[place]) sum->fits &= raydpfl_snap(d, sum->grid, sum->total, sum->found);
-}
-
-/* Has a client's update added, after those before it: by this thread, which adds all whose turn it
-is, or by another. Comes back with a place for the next update; who waits for one has no client in
-training, so that the next whose turn it is will come. */
-static float *hand_in(Lane *lane, int64_t place, float *update) {
-    pthread_mutex_lock(&lane->lock);
-    lane->updates[place] = update;
-    for (;;) {
-        int64_t turn = lane->added;
-        if (!lane->adding && turn < lane->count && lane->updates[turn]) {
-            lane->adding = 1;
-            pthread_mutex_unlock(&lane->lock);
-            add_client(lane, turn);
-            pthread_mutex_lock(&lane->lock);
-            lane->adding = 0;
-            lane->added++;
-            lane->spare[lane->spares++] = lane->updates[turn];
-            atomic_store(lane->done + turn, 1);
-            pthread_cond_broadcast(&lane->freed);
-        } else if (lane->spares) {
-            break;
-        } else {
-            pthread_cond_wait(&lane->freed, &lane->lock);
-        }
+    if (!isfinite(norm)) memset(update, 0, d * sizeof(float)), norm = 0;
+    sum->factors[slot] = factor_of(sum, norm);
+    double factor = sum->factors[slot] * sum->weights[slot], std = sum->std;
+    Grid grid = sum->grid;
+    float *noise = update + padded(d);
+    if (std > 0) {
+        uint64_t name[5] = {sum->seed, sum->purpose, sum->round, sum->clients[slot],
+                            sum->draws[slot] << 32};
+        stream_normals(name, 1, d, noise);
     }
-    float *next = lane->spare[--lane->spares];
-    pthread_mutex_unlock(&lane->lock);
-    return next;
+    int fit = (fabs(factor) * norm + FARTHEST * std) * (1 + 1e-9) <= grid.most;
+    if (fit && std > 0)
+        add_small_noised(d, update, 0, factor, noise, std, grid, total);
+    else if (fit)
+        add_small(d, update, 0, factor, NULL, 0, grid, total);
+    else if (std > 0)
+        fit = add_any_noised(d, update, 0, factor, noise, std, grid, total);
+    else
+        fit = add_any(d, update, 0, factor, NULL, 0, grid, total);
+    if (!fit) atomic_store(&sum->fits, 0);
 }
 
 static void train_slot(void *what, int64_t place, int64_t thread) {
     Lane *lane = what;
     const Job *job = lane->job;
     Client client = client_at(lane, place);
-    float *update = lane->sum ? lane->mine[thread] : lane->updates[place];
+    int64_t d = job->d;
+    float *update = lane->sum ? lane->updates_here + 2 * padded(d) * thread : lane->updates[place];
     double *clipped = lane->clipped ? lane->clipped + lane->slots[place] : NULL;
     lane->losses[place] = train_one(job, lane->rooms + thread, &client, update, clipped);
-    lane->norms[place] = norm32(job->d, update);
-    if (lane->sum) {
-        draw_beside(lane, place, update);
-        lane->mine[thread] = hand_in(lane, place, update);
-    } else {
-        atomic_store(lane->done + place, 1);
-    }
+    lane->norms[place] = norm32(d, update);
+    if (lane->sum) add_client(lane, place, update, lane->sum->found + padded(d) * thread);
+    atomic_store(lane->done + place, 1);
 }
 
 /* The most rows of a client that is to be trained in the span of its rows; 0: none is. */
@@ -1685,7 +1653,6 @@ void raydpfl_end(Lane *lane) {
     free(lane->memory);
     free(lane->rooms);
     free(lane->layers);
-    free(lane->mine);
     free(lane);
 }
 
@@ -1698,35 +1665,27 @@ Lane *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const f
                     atomic_uchar *done, Sum *sum) {
     Lane *lane = job->layers > MOST ? NULL : malloc(sizeof(Lane));
     if (!lane) return NULL;
-    *lane = (Lane){job,    count,   slots, x,       y,       sizes,   index,  batches, steps, gammas,
-                   stds,   clients, draws, clipped, updates, losses,  norms,  done,    sum,
-                   .lock = PTHREAD_MUTEX_INITIALIZER, .freed = PTHREAD_COND_INITIALIZER};
+    *lane = (Lane){job,   count,   slots, x,       y,       sizes,  index, batches, steps, gammas,
+                   stds,  clients, draws, clipped, updates, losses, norms, done,    sum};
     lane->shared = engage(train_slot, lane);
+    if (lane->shared && sum && sum->threads < crew.members)
+        atomic_store(&crew.members, sum->threads);
     int64_t threads = lane->shared ? crew.members : 1;
-    int64_t places = sum ? 2 * threads : 0; /* for updates */
     Room room = {.most = most_spanned(lane)};
     int64_t floats = padded(furnish(job, &room, NULL));
-    int64_t d = sum && sum->std > 0 ? 2 * padded(job->d) : padded(job->d);
-    lane->memory = aligned_alloc(64, (threads * floats + places * d) * sizeof(float));
+    int64_t here = sum ? 2 * padded(job->d) : 0;
+    lane->memory = aligned_alloc(64, threads * (floats + here) * sizeof(float));
     lane->rooms = calloc(threads, sizeof(Room));
     lane->layers = calloc(threads * job->layers, sizeof(Layer));
-    lane->mine = calloc(threads + places, sizeof(float *));
-    if (!lane->memory || !lane->rooms || !lane->layers || !lane->mine) {
+    if (!lane->memory || !lane->rooms || !lane->layers) {
         raydpfl_end(lane);
         return NULL;
     }
+    lane->updates_here = lane->memory + threads * floats;
     for (int64_t i = 0; i < threads; i++) {
         lane->rooms[i].layer = lane->layers + i * job->layers;
         lane->rooms[i].most = room.most;
         furnish(job, lane->rooms + i, lane->memory + i * floats);
-    }
-    lane->spare = lane->mine + threads;
-    for (int64_t i = 0; i < places; i++) {
-        float *place = lane->memory + threads * floats + i * d;
-        if (i < threads)
-            lane->mine[i] = place;
-        else
-            lane->spare[lane->spares++] = place;
     }
     return lane;
 }
@@ -1750,6 +1709,8 @@ typedef struct {
     const void *rows;
     const double *factors, *noise;
     double *found;
+    Grid grid;
+    atomic_int *fits;
 } Rows;
 
 static void find_norm32(void *what, int64_t place, int64_t thread) {
@@ -1776,26 +1737,34 @@ void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
 static void add_piece(void *what, int64_t place, int64_t thread) {
     const Rows *r = what;
     int64_t last = (place + 1) * PIECE < r->d ? (place + 1) * PIECE : r->d;
+    int fit = 1;
     for (int64_t from = place * PIECE; from < last; from += COLUMNS) {
         int64_t count = from + COLUMNS < last ? COLUMNS : last - from;
         double *total = r->found + from;
         for (int64_t i = 0; i < r->k; i++) {
-            const float *row = (const float *)r->rows + i * r->d + from;
+            int64_t at = i * r->d + from;
+            const float *row = (const float *)r->rows + at;
             int64_t after = i + 1 < r->k ? r->d : 0;
-            if (r->noise)
-                add_row(count, row, after, r->factors[i], r->noise + i * r->d + from, total);
+            if (!r->factors)
+                fit &= add_vector(count, (const double *)r->rows + at, r->grid, total);
+            else if (r->noise)
+                fit &=
+                    add_beside(count, row, after, r->factors[i], r->noise + at, 1, r->grid, total);
             else
-                add_row(count, row, after, r->factors[i], NULL, total);
+                fit &= add_any(count, row, after, r->factors[i], NULL, 0, r->grid, total);
         }
     }
+    if (!fit) atomic_store(r->fits, 0);
 }
 
-/* total [d] += factors[i] rows[i] (+ noise[i]) for each i in turn, each product and each sum
-rounded. `noise` [k, d] or NULL. */
-void raydpfl_add(int64_t k, int64_t d, const float *rows, const double *factors,
-                 const double *noise, double *total) {
-    Rows r = {k, d, rows, factors, noise, total};
+/* total [d] += factors[i] rows[i] (+ noise[i]), of float rows, or with NULL for factors rows[i], of
+doubles, each on the grid. `noise` [k, d] or NULL. Whether all fit: else the total is any. */
+int raydpfl_add(int64_t k, int64_t d, const void *rows, const double *factors, const double *noise,
+                double step, double most, double *total) {
+    atomic_int fits = 1;
+    Rows r = {k, d, rows, factors, noise, total, {step, most}, &fits};
     share((d + PIECE - 1) / PIECE, add_piece, &r);
+    return fits;
 }
 
 /* --- keyed words --- */
