@@ -306,7 +306,8 @@ class ClientActor(Process):
         features = math.prod(self.shards.shape)
         alike: dict[tuple[int, ...], list[Lane]] = {}
         for lane in sorted(lanes, key=lambda each: each.rows):
-            if lane.slot is not None:
+            steps = self.experiment.local.step_counts(self._held(lane.clients))
+            if lane.slot is not None or not self.trainer.joins(steps):
                 yield lane
                 continue
             same = alike.setdefault((lane.width, *self.trainer.alike(lane.rows)), [])

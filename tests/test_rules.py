@@ -333,6 +333,40 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
     assert all(torch.equal(some[slot][0], whole[slot][0]) for slot in (0, 2))
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("model", ["mlp", "tied"])
+def test_the_last_clients_of_a_lane_that_vmap_leaves_have_one_set_of_bits(model, clip):
+    module = made(model)
+    rule = Sgd(epochs=3, batch=3, lr=0.1, momentum=0.5)
+    sizes = np.array([13, 9, 4, 2])
+    planned = rule.step_counts(sizes)
+    assert planned.tolist() == [13, 9, 4, 3]  # two of them, and then one, go on
+
+    def lane(way: str, held: list[int]) -> dict:
+        some = np.where(np.isin(range(4), held), range(4), -1)
+        stds = None if clip is None else np.full(4, 0.1)
+        trainer = Trainer(module, rule, way=way, seed=4, clip=clip)
+        given = (models.flatten(module), *rows(sizes), sizes)
+        who = {"t": 2, "clients": some, "draws": [0] * 4}
+        blocks = trainer.lane(*given, **who, planned=planned, stds=stds)
+        return {slot: delta for slot, delta, _ in each(blocks)}
+
+    whole = lane("vmap", [0, 1, 2, 3])
+    theirs = lane("loop", [0, 1, 2, 3])
+    for slot, delta in whole.items():
+        assert torch.equal(lane("vmap", [slot])[slot], delta)
+        torch.testing.assert_close(delta, theirs[slot], rtol=1e-4, atol=1e-5)
+
+
+def test_a_lane_some_of_whose_clients_are_trained_by_themselves_joins_no_other():
+    found = {}
+    for way in ("vmap", "fused"):
+        trainer = Trainer(made("mlp"), Sgd(), way=way, seed=4)
+        lanes = ([5, 5, 5, 2], [5, 5, 2, 2], [5, 2, 2, 2], [5, 2])
+        found[way] = [trainer.joins(np.array(steps)) for steps in lanes]
+    assert found == {"vmap": [True, False, False, True], "fused": [True] * 4}
+
+
 @pytest.mark.parametrize("way", ["fused", "vmap"])
 def test_lanes_are_trained_together_where_no_value_depends_on_its_place(way):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Sigmoid(), nn.Linear(20, 4))

@@ -248,6 +248,13 @@ class Trainer:
         steps = int(self.local.step_counts(np.array([rows]))[0])
         return batch, rows if self._way.padded or batch == rows else 0, steps
 
+    def joins(self, steps: np.ndarray) -> bool:
+        """Whether a lane whose clients make so many steps, int64 [C], may be trained together with
+        others: no step takes so few of it that they are trained one by one (`Way.few`).
+        """
+        last = np.flatnonzero(steps == steps.max())[-1]
+        return len(steps) <= self._way.few or bool(last >= self._way.few)
+
     @property
     def padding(self) -> int:
         """Numbers of padding by which joining another lane costs about what training it by itself

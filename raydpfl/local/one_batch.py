@@ -150,6 +150,7 @@ class OneBatch(Vmap):
     along the first axis.
     """
 
+    few = 0  # it has no vmap to do without
     calls = 1 << 19  # as a row goes through what is frozen too
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -213,8 +214,9 @@ class OneBatch(Vmap):
         """See `Gradients`: pass by pass, of as many clients as lie in the cache."""
         clients = len(shares)
         passes = []
-        for some in torch.arange(clients).split(self._at_once(named, x, lane.clip is not None)):
-            span = slice(int(some[0]), int(some[-1]) + 1)
+        at_once = self._at_once(named, x, lane.clip is not None)
+        for first in range(0, clients, at_once):
+            span = slice(first, min(first + at_once, clients))
             slots = range(span.start, span.stop)
             own = {name: part[span] for name, part in named.items()}
             if not any(slot in lane.slots for slot in slots):
@@ -229,6 +231,8 @@ class OneBatch(Vmap):
                 passes.append(
                     self._means(*given) if lane.clip is None else self._bounded(*given, lane.clip)
                 )
+        if len(passes) == 1:
+            return passes[0]
         gradients, *others = zip(*passes, strict=True)
         joined = {name: torch.cat([each[name] for each in gradients]) for name in named}
         return joined, *(torch.cat(each) for each in others)

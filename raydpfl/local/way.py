@@ -463,6 +463,9 @@ class Way:
     alone: ClassVar[bool] = False
     # products of a row with a weight that take as long as the calls of a lane's step
     calls: ClassVar[int] = 1 << 21
+    # where a step takes no more than these of a lane's clients, as the others have made theirs,
+    # each is trained by itself, with other bits: such a lane is not trained together with others
+    few: ClassVar[int] = 0
     twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
     trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
     # whether a slot is trained when it is asked for, and not before
