@@ -38,10 +38,11 @@ from ray.exceptions import (
 from raydpfl import evaluator
 from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
-from raydpfl.dealing import Costs, rows, shares, singles
+from raydpfl.dealing import Costs, cut, rows, shares, singles
 from raydpfl.delivery import RATE
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.hardware import cores
+from raydpfl.local.ways import WAYS
 from raydpfl.origin import differences
 from raydpfl.process import Started
 from raydpfl.remote import ClientActor
@@ -173,6 +174,7 @@ class Actors:
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         here = ray.get_runtime_context().get_node_id()
         self._given = (pickle.dumps(experiment), shards, path, capability, here)
+        self._deal = cut if WAYS[experiment.client.way].alone else shares
         if len(ray.nodes()) > 1:  # others may have to be sent them
             self._sending = sum(each.stat().st_size for each in Path(shards).iterdir()) / RATE
         for index in self._actors:
@@ -223,7 +225,7 @@ class Actors:
         each = 1.0
         if self._costs.known:  # a long round in pieces, so that whoever is ahead takes more of them
             each = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
-        return shares(lanes, actors * round(each), costs)
+        return self._deal(lanes, actors * round(each), costs)
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
@@ -237,7 +239,8 @@ class Actors:
         ]
         calls = [(work, list(share)) for share in shares]
         costs = [rows(share) for share in shares]
-        for index, result in self._results("train", broadcast, calls, homes, costs):
+        for index, lent in self._results("train", broadcast, calls, homes, costs):
+            result = lent.kept()
             if not self.per_client:
                 self._costs.took(shares[index], result.seconds)
             yield index, result
@@ -442,6 +445,7 @@ class _Served:
     """
 
     ENDS = 10.0  # seconds in which Ray says it
+    lent = False  # whether the arrays of the next answer hold until the next call alone
 
     def __init__(self, actor: Any, door: Door):
         self.door = door
@@ -452,7 +456,7 @@ class _Served:
         actor.
         """
         try:
-            return self.door.take(copied=True)[0]
+            return self.door.take(copied=not self.lent)[0]
         except Gone:
             ray.get(self._ended, timeout=self.ENDS)
             raise
@@ -475,6 +479,7 @@ class _Sent:
         """
         if served is None:
             return getattr(actor, self._method).remote(self._reference, *self._calls[index])
+        served.lent = self._method == "train"
         given, *calls = self._puts
         with suppress(Gone):  # as its answer will say
             served.door.send(given, calls[index])

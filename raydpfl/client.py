@@ -310,7 +310,7 @@ class ClientActor(Process):
             if lane.slot is not None or not self.trainer.joins(steps):
                 yield lane
                 continue
-            same = alike.setdefault((lane.width, *self.trainer.alike(lane.rows)), [])
+            same = alike.setdefault(self.trainer.alike(lane.width, lane.rows), [])
             if same:
                 padded = len(same) * (lane.rows - same[-1].rows)
                 most = self.trainer.together(lane.width, lane.rows, features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -136,6 +137,28 @@ def shares(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[La
         loads[least] += costs[index]
     order = np.argsort(-loads, kind="stable").tolist()
     return [[lanes[index] for index in sorted(dealt[share])] for share in order if dealt[share]]
+
+
+def cut(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[Lane]]:
+    """The clients of lanes that have the same bits in any, dealt to at most `count` shares of one
+    cost, to within a client's.
+
+    `costs`: of each lane.
+    """
+    present = [int((lane.clients >= 0).sum()) for lane in lanes]
+    each = np.repeat(costs / np.maximum(present, 1), present)
+    middle = np.cumsum(each) - each / 2
+    ends = np.searchsorted(middle, np.linspace(0, each.sum(), count + 1)[1:-1])
+    found = []
+    for start, end in pairwise([0, *ends.tolist(), len(each)]):
+        begins = np.cumsum([0, *present])[:-1].tolist()
+        parts = [
+            lane.part(slice(max(0, start - begin), min(many, end - begin)))
+            for lane, begin, many in zip(lanes, begins, present, strict=True)
+            if max(start, begin) < min(end, begin + many)
+        ]
+        found += [parts] if parts else []
+    return found
 
 
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:

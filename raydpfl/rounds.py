@@ -42,16 +42,19 @@ class Lane:
 
     @classmethod
     def joined(cls, lanes: Sequence[Lane]) -> Lane:
-        """Lanes of the same width as one, the clients of one after those of another."""
+        """Lanes as one, the clients of one after those of another. Those of several widths are one
+        lane from then on.
+        """
         first = lanes[0]
         if len(lanes) == 1:
             return first
-        width = len(first.clients)
         memory: dict[str, dict[int, np.ndarray]] = {}
-        for place, lane in enumerate(lanes):
+        begins = 0
+        for lane in lanes:
             for member, rows in lane.memory.items():
                 kept = memory.setdefault(member, {})
-                kept |= {place * width + slot: vector for slot, vector in rows.items()}
+                kept |= {begins + slot: vector for slot, vector in rows.items()}
+            begins += len(lane.clients)
         return cls(
             np.concatenate([lane.clients for lane in lanes]),
             np.concatenate([lane.draws for lane in lanes]),
@@ -59,7 +62,7 @@ class Lane:
             max(lane.rows for lane in lanes),
             stds=None if first.stds is None else np.concatenate([lane.stds for lane in lanes]),
             memory=memory,
-            parts=len(lanes),
+            parts=len(lanes) if len({len(lane.clients) for lane in lanes}) == 1 else 1,
         )
 
     def alone(self, slot: int) -> Lane:
@@ -160,6 +163,12 @@ class LaneResult:
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
+
+    def kept(self) -> LaneResult:
+        """The same with arrays of its own, but for the total."""
+        columns = {name: values.copy() for name, values in self.columns.items()}
+        memory = {name: rows.copy() for name, rows in self.memory.items()}
+        return replace(self, columns=columns, memory=memory)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, stream
 from raydpfl.local import Sgd, Trainer
 from raydpfl.plan import Plan
-from raydpfl.rounds import Broadcast, Lane, Work
+from raydpfl.rounds import Broadcast, Grid, Lane, Work
 from raydpfl.selection import Cohort
 
 FALSE_ALARM = 1e-6
@@ -116,7 +116,7 @@ def test_noise_that_leaves_clients(tmp_path):
         clients = np.append(np.arange(30), 29)
         draws = np.append(np.zeros(30, int), 1)
         lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
-        work = Work(t, plan.seed, plan.noise_seed, 0.5, std, 1e-9)
+        work = Work(t, plan.seed, plan.noise_seed, 0.5, std, Grid.of(31, 0.5, std))
         tally = actor._tally(Broadcast(np.zeros(plan.d, np.float32)), work)
         for block in actor._trained(tally, lane):
             for alone in block.apart():

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from raydpfl import cluster, reaper
+from raydpfl import cluster, dealing, reaper
 from raydpfl.config import Client
 from raydpfl.dealing import Costs, lanes, rows, shares, singles
 from raydpfl.errors import ConfigError
@@ -111,6 +111,22 @@ def test_shares_have_about_the_same_number_of_rows():
     unequal = cut(np.random.default_rng(1).lognormal(4, 1, 150).astype(int) + 1, 8)
     loads = [rows(share) for share in shares(unequal, 2, Costs().of(unequal))]
     assert max(loads) / sum(loads) < 0.55
+
+
+@pytest.mark.parametrize("actors", [1, 2, 3, 7, 95])
+def test_lanes_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
+    made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
+    costs = Costs().of(made)
+    dealt = dealing.cut(made, actors, costs)
+    assert len(dealt) <= actors and all(dealt)
+    clients = [lane.clients.tolist() for share in dealt for lane in share]
+    everyone = np.concatenate([lane.clients[lane.clients >= 0] for lane in made])
+    assert np.concatenate(clients).tolist() == everyone.tolist()
+    loads = [rows(share) for share in dealt]
+    one = max(lane.rows for lane in made)
+    assert max(loads) <= sum(loads) / actors + one
+    assert actors == 95 or min(loads) >= sum(loads) / actors - one
+    assert dealing.cut([], 2, np.zeros(0)) == []
 
 
 def test_what_lanes_cost_is_learned_from_the_rounds():

@@ -40,6 +40,7 @@ from raydpfl.tasks import Task
 LANES = 16  # numbers of a vector
 # numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
+ADDED = 1 << 23  # and of those that are added up in the cache
 MOST = 64  # layers
 KEPT = 64 << 20  # bytes, at most, of what noise takes of rows that come again
 ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of kernels.c
@@ -124,7 +125,8 @@ class Compiled(Way):
         clipped = lane.clipped if lane.clip is not None else None
         job, kept = self._job(parameters, lane, linear, columns, np.array(answers))
         _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        blocks = [slots for _, slots in lane.blocks(parameters.numel(), BLOCK)]
+        most = BLOCK if lane.into is None else ADDED
+        blocks = [slots for _, slots in lane.blocks(parameters.numel(), most)]
         training = _Training(job, blocks, [*arrays, clipped])
         yield from training.given() if lane.into is None else training.added(lane.into)
         del kept

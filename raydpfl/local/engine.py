@@ -240,13 +240,15 @@ class Trainer:
     def _keyed(self, **name: int) -> AbstractContextManager[None]:
         return keys.keyed_globals(self.seed, **name) if self.own else nullcontext()
 
-    def alike(self, rows: int) -> tuple[int, int, int]:
-        """The same for lanes padded to different numbers of `rows` that may be trained together."""
+    def alike(self, width: int, rows: int) -> tuple[int, ...]:
+        """The same for lanes of `width` clients, padded to `rows` rows, that may be trained
+        together.
+        """
         if self._way.alone:
-            return 0, 0, 0
+            return ()
         batch = self.local.batch_size(rows)
         steps = int(self.local.step_counts(np.array([rows]))[0])
-        return batch, rows if self._way.padded or batch == rows else 0, steps
+        return width, batch, rows if self._way.padded or batch == rows else 0, steps
 
     def joins(self, steps: np.ndarray) -> bool:
         """Whether a lane whose clients make so many steps, int64 [C], may be trained together with
@@ -264,21 +266,24 @@ class Trainer:
 
     def together(self, width: int, rows: int, features: int) -> int:
         """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
-        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 where a
-        lane's part of some array would begin at another place within `BEGINS` bytes than that of a
-        lane alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where
-        those of other functions may (`Way.placed`); and 1 for lanes of one client, as products of
-        one matrix may have other bits than those of several, and on a GPU, where they may depend on
-        the number of matrices.
+        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 on a
+        GPU. But for ways in which no client depends on others (`Way.alone`), also 1 where a lane's
+        part of some array would begin at another place within `BEGINS` bytes than that of a lane
+        alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where those
+        of other functions may (`Way.placed`); and 1 for lanes of one client, as products of one
+        matrix may have other bits than those of several.
         """
-        if self.device.type != "cpu" or width == 1:
+        if self.device.type != "cpu" or (width == 1 and not self._way.alone):
             return 1
         batch = self.local.batch_size(rows)
         arrays = self._way.arrays(rows, features, batch, clip=self.clip is not None)
-        if arrays is None or any(4 * width * numbers % BEGINS for numbers in arrays):
+        if arrays is None:
             return 1
-        if any(width * numbers % VECTORS for numbers in self._way.placed(rows, batch)):
-            return 1
+        if not self._way.alone:
+            if any(4 * width * numbers % BEGINS for numbers in arrays):
+                return 1
+            if any(width * numbers % VECTORS for numbers in self._way.placed(rows, batch)):
+                return 1
         return max(1, TOGETHER // (4 * width * max(sum(arrays), 1)))
 
     @property
