@@ -25,6 +25,7 @@ from raydpfl.data.shards import Made
 from raydpfl.data.sources.synthetic import Synthetic
 from raydpfl.dealing import lanes
 from raydpfl.errors import ClientError, RunError
+from raydpfl.local import vmap
 from raydpfl.local.checks import draws_torch
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
@@ -365,3 +366,23 @@ def test_a_module_is_tried_for_what_it_draws():
     found = [draws_torch(each, form((60,))) for each in (still, drops, other)]
     assert found == [False, True, True]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_within_attention_do_not_set_it_back_for_one_another():
+    flash = torch.backends.cuda.flash_sdp_enabled
+    before = flash()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with vmap._ATTENTION:
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with vmap._ATTENTION:
+        thread.start()
+        assert inside.wait(10) and not flash()
+    assert not flash()
+    leave.set()
+    thread.join()
+    assert flash() == before is True
