@@ -244,7 +244,7 @@ class Inline:
 
     def _at_work(self) -> list[int]:
         """The threads that are at work, the first to begin it first."""
-        return self._crew.at_work if self._crew else []
+        return self._crew.at_work if self._crew is not None else []
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         def answer(client: ClientActor, some: Sequence[int]) -> list[float]:
@@ -260,7 +260,7 @@ class Inline:
         return self._parted("the evaluation of the model", self._scored, score, every)
 
     def close(self) -> None:
-        if self._crew:
+        if self._crew is not None:
             self._crew.close()
             self._crew = None
 
