@@ -217,8 +217,10 @@ def ended() -> bool:
 
 def test_a_client_that_hangs_in_a_thread_is_named(several, tmp_path, monkeypatch):
     several()
-    train, twin = ClientActor.train, ClientActor.twin
-    twins, hung = [], []
+    train = ClientActor.train
+    twin = ClientActor.twin
+    twins = []
+    hung = []
     over = threading.Event()
 
     def copied(self):
@@ -381,7 +383,8 @@ def test_a_module_is_tried_for_what_it_draws():
 def test_threads_within_attention_do_not_set_it_back_for_one_another():
     flash = torch.backends.cuda.flash_sdp_enabled
     before = flash()
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     def other():
         with vmap._ATTENTION:
