@@ -273,13 +273,13 @@ def rows_again() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained_again(trainer: Trainer, x: torch.Tensor, y: torch.Tensor, t: int) -> bytes:
-    start = models.flatten(nn.Linear(LARGE, CLASSES)).zero_()
+    start = models.flatten(nn.Linear(x.shape[2], CLASSES)).zero_()
     lane = trainer.lane(start, x, y, t=t, stds=np.full(8, 0.1), **AGAIN)
     return b"".join(block.updates.numpy().tobytes() for block in lane)
 
 
-def again(y: torch.Tensor) -> Trainer:
-    return trainer_of(nn.Linear(LARGE, CLASSES), Sgd(steps=15, batch=4, lr=0.1), y, CLIP)
+def again(y: torch.Tensor, features: int = LARGE) -> Trainer:
+    return trainer_of(nn.Linear(features, CLASSES), Sgd(steps=15, batch=4, lr=0.1), y, CLIP)
 
 
 def entries(trainer: Trainer) -> int:
@@ -311,6 +311,25 @@ def test_what_is_kept_of_rows_that_come_again_changes_no_bits(
     trainer = again(y)
     assert [trained_again(trainer, rows, y, t) for t, rows in enumerate(rounds)] == expected
     assert (0 < entries(trainer) <= room) == (room > 1)
+
+
+def test_rows_of_zeros_and_ones_in_another_order_are_other_rows(monkeypatch):
+    """Two rows of each client, of a one each, change places."""
+    _, y = rows_again()
+    features = 320  # by which they lie alike in the processor's vectors
+    x = torch.randn(8, 35, features, generator=torch.Generator().manual_seed(9))
+    x[:, :2] = 0
+    places = itertools.combinations(range(5, features, 64), 2)
+    for rows, (first, second) in zip(x, places, strict=False):
+        rows[0, first] = rows[1, second] = 1
+    swapped = x.clone()
+    swapped[:, :2] = x[:, [1, 0]]
+    rounds = [x, swapped]
+    trainer = again(y, features)
+    found = [trained_again(trainer, rows, y, t) for t, rows in enumerate(rounds)]
+    monkeypatch.setattr(compiled, "KEPT", 1)
+    expected = [trained_again(again(y, features), rows, y, t) for t, rows in enumerate(rounds)]
+    assert found == expected
 
 
 def test_rows_that_come_again_are_not_multiplied_again():
