@@ -223,6 +223,8 @@ class Trainer:
         """What the way gives. What the user's own code draws in it is keyed: by the client, or by
         the round where a lane is trained at once.
         """
+        if not lane.slots:
+            return
         running = self._way.run(parameters, lane)
         if self._way.one_by_one:
             for slot in lane.slots:
