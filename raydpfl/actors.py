@@ -38,11 +38,10 @@ from ray.exceptions import (
 from raydpfl import evaluator
 from raydpfl.config import Client, Experiment
 from raydpfl.data import Shards
-from raydpfl.dealing import Costs, cut, rows, shares, singles
+from raydpfl.dealing import Costs, dealer, rows, singles
 from raydpfl.delivery import RATE
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.hardware import cores
-from raydpfl.local.ways import WAYS
 from raydpfl.origin import differences
 from raydpfl.process import Started
 from raydpfl.remote import ClientActor
@@ -174,7 +173,7 @@ class Actors:
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         here = ray.get_runtime_context().get_node_id()
         self._given = (pickle.dumps(experiment), shards, path, capability, here)
-        self._deal = cut if WAYS[experiment.client.way].alone else shares
+        self._deal = dealer(experiment)
         if len(ray.nodes()) > 1:  # others may have to be sent them
             self._sending = sum(each.stat().st_size for each in Path(shards).iterdir()) / RATE
         for index in self._actors:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from raydpfl.config import Experiment
+from raydpfl.local.ways import WAYS
 from raydpfl.rounds import Lane
 from raydpfl.selection import Cohort
 
@@ -159,6 +161,14 @@ def cut(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[Lane]
         ]
         found += [parts] if parts else []
     return found
+
+
+def dealer(experiment: Experiment) -> Callable[[Sequence[Lane], int, np.ndarray], list[list[Lane]]]:
+    """`cut` where all that a client trains has the same bits in any lane, a model of its own
+    (`personal`) included; else `shares`.
+    """
+    apart = WAYS[experiment.client.way].alone and experiment.personal is None
+    return cut if apart else shares
 
 
 def singles(lanes: Sequence[Lane]) -> list[list[Lane]]:

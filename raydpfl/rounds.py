@@ -74,8 +74,9 @@ class Lane:
 
     def part(self, slots: slice) -> Lane:
         """Some of its slots, one after another, as a lane of their own."""
+        start, end, _ = slots.indices(len(self.clients))
         memory = {
-            name: {slot - slots.start: row for slot, row in rows.items() if slot >= slots.start}
+            name: {slot - start: row for slot, row in rows.items() if start <= slot < end}
             for name, rows in self.memory.items()
         }
         return replace(

@@ -129,6 +129,16 @@ def test_lanes_are_cut_between_clients_where_their_bits_are_the_same_in_any(acto
     assert dealing.cut([], 2, np.zeros(0)) == []
 
 
+def test_a_part_of_a_lane_has_what_its_own_clients_remember():
+    memory = {"bounding": {slot: np.full(2, slot) for slot in (0, 2, 3)}}
+    lane = Lane(np.arange(4), np.zeros(4, int), np.ones(4), rows=1, memory=memory)
+    parts = [lane.part(slice(0, 2)), lane.part(slice(2, 4))]
+    held = [{k: v.tolist() for k, v in part.memory["bounding"].items()} for part in parts]
+    assert held == [{0: [0, 0]}, {0: [2, 2], 1: [3, 3]}]
+    joined = Lane.joined([parts[0], lane.part(slice(1, 2)), parts[1]])
+    assert sorted(joined.memory["bounding"]) == [0, 3, 4]
+
+
 def test_what_lanes_cost_is_learned_from_the_rounds():
     generator = np.random.default_rng(2)
     costs = Costs()

@@ -367,6 +367,12 @@ METHODS |= {
         "noise": STEPS,
         "client": {"way": "compiled", "lane": 4},
     },
+    "no client of a lane has rows": {
+        **TINY,
+        "data": {**SYNTHETIC, "sizes": {"kind": f"{__name__}:Gaps"}},
+        "local": {"kind": "sgd", "epochs": 1, "batch": 3},
+        "client": {"way": "vmap", "lane": 2},
+    },
     "DPNFL, noised in the span of the rows": {
         **TINY,
         "data": {**SYNTHETIC, "features": 60},
@@ -562,6 +568,23 @@ def test_lanes_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
     assert len(set(cut)) > 1 and max(cut) <= 5
     for actors in (0, 3):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+
+
+def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
+    """Whose bits depend on the lane, though those of what is sent do not."""
+    plan = Plan.make(
+        experiment(
+            data={**LOGNORMAL, "features": 130, "classes": 17},
+            personal={"steps": 2, "batch": 3, "lr": 0.2, "proximal": 0.5},
+            client={"way": "compiled", "lane": 4},
+            rounds=2,
+        )
+    )
+    own = []
+    for actors in (None, 0, 3):
+        dealt = carried_out(plan, tmp_path / str(actors), actors)
+        own.append({client: each.tobytes() for client, each in dealt.at.memory.own.items()})
+    assert own[0] == own[1] == own[2]
 
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to

@@ -13,7 +13,7 @@ import numpy as np
 from raydpfl.client import ClientActor
 from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
-from raydpfl.dealing import Costs, shares, singles
+from raydpfl.dealing import Costs, dealer, singles
 from raydpfl.evaluator import Scored
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
@@ -32,13 +32,14 @@ class Dealt(Inline):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
         self.count = actors or self.client.shards.clients
+        self._deal = dealer(experiment)
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
         """See `Inline.shares`."""
         if self.per_client:
             return singles(lanes)
-        return shares(lanes, self.count, Costs().of(lanes))
+        return self._deal(lanes, self.count, Costs().of(lanes))
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
