@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import compileall
 import copy
+import fcntl
 import gc
 import importlib
 import itertools
@@ -18,9 +19,12 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import forks
 import pytest
+
+from raydpfl import compiling, hardware
 
 gc.disable()  # until all is imported, which makes much and leaves little behind
 sys.dont_write_bytecode = False  # pytest rewrites a test file once, and not in each process
@@ -93,9 +97,10 @@ def forgotten():
     """Modules that a test wrote into its own directory are imported anew by the next test that has
     one of that name.
     """
-    before = set(sys.modules)
+    last = next(reversed(sys.modules))
     yield
-    for name in set(sys.modules) - before:
+    # they come last, in the order of their import
+    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):
         if "pytest-of-" in (getattr(sys.modules[name], "__file__", None) or ""):
             sys.modules.pop(name)
 
@@ -238,17 +243,42 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # xdist's own order, by the number of tests
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(Path(__file__).parent.parent / "raydpfl", quiet=2)
+        if getattr(config.option, "numprocesses", None):
+            _compile_for_workers()
+
+
+def _compile_for_workers() -> None:
+    """Begins to compile what is native, in a thread that holds its lock until it is there, or until
+    it is known that it cannot be: a worker then says why.
+    """
+    command = compiling.command(hardware.vectors())
+    if command is None:
+        return
+    folder = Path(os.environ["RAYDPFL_CACHE"], "native")
+    folder.mkdir()
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def work() -> None:
+        with lock, suppress(OSError, subprocess.SubprocessError):
+            compiling.compiled(command, compiling.place(compiling.name(command)))
+
+    Thread(target=work, daemon=True).start()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What one worker compiles, none compiles again: each imports a share of the test files ahead
-    of the others, which then find them rewritten; and they have one folder of compiled libraries.
+    """What one process compiles, none compiles again: each worker imports a share of the test files
+    ahead of the others, which then find them rewritten; and they have one folder of compiled
+    libraries, which has its first when torch is imported, or soon after.
     """
     if WORKERS == 1:
         return
     compiled = Path(SHARED, "native")
     compiled.mkdir(exist_ok=True)
     Path(os.environ["RAYDPFL_CACHE"], "native").symlink_to(compiled)
+    importlib.import_module("torch")
+    with (compiled / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
     if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     files = sorted(Path(__file__).parent.glob("test_*.py"), key=lambda file: file.stat().st_size)
@@ -259,8 +289,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays, so nobody needs to look through it for garbage."""
+    """What is there now stays, so nobody needs to look through it for garbage; nor as often as
+    usual through what tests leave, in a process of this size.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 10, 20)
     gc.enable()
 
 
