@@ -4,7 +4,8 @@
 it in the same process (`client.actors: 0`); the bits are the same, because all randomness is keyed
 and every lane has the same shape whoever runs it:
 
-- pooled, an actor trains whole lanes and returns one vector, the exact sum of what they send;
+- pooled, an actor trains lanes, or parts of them where a client has the same bits in any
+  (`raydpfl.local.way.Way.alone`), and returns one vector, the exact sum of what their clients send;
 - per client, it trains its own client at that client's slot of the lane, the other slots standing
   empty.
 

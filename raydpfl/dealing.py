@@ -26,8 +26,8 @@ def lanes(
     `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
     steps) are those of the cohort's clients; a lane's rows are those of its largest. The cut is by
     size, and by place in the cohort among equals; within a lane clients are in the order of their
-    steps, the most first, and among equals in that of the cohort. So it is a function of the cohort
-    and the sizes, and clients of one size are cut as they stand.
+    steps (with `costs`), the most first, and among equals in that of the cohort. So it is a
+    function of the cohort and the sizes, and clients of one size are cut as they stand.
 
     Lanes are of `width`, the last one filled up with empty slots. Where clients differ in what they
     cost (`costs`, see `raydpfl.local.way.Way.costs`) lanes are such that all of them cost least.
@@ -151,15 +151,16 @@ def cut(lanes: Sequence[Lane], count: int, costs: np.ndarray) -> list[list[Lane]
     each = np.repeat(costs / np.maximum(present, 1), present)
     middle = np.cumsum(each) - each / 2
     ends = np.searchsorted(middle, np.linspace(0, each.sum(), count + 1)[1:-1])
+    begins = np.cumsum([0, *present])[:-1].tolist()
     found = []
     for start, end in pairwise([0, *ends.tolist(), len(each)]):
-        begins = np.cumsum([0, *present])[:-1].tolist()
         parts = [
             lane.part(slice(max(0, start - begin), min(many, end - begin)))
             for lane, begin, many in zip(lanes, begins, present, strict=True)
             if max(start, begin) < min(end, begin + many)
         ]
-        found += [parts] if parts else []
+        if parts:
+            found.append(parts)
     return found
 
 

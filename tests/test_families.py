@@ -51,7 +51,8 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
 
 
 def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bound():
-    for cohort, bound, std in [(1, 1.0, 0.0), (80, 0.5, 3.0), (10_000, 1.0, 2.0)]:
+    cases = [(1, 1.0, 0.0), (80, 0.5, 3.0), (10_000, 1.0, 2.0), (1_000_000, 1.05, 0.0)]
+    for cohort, bound, std in cases:
         grid = Grid.of(cohort, bound, std)
         assert bound + Grid.TAIL * std <= grid.most <= 2.0**51 * grid.step / cohort
         assert grid.step < 1e-9 * (bound + Grid.TAIL * std)
@@ -61,7 +62,7 @@ def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bo
 def test_a_contribution_out_of_range_is_a_divergence():
     for wrong in (1e30, np.nan):
         with pytest.raises(RunError, match="diverged"):
-            sums.snap(np.array([1.0, wrong]), Grid.of(10, None))
+            sums.add(np.zeros(2), np.array([[1.0, wrong]]), Grid.of(10, None))
 
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
