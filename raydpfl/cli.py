@@ -135,7 +135,7 @@ Kinds = Annotated[
 ]
 DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, _option(CLUSTER)]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -181,7 +181,7 @@ def run(
 
 NEW = "A new directory, or one that is empty."
 NEXT = """  cd {folder}
-  python -m pytest -q            (the project's own tests)
+  python -m pytest -q            (the project's own tests; pip install pytest)
   raydpfl run experiment.yaml"""
 
 
@@ -583,7 +583,8 @@ def check(
     if as_json:
         print(json.dumps([asdict(promise) for promise in found], indent=2))
     else:
-        print(contract.render(found))
+        console = _console()
+        print(contract.render(found, *[console.width] * console.is_terminal))
     broken = [promise for promise in found if promise.kept is False]
     if broken:
         first = broken[0]

@@ -503,4 +503,7 @@ def test_what_needs_a_run_that_fails_is_not_tried():
     assert runs and all(kept[name] is None for name in runs)
     table = render(found)
     assert "not tried  epsilon" in table
+    narrow = render(found, 60)
+    assert "".join(narrow.split()) == "".join(table.split())
+    assert max(map(len, narrow.splitlines())) <= 60
     assert f"{sum(map(bool, kept.values()))} of {len(kept)} promises are kept, 7 not tried" in table

@@ -22,6 +22,7 @@ statistics raises a false alarm in at most one check of a million.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -257,8 +258,8 @@ def _shown(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def render(found: Sequence[Promise]) -> str:
-    """A table of the promises, one a line, under each example."""
+def render(found: Sequence[Promise], columns: int = 1 << 20) -> str:
+    """A table of the promises, one a line, under each example. Findings are wrapped at words."""
     width = max(len(promise.name) for promise in found)
     words = {True: "kept", False: "BROKEN", None: "not tried"}
     wide = max(6, *(len(words[promise.kept]) for promise in found))
@@ -268,7 +269,10 @@ def render(found: Sequence[Promise]) -> str:
         if promise.example != shown:
             shown = promise.example
             lines.append(f"{shown or 'no fields set'}:")
-        lines.append(f"  {words[promise.kept]:{wide}}  {promise.name:{width}}  {promise.finding}")
+        line = f"  {words[promise.kept]:{wide}}  {promise.name:{width}}  {promise.finding}"
+        indent = " " * (6 + wide + width)
+        for each in line.splitlines():
+            lines.append(textwrap.fill(each, columns, subsequent_indent=indent))
     seen = Counter(promise.kept for promise in found)
     untried = f", {seen[None]} not tried" if seen[None] else ""
     lines.append(f"{seen[True]} of {len(found)} promises are kept{untried}")
