@@ -95,7 +95,8 @@ def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     members = last.members.get(OWN, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
     place = np.flatnonzero(members == client)
     if last is None or not len(place):
-        accepted = f"a client of {run} with a model of its own, of which it has {len(members):,}"
+        some = ", ".join(map(str, sorted(members.tolist())[:5])) + ", ..." * (len(members) > 5)
+        accepted = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
         raise ConfigError("client", client, accepted)
     return torch.from_numpy(last.memory[OWN][int(place[0])])
 

@@ -336,7 +336,7 @@ def test_without_optuna_installed_it_says_how_to_install_it(tmp_path, monkeypatc
         str(tmp_path / "out"),
     ]
     assert complain(["sweep", *arguments]).startswith(
-        "sweep.search = 'optuna': grid or random; optuna needs pip install raydpfl[optuna]"
+        "sweep.search = 'optuna': grid or random; optuna needs pip install 'raydpfl[optuna]'"
     )
     assert not (tmp_path / "out").exists()
 

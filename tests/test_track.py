@@ -204,7 +204,7 @@ def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_writte
     said = complain(words)
     assert (
         said == "track = 'mlflow': others, or none (track=[]); mlflow needs pip install "
-        "raydpfl[mlflow]"
+        "'raydpfl[mlflow]'"
     )
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match=r"track.kind = 'mlflw': one of mlflow, ray"):

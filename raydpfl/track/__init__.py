@@ -47,4 +47,4 @@ def installed(trackers: Sequence[Tracker]) -> None:
         library = tracker.library
         if library and importlib.util.find_spec(library) is None:
             accepted = f"others, or none (track=[]); {tracker.kind} needs pip install "
-            raise ConfigError("track", tracker.kind, f"{accepted}raydpfl[{library}]")
+            raise ConfigError("track", tracker.kind, f"{accepted}'raydpfl[{library}]'")

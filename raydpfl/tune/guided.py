@@ -36,7 +36,7 @@ def optuna(
     try:
         return importlib.import_module("optuna")
     except ImportError:
-        accepted = f"{other}; optuna needs pip install raydpfl[optuna]"
+        accepted = f"{other}; optuna needs pip install 'raydpfl[optuna]'"
         raise ConfigError(field, value, accepted) from None
 
 
