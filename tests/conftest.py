@@ -168,13 +168,16 @@ def undisturbed(monkeypatch):
 @pytest.fixture(scope="session")
 def shared_ray():
     """One Ray with room for what the small experiments ask, however few cores there are. Its
-    processes are forked (`forks`), and nobody follows the logs of its workers.
+    processes are forked (`forks`), and it has none that no run asks for.
     """
     import ray
     from ray._private import node
 
+    from raydpfl import cluster
+
     with forks.forking(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node.Node, "start_log_monitor", lambda self: None)
+        for name in cluster.UNUSED:
+            patch.setattr(node.Node, name, lambda *given, **more: None)
         ray.init(
             address="local",
             num_cpus=2,
