@@ -344,6 +344,23 @@ METHODS |= {
         "noise": STEPS,
         "client": {"way": "fused", "lane": 5},
     },
+    "unequal steps, batches of a row, fused": {  # by products of a matrix with a vector
+        "seed": 884241,
+        "data": {
+            **SYNTHETIC,
+            "clients": 12,
+            "samples": 3,
+            "features": 100,
+            "classes": 100,
+            "sizes": {"kind": "spread"},
+        },
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05, "momentum": 0.5},
+        "bounding": SAMPLE,
+        "noise": {"kind": "none"},
+        "client": {"way": "fused", "lane": 4},
+        "rounds": 2,
+    },
     "unequal steps, vmap": {
         **TINY,
         "model": {"kind": "mlp", "hidden": [7], "activation": "tanh"},

@@ -254,10 +254,14 @@ class Trainer:
 
     def joins(self, steps: np.ndarray) -> bool:
         """Whether a lane whose clients make so many steps, int64 [C], may be trained together with
-        others: no step takes so few of it that they are trained one by one (`Way.few`).
+        others: no step takes so few of it that they are trained one by one (`Way.few`), nor one
+        alone, as products of one matrix may have other bits than those of several.
         """
-        last = np.flatnonzero(steps == steps.max())[-1]
-        return len(steps) <= self._way.few or bool(last >= self._way.few)
+        if self._way.alone:
+            return True
+        taken = int(np.flatnonzero(steps == steps.max())[-1]) + 1  # by the last step
+        few = self._way.few if len(steps) > self._way.few else 0
+        return taken > max(few, 1)
 
     @property
     def padding(self) -> int:
