@@ -251,10 +251,11 @@ class ClientActor(Process):
 
     def _zeros(self, d: int) -> torch.Tensor:
         """To add up in, see `raydpfl.local.way.Sum.found`; all that no thread of compiled code adds
-        up goes to the first row.
+        up goes to the first row, which is the only one where none does.
         """
         width = -(-d // native.VECTOR) * native.VECTOR
-        return torch.zeros(native.threads(), width, dtype=torch.float64, device=self.device)
+        count = native.threads() if self.trainer.adds else 1
+        return torch.zeros(count, width, dtype=torch.float64, device=self.device)
 
     @contained()
     def losses(

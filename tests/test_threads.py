@@ -339,6 +339,14 @@ def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
         assert trained.share() == expected
 
 
+@pytest.mark.parametrize(("way", "sums"), [("compiled", 5), ("vmap", 1)])
+def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(way, sums):
+    made = Plan.make(experiment(client={"way": way}))
+    actor = ClientActor(made.experiment, str(made.shards))
+    native.use(5)
+    assert actor._zeros(9).shape == (sums, native.VECTOR)
+
+
 CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed is not Bounding.closed}
 
 
