@@ -2,8 +2,9 @@
 the client alone.
 
 A way trains a lane of C clients. What it gives for a client depends on that client's rows, batches
-and key, on its slot and on the shapes of the lane, never on what stands in the other slots: so a
-client alone in its lane, the others empty, gets the same bits.
+and key, on its slot, on the shapes of the lane and on how many steps each of its clients makes
+(`LaneData.planned`), never on what else stands in the other slots: so a client alone in its lane,
+the others empty, gets the same bits.
 """
 
 from __future__ import annotations
