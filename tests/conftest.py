@@ -175,6 +175,8 @@ def shared_ray():
 
     from raydpfl import cluster
 
+    # has what Ray's agents need imported, before Ray waits half a minute for them and no longer
+    forks.run([sys.executable, "-c", ""], ray=False, check=True)
     with forks.forking(), pytest.MonkeyPatch.context() as patch:
         for name in cluster.UNUSED:
             patch.setattr(node.Node, name, lambda *given, **more: None)
