@@ -4,6 +4,7 @@ other names that they answer to.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,14 @@ def known(name: str) -> bool:
 
 def _path(name: str) -> Path | None:
     files = paths()
-    answering = (path for path in files.values() if name in header(path).get("answers", ()))
+    answering = (path for path in files.values() if name in _answers(path))
     return files.get(name) or next(answering, None)
+
+
+@cache
+def _answers(path: Path) -> tuple[str, ...]:
+    """The other names of a study that comes with the package, whose file does not change."""
+    return tuple(header(path).get("answers", ()))
 
 
 def find(name: str) -> Path:
