@@ -255,6 +255,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     accepted = (
         f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     )
+    if "kind" not in values:
+        raise ConfigError(section, dict(values), f"a section with its kind, {accepted}")
     if not isinstance(kind, str) or not (kind in family or is_path(kind)):
         near = hints.said(kind, family) if isinstance(kind, str) else ""
         raise ConfigError(f"{section}.kind", kind, f"{accepted}{near}")

@@ -80,6 +80,10 @@ BAD = {
         ["model.kind=perceptron"],
         "model.kind = 'perceptron': one of softmax, mlp, cnn,",
     ),
+    "section without a kind": (
+        ["selection={cohort: 5}"],
+        "selection = {'cohort': 5}: a section with its kind, one of uniform, poisson, full",
+    ),
     "unknown data": (["data.kind=imagenet"], "data.kind = 'imagenet': one of fashion_mnist_mini,"),
     "unknown partition": (["data.partition.kind=pie"], "data.partition.kind = 'pie': one of iid,"),
     "module that is not there": (
