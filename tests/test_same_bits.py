@@ -510,6 +510,23 @@ def assert_same_bits(found: Watched, expected: Watched | Bits) -> None:
         assert np.array_equal(total, other)
 
 
+def test_losses_of_batches_of_a_row_are_those_of_lanes_that_train_alone(tmp_path):
+    data = {"kind": "synthetic", "clients": 24, "samples": 3, "features": 100, "classes": 62}
+    given = experiment(
+        seed=601618,
+        rounds=2,
+        data={**data, "test_samples": 24, "sizes": {"kind": "spread"}},
+        selection={"kind": "full"},
+        local={"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05},
+        client={"way": "fused", "lane": 4},
+    )
+    plan = Plan.make(given)
+    runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
+    for one, *others in zip(*(run.columns for run in runs), strict=True):
+        for other in others:
+            np.testing.assert_array_equal(other["train_loss"], one["train_loss"])
+
+
 def test_losses_of_unequal_clients_are_those_of_lanes_that_train_alone(tmp_path):
     """However soon others of the lanes that train together have made their steps."""
     sizes = {"kind": "spread"}

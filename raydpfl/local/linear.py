@@ -449,8 +449,9 @@ class _Loss:
 
     def sums(self) -> torch.Tensor:
         """Each client's losses, its mean of each step added up, [C]."""
-        # client by client: a sum over columns would be taken otherwise for other numbers of them
-        some = self._rows_of(self.total).flatten(1).sum(1)
+        # client by client: a sum over columns, as they lie with batches of one row, would be taken
+        # otherwise for other numbers of them
+        some = self._rows_of(self.total).flatten(1).contiguous().sum(1)
         return torch.cat([some, self.ended[len(some) :]])
 
 
