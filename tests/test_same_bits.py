@@ -522,7 +522,7 @@ def test_losses_of_batches_of_a_row_are_those_of_lanes_that_train_alone(tmp_path
     )
     plan = Plan.make(given)
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
-    for one, *others in zip(*(run.columns for run in runs), strict=True):
+    for one, *others in zip(*(each.columns for each in runs), strict=True):
         for other in others:
             np.testing.assert_array_equal(other["train_loss"], one["train_loss"])
 
