@@ -116,6 +116,8 @@ CAPS = {
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
     "validation": {"waits": 1.5, "copies": 5.5},
     "no client of a lane has rows": {"waits": 1.5, "copies": 4.5},  # lanes of two
+    # lanes of four that join no others
+    "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
     "power of choice, noised losses": ASKED,
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
