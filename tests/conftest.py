@@ -180,6 +180,8 @@ def shared_ray():
     with forks.forking(), pytest.MonkeyPatch.context() as patch:
         for name in cluster.UNUSED:
             patch.setattr(node.Node, name, lambda *given, **more: None)
+        # workers would give way to all else on the machine, other tests' too
+        patch.setenv("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             num_cpus=2,
