@@ -294,7 +294,7 @@ def reproduce(
         room.catalogue(console, studies or (), scale, seeds, data_root)
         return
     if not studies:
-        raise ConfigError("study", None, "the name of one; raydpfl reproduce --list shows them")
+        raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
     out = out or (_begun_study(studies) if resume else None)
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
@@ -334,7 +334,7 @@ def _unused(**options: Any) -> None:
     """Raises `ConfigError` for an option of running studies that is given with --list."""
     for name, value in options.items():
         if value:
-            raise ConfigError(f"--{name}", str(value), "not with --list, which runs nothing")
+            raise ConfigError(f"--{name}", str(value), "none with --list, which runs nothing")
 
 
 THERE = "The files that CONFIG names are on the cluster: send none."
@@ -501,7 +501,7 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
 
     for name, value in given.items():
         if name != "data_root":
-            accepted = "not with a CONFIG; change its fields, as in noise.epsilon=3"
+            accepted = "none with a CONFIG; change its fields, as in noise.epsilon=3"
             raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
     imports = set(Experiment.model_fields) - {"model", "server"}
     return _read("budget", config, overrides, imports)[0]
@@ -718,7 +718,7 @@ def data_describe(files: Described, out: Picture = None, data_root: DataRoot = N
     config, *overrides = files
     if not _is_config(config):
         if out is not None:
-            accepted = "with a config alone, as what data describe prints of these files"
+            accepted = "none without a config, such as data describe prints of these files"
             raise ConfigError("--out", str(out), accepted)
         print(_understood(files, data_root), end="")
         return
@@ -735,7 +735,7 @@ def data_describe(files: Described, out: Picture = None, data_root: DataRoot = N
     if out is not None:
         counts = found.class_counts()
         if not counts.shape[1]:
-            raise ConfigError("--out", str(out), "with data whose samples have a class each")
+            raise ConfigError("--out", str(out), "none for data whose samples have no class each")
         dealt.write(out, counts, found.target.names)
         print(f"Picture: {out}")
 

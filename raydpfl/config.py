@@ -93,7 +93,7 @@ def asked_for(value: Any) -> str:
         return value
     *most, last = map(repr, ASKED)
     known = f"{', '.join(most)} or {last}"
-    raise ValueError(f"should be {known}; or the import path of your own (package.module:Name)")
+    raise ValueError(f"{known}; or the import path of your own (package.module:Name)")
 
 
 Asked = Annotated[str, PlainValidator(asked_for)]
@@ -119,7 +119,7 @@ class Privacy(Section):
     @classmethod
     def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("should name each accountant once")
+            raise ValueError("each accountant once")
         return value
 
 
@@ -162,7 +162,7 @@ class Client(Section):
     @classmethod
     def _of_gpus(cls, value: Precision, info: Any) -> Precision:
         if value == "tf32" and not info.data.get("num_gpus"):
-            raise ValueError("should be float32 or bfloat16 without a GPU (client.num_gpus is 0)")
+            raise ValueError("float32 or bfloat16 without a GPU (client.num_gpus is 0)")
         return value
 
     @field_validator("actors", "lane", mode="after")
@@ -170,7 +170,7 @@ class Client(Section):
     def _counts(cls, value: int | str, info: Any) -> int | str:
         least = 0 if info.field_name == "actors" else 1
         if isinstance(value, int) and value < least:
-            raise ValueError(f"should be at least {least}")
+            raise ValueError(f"a number of at least {least}")
         return value
 
 
@@ -770,7 +770,7 @@ def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str], quie
         node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
         if not isinstance(node, dict):
             raise ConfigError(
-                path, value, f"{'.'.join(sections[: depth + 1])} is {node!r}, which has no keys"
+                path, value, f"a key of a section; {'.'.join(sections[: depth + 1])} is {node!r}"
             )
     if key == "kind" and "kind" in node and node["kind"] != value:
         lost = _drop(node, ".".join(sections), value, given)
@@ -842,14 +842,16 @@ def is_space(value: Any) -> bool:
 
 def _one_run(tree: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for what is no section, and for a sweep, which is not one run."""
-    sweeps = "no part of one run: raydpfl sweep runs a config with search spaces"
+    sweeps = "raydpfl sweep runs a config with search spaces"
     if "study" in tree:
-        raise ConfigError("study", tree["study"], "no part of one run: raydpfl reproduce runs it")
+        raise ConfigError(
+            "study", tree["study"], "none in the config of one run; raydpfl reproduce runs a study"
+        )
     if "sweep" in tree:
-        raise ConfigError("sweep", tree["sweep"], sweeps)
+        raise ConfigError("sweep", tree["sweep"], f"none in the config of one run; {sweeps}")
     unknown = [key for key in tree if key not in Experiment.model_fields]
     if unknown:
-        accepted = f"no such section; the sections are {', '.join(Experiment.model_fields)}"
+        accepted = f"one of the sections {', '.join(Experiment.model_fields)}"
         near = said(unknown[0], Experiment.model_fields)
         raise ConfigError(unknown[0], tree[unknown[0]], f"{accepted}{near}")
     nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]

@@ -2,7 +2,7 @@
 
 >>> raise ConfigError("selection.cohort", 500, "at most the 300 clients of data.clients")
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: selection.cohort = 500: at most the 300 clients of data.clients
+raydpfl.errors.ConfigError: selection.cohort = 500: expected at most the 300 clients of data.clients
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class ConfigError(ValueError):
     Args:
         field: the dotted key of the config, or the name of a parameter.
         value: what was given.
-        accepted: what would be right, in words.
+        expected: what would be right, in words that follow "expected".
     """
 
-    def __init__(self, field: str, value: object, accepted: str):
+    def __init__(self, field: str, value: object, expected: str):
         self.field = field
         self.value = value
-        self.accepted = accepted
+        self.expected = expected
         shown = _shown(value)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"{field} = {shown}: {' '.join(accepted.split())}")
+        super().__init__(f"{field} = {shown}: expected {' '.join(expected.split())}")
 
     def __reduce__(self):
-        return ConfigError, (self.field, self.value, self.accepted)
+        return ConfigError, (self.field, self.value, self.expected)
 
 
 def _shown(value: object) -> str:
@@ -63,7 +63,7 @@ def renamed(name: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(name(error.field), error.value, error.accepted) from None
+        raise ConfigError(name(error.field), error.value, error.expected) from None
 
 
 class RunError(RuntimeError):

@@ -12,7 +12,7 @@ has to be changed here:
 Scale(kind='scale', bound=2.0)
 >>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: bounding.bond = 2: no such key; ...; nearest: bound
+raydpfl.errors.ConfigError: bounding.bond = 2: expected one of the keys ...; nearest: bound
 """
 
 from __future__ import annotations
@@ -39,8 +39,17 @@ if TYPE_CHECKING:
     from raydpfl.config import Experiment
 
 
-# what pydantic adds to what is wrong, of its own doing and of Python's classes
-PYDANTICS = re.compile(r", unable to parse string as an? \w+| or instance of \w+")
+# what pydantic's messages say, as patterns, and what is said after "expected" instead
+PYDANTICS = {
+    r"^(Value error, )?(Input )?(should be )?": "",
+    r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
+    r"^(greater|less) than": r"a number \1 than",
+    r"^(List|Tuple) should have": "a list with",
+    r"^Dictionary should have": "a mapping with",
+    r"^String should (have|match pattern)": "a text with",
+    r"a valid tuple": "a list",
+    r"a valid dictionary": "a mapping",
+}
 
 
 class Section(BaseModel):
@@ -379,17 +388,14 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
         inner, path = _inner(cls, first["loc"])
         where = ".".join([section, *path] if section else path)
         known = ", ".join(inner.model_fields)
-        accepted = f"no such key; the keys here are {known}{hints.said(where, inner.model_fields)}"
+        accepted = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
         return ConfigError(where, first["input"], accepted)
     if first["type"] == "missing":
-        return ConfigError(where, None, "required")
-    messages = [
-        each["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        for each in errors
-        if _path(cls, each["loc"]) == path
-    ]
-    said = PYDANTICS.sub("", " or ".join(messages)).replace("a valid tuple", "a list")
-    return ConfigError(where, first["input"], said.replace("a valid dictionary", "a mapping"))
+        return ConfigError(where, None, "a value, as it has no default")
+    messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]
+    for pattern, words in PYDANTICS.items():
+        messages = [re.sub(pattern, words, message) for message in messages]
+    return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))
 
 
 def _inner(

@@ -12,9 +12,9 @@ name:
 ...     def of(self, x): return self.scale * x
 ...     def loss(self, x): return x
 >>> Base.__module__, Mine.__module__ = "raydpfl.example", "mine"
->>> check(Mine, Base, "a", "m:A")
+>>> check(Mine, Base, "a", "m:A")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: a.kind = 'm:A': a class without loss, which nothing reads (its base: of)
+raydpfl.errors.ConfigError: a.kind = 'm:A': expected a class without loss, which nothing reads ...
 
 Names with an underscore, validators and inner classes are not checked. Code that reads by computed
 names (`getattr`, `model_dump`, ...) may read any field. Code is inspected and never run.

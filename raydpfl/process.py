@@ -95,7 +95,7 @@ class Process:
             self.make(experiment, shards)
         except ConfigError as error:  # where the run was started it was none
             where = "needs the directory of your modules in PYTHONPATH"
-            accepted = f"{error.accepted}; so it is on node {host}, which {where}"
+            accepted = f"{error.expected}; so it is on node {host}, which {where}"
             raise ConfigError(error.field, error.value, accepted) from None
         except NoStack as error:  # a way that the driver's machine can take, and this one cannot
             accepted = f"another way, or what it needs on node {host}: {error}"

@@ -133,7 +133,7 @@ def _leaving(on_stage: Callable[[str], object]) -> Iterator[None]:
 def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
     """Raises `ConfigError` unless a run can write to `folder`, or to one that it makes there."""
     if fresh_noise and not resume:
-        raise ConfigError("--fresh-noise", True, "with --resume, for a run that has begun")
+        raise ConfigError("--fresh-noise", True, "--resume as well, for a run that has begun")
     if not folder.exists():
         return
     # what a kill leaves of a run that had not begun

@@ -66,8 +66,8 @@ def wanted(
         accepted = f"{fit}; {count} are asked for"
     else:
         size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
-        fit = f"the cluster holds {held} actors of {size}; {count} are asked for"
-        accepted = f"{fit}, so lower client.num_cpus"
+        fit = f"at most {held} actors of {size}, which the cluster holds"
+        accepted = f"{fit}, or lower client.num_cpus; {count} are asked for"
     if count > held:
         raise ConfigError("client.actors", client.actors, accepted)
     return count
@@ -107,11 +107,11 @@ def _slots(
 ) -> int:
     """How many actors fill what is left of the nodes. Raises `ConfigError`."""
     if client.num_cpus == 0:
-        accepted = "above 0 with client.actors auto, which fills the CPUs"
+        accepted = "a number above 0 with client.actors auto, which fills the CPUs"
         raise ConfigError("client.num_cpus", 0, accepted)
     slots = capacity(client.num_cpus, client.num_gpus, nodes)
     if slots == 0:
-        needs = f"an actor needs {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        needs = f"smaller actors: one takes {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
         raise ConfigError("client.actors", "auto", f"{needs}, which no node has")
     if left is None:
         return slots

@@ -202,13 +202,13 @@ def _checked(files: Files) -> None:
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if sum(sizes.values()) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
-        accepted = f"{LIMIT / 1e6:.0f} MB at most are sent with a job; this file has "
-        accepted += f"{sizes[largest] / 1e6:,.0f} MB of {sum(sizes.values()) / 1e6:,.0f}. "
-        accepted += "Put data where the cluster has them, and say --there"
+        accepted = f"at most {LIMIT / 1e6:.0f} MB to be sent with a job; this file has "
+        accepted += f"{sizes[largest] / 1e6:,.0f} MB of {sum(sizes.values()) / 1e6:,.0f}; "
+        accepted += "put data where the cluster has them, and say --there"
         raise ConfigError("submit", str(files[largest]), accepted)
     if len(files) > COUNT:
         top = next(iter(files)).partition("/")[0]
-        accepted = f"{COUNT:,} files at most are sent with a job; there are {len(files):,}"
+        accepted = f"at most {COUNT:,} files to be sent with a job; there are {len(files):,}"
         raise ConfigError("submit", top, accepted)
 
 

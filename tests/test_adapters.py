@@ -152,16 +152,18 @@ def test_a_layer_under_two_names_has_one_adapter(tmp_path):
     [
         (
             {**SMALL, "lora": {"targets": ["c_attn"]}},
-            "model.lora.targets = 'c_attn': linear layers that the model calls, or patterns of "
+            "model.lora.targets = 'c_attn': expected linear layers that the model calls, or "
+            "patterns of "
             "them: 2.into, 2.out, 2.up, 2.down, 3.into, 3.out, ...",
         ),
         (
             {**SMALL, "lora": {"trained": ["head.*"]}},
-            "model.lora.trained = 'head.*': names that the model has, or patterns of them: ",
+            "model.lora.trained = 'head.*': expected names that the model has, or patterns "
+            "of them: ",
         ),
-        ({**SMALL, "lora": {"rank": 0}}, "model.lora.rank = 0: "),
-        ({**SMALL, "lora": {"alpha": 8}}, "model.lora.alpha = 8: no such key; the keys here are"),
-        ({**SMALL, "lora": {"targets": []}}, "model.lora.targets = []: "),
+        ({**SMALL, "lora": {"rank": 0}}, "model.lora.rank = 0: expected "),
+        ({**SMALL, "lora": {"alpha": 8}}, "model.lora.alpha = 8: expected one of the keys"),
+        ({**SMALL, "lora": {"targets": []}}, "model.lora.targets = []: expected "),
     ],
 )
 def test_adapters_that_cannot_be_are_refused_in_one_line(model, message):
@@ -424,11 +426,11 @@ def test_a_run_leaves_adapters_merged_weights_and_a_model_that_is_loaded(finishe
     of = form((6,), state["6.bias"].numel(), "sequence", (6,), tokens=state["0.weight"].shape[0])
     plain = build({**SMALL, "init": str(whole)}, of)
     assert torch.allclose(plain(x), loaded(x), atol=1e-5)
-    with pytest.raises(ConfigError, match="--out = None: a file for the merged weights"):
+    with pytest.raises(ConfigError, match="--out = None: expected a file for the merged weights"):
         saved.export(folder, merged=True)
     run = tmp_path / "plain"
     raydpfl.run(experiment(rounds=1), run)
-    with pytest.raises(ConfigError, match="--merged = True: a run with adapters"):
+    with pytest.raises(ConfigError, match="--merged = True: expected a run with adapters"):
         saved.export(run, whole, merged=True)
 
 

@@ -303,7 +303,7 @@ class Spoilt(ByTheMean):
 @pytest.mark.parametrize("says", ["text", "nothing", "huge", "tiny", "complex"])
 @pytest.mark.parametrize("size", [{"multiplier": 1.0}, {"std": 1.0}])
 def test_weights_that_cannot_be_accounted_for_are_refused_in_one_line(says, size):
-    with pytest.raises(ConfigError, match=r"weights\.kind = .*Spoilt.*: one whose "):
+    with pytest.raises(ConfigError, match=r"weights\.kind = .*Spoilt.*: expected one whose "):
         Plan.make(experiment(weights=Spoilt(says=says), noise={"kind": "gaussian", **size}))
 
 

@@ -146,7 +146,8 @@ def test_a_file_of_components_that_do_not_fit_is_refused(arrays, tmp_path):
     np.savez(tmp_path / "public.npz", **{"components": np.zeros((4, 25))} | arrays)
     with pytest.raises(
         ConfigError,
-        match=r"data.features.file = 'public.npz': an NPZ file with mean \[25\] and components "
+        match=r"data.features.file = 'public.npz': expected an NPZ file with mean \[25\] "
+        r"and components "
         r"\[4 or more, 25\]",
     ):
         Pca(components=4, file="public.npz").columns(images(9, 1, 5), images(3, 1, 5), tmp_path)
@@ -209,7 +210,8 @@ def test_a_net_that_fails_leaves_nothing_in_the_cache(tmp_path, cache):
     (tmp_path / "net.pt").write_bytes(b"nonsense")
     with pytest.raises(
         ConfigError,
-        match=r"data.features.weights = 'net.pt': a file with a state dict of torchvision's "
+        match=r"data.features.weights = 'net.pt': expected a file with a state dict of "
+        r"torchvision's "
         r"resnet18 \(UnpicklingError",
     ):
         ResNet18Features(weights="net.pt").columns(images(2), images(2), tmp_path)
@@ -249,7 +251,7 @@ def test_a_long_extraction_says_how_long_it_takes(net, tmp_path, monkeypatch, ca
 
 def test_a_crop_larger_than_the_image_is_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"data.features.crop = 64: at most data.features.resize, 32"
+        ConfigError, match=r"data.features.crop = 64: expected at most data.features.resize, 32"
     ):
         table(tmp_path, images(2), features={"kind": "resnet18", "resize": 32, "crop": 64})
 
@@ -311,8 +313,16 @@ def test_flat_images_have_small_features():
 @pytest.mark.parametrize(
     ("x", "keys", "message"),
     [
-        (images(3).astype(np.float32), {}, "data.features.kind = 'random_filters': images; the"),
-        (images(3), {"size": 8}, r"data.features.size = 8: at most 7, for images of \(8, 8\)"),
+        (
+            images(3).astype(np.float32),
+            {},
+            "data.features.kind = 'random_filters': expected images; the",
+        ),
+        (
+            images(3),
+            {"size": 8},
+            r"data.features.size = 8: expected at most 7, for images of \(8, 8\)",
+        ),
     ],
 )
 def test_what_random_filters_cannot_be_made_of_is_refused(x, keys, message):

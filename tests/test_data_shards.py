@@ -636,7 +636,7 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
     iid = data.describe(data.parse(keys | {"clients": 4}))
     assert iid["samples_per_client"] == {"min": 5, "median": 5.0, "max": 5}
     with pytest.raises(
-        ConfigError, match=r"data.partition.kind = 'dirichlet': iid or natural for targets"
+        ConfigError, match=r"data.partition.kind = 'dirichlet': expected iid or natural for targets"
     ):
         data.describe(
             data.parse(keys | {"clients": 4, "partition": {"kind": "dirichlet", "psi": 1.0}})

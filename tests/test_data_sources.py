@@ -127,9 +127,13 @@ def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, monkey
     ]
     assert rows[2]["where"] == "generated"
     for kind in ("faces:Faces", "synthetic", "table"):
-        with pytest.raises(ConfigError, match=f"data.kind = '{kind}': one that is downloaded"):
+        with pytest.raises(
+            ConfigError, match=f"data.kind = '{kind}': expected one that is downloaded"
+        ):
             data.fetch(kind, tmp_path)
-    with pytest.raises(ConfigError, match=r"data.kind = 'faces': one of fashion_mnist_mini, mnist"):
+    with pytest.raises(
+        ConfigError, match=r"data.kind = 'faces': expected one of fashion_mnist_mini, mnist"
+    ):
         data.catalogue(tmp_path, ["faces"])
 
 
@@ -138,7 +142,8 @@ def test_cifar10_as_jpeg_images_is_read_from_its_folder_under_the_root(tmp_path)
     with pytest.raises(ConfigError) as refused:
         described.split(0, tmp_path)
     assert str(refused.value) == (
-        "data.kind = 'cifar10_jpeg': cifar10_jpeg/train.parquet and cifar10_jpeg/test.parquet "
+        "data.kind = 'cifar10_jpeg': expected cifar10_jpeg/train.parquet and "
+        "cifar10_jpeg/test.parquet "
         f"under {tmp_path} (--data-root, RAYDPFL_DATA)"
     )
     assert not list(tmp_path.iterdir())
@@ -174,7 +179,7 @@ def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path)
         )
     with pytest.raises(
         ConfigError,
-        match=r"data.normalize = True: false: mean and std are \[0.035\] and \[0.0\], not "
+        match=r"data.normalize = True: expected false: mean and std are \[0.035\] and \[0.0\], not "
         r"\(0.1307,\)",
     ):
         data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
@@ -203,7 +208,7 @@ def test_damaged_files_are_named_and_not_passed_on(tmp_path):
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     for name in Mnist.stored:
         (tmp_path / name).write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
+    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': expected files under"):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
 
 
@@ -286,7 +291,8 @@ def test_a_column_of_ids_makes_natural_clients(tmp_path):
     assert split.sizes.tolist() == [int((ids == name).sum()) for name in ("ann", "bob", "eve")]
     assert np.array_equal(split.rows(1, 2)[0][:, 0], np.flatnonzero(ids == "bob"))
     with pytest.raises(
-        ConfigError, match=r"data.clients = 4: 3, the number of clients in the data, or none"
+        ConfigError,
+        match=r"data.clients = 4: expected 3, the number of clients in the data, or none",
     ):
         described.model_copy(update={"clients": 4}).split(0, tmp_path)
 
@@ -312,7 +318,8 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
     )
     np.savez(tmp_path / "t.npz", x=np.zeros((3, 1)), label=np.zeros(3, int), who=np.arange(3))
     with pytest.raises(
-        ConfigError, match=r"data.test = None: a table that leaves at least one row to test"
+        ConfigError,
+        match=r"data.test = None: expected a table that leaves at least one row to test",
     ):
         found.split(0, tmp_path)
 
@@ -322,62 +329,84 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
     [
         (
             {"x": "c"},
-            "data.x = 'c': a column of t.parquet: a, gap, nan, text, label, half, image, who",
+            "data.x = 'c': expected a column of t.parquet: a, gap, nan, text, label, half, "
+            "image, who",
         ),
-        ({"y": "c"}, "data.y = 'c': a column of t.parquet"),
-        ({"client": "c"}, "data.client = 'c': a column of t.parquet"),
-        ({"x": "gap"}, "data.x = 'gap': a column without gaps; this one lacks 1 values"),
-        ({"x": "nan"}, "data.x = ('nan',): finite numbers; row 2 of t.parquet has another"),
-        ({"x": "text"}, "data.x = 'text': numbers, lists of numbers, or encoded images"),
-        ({"x": "image"}, "data.x = 'image': encoded images; row 1 is none"),
-        ({"y": "half"}, "data.y = 'half': whole numbers from 0, or names"),
-        ({"train": "none.parquet"}, "data.train = 'none.parquet': a file, absolute or under"),
+        ({"y": "c"}, "data.y = 'c': expected a column of t.parquet"),
+        ({"client": "c"}, "data.client = 'c': expected a column of t.parquet"),
+        ({"x": "gap"}, "data.x = 'gap': expected a column without gaps; this one lacks 1 values"),
+        (
+            {"x": "nan"},
+            "data.x = ('nan',): expected finite numbers; row 2 of t.parquet has another",
+        ),
+        ({"x": "text"}, "data.x = 'text': expected numbers, lists of numbers, or encoded images"),
+        ({"x": "image"}, "data.x = 'image': expected encoded images; row 1 is none"),
+        ({"y": "half"}, "data.y = 'half': expected whole numbers from 0, or names"),
+        (
+            {"train": "none.parquet"},
+            "data.train = 'none.parquet': expected a file, absolute or under",
+        ),
         (
             {"train": "broken.parquet"},
-            "data.train = 'broken.parquet': a CSV, JSON lines, Parquet, Arrow or NPZ",
+            "data.train = 'broken.parquet': expected a CSV, JSON lines, Parquet, Arrow or NPZ",
         ),
-        ({"mean": [0.5], "std": [0.5]}, "data.mean = (0.5,): one number per channel of an image"),
-        ({"mean": [0.5]}, "data.std = (): positive numbers, one for each of data.mean"),
-        ({"clients": None}, "data.clients = None: a number of clients"),
+        (
+            {"mean": [0.5], "std": [0.5]},
+            "data.mean = (0.5,): expected one number per channel of an image",
+        ),
+        ({"mean": [0.5]}, "data.std = (): expected positive numbers, one for each of data.mean"),
+        ({"clients": None}, "data.clients = None: expected a number of clients"),
         (
             {"partition": {"kind": "natural"}},
-            "data.partition.kind = 'natural': a table whose column of client ids data.client names",
+            "data.partition.kind = 'natural': expected a table whose column of client ids "
+            "data.client names",
         ),
         (
             {"partition": {"kind": "shards"}, "sizes": {"kind": "spread"}},
-            "data.sizes.kind = 'spread': balanced with partition shards",
+            "data.sizes.kind = 'spread': expected balanced with partition shards",
         ),
         (
             {"sizes": {"kind": "spread", "high": 0.1}},
-            "data.sizes.high = 0.1: at least data.sizes.low",
+            "data.sizes.high = 0.1: expected at least data.sizes.low",
         ),
-        ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: "),
-        ({"partition": {"kind": "pie"}}, "data.partition.kind = 'pie': one of iid, shards,"),
-        ({"y": "text", "task": "regression"}, "data.y = 'text': finite numbers, for regression"),
-        ({"y": "nan", "task": "regression"}, "data.y = 'nan': finite numbers, for regression"),
+        ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi = 0: expected "),
+        (
+            {"partition": {"kind": "pie"}},
+            "data.partition.kind = 'pie': expected one of iid, shards,",
+        ),
+        (
+            {"y": "text", "task": "regression"},
+            "data.y = 'text': expected finite numbers, for regression",
+        ),
+        (
+            {"y": "nan", "task": "regression"},
+            "data.y = 'nan': expected finite numbers, for regression",
+        ),
         (
             {"features": {"kind": "ica"}},
-            "data.features.kind = 'ica': one of pca, resnet18, random_filters, or the import",
+            "data.features.kind = 'ica': expected one of pca, resnet18, random_filters, or "
+            "the import",
         ),
         (
             {"features": {"kind": "pca", "components": 2}},
-            "data.features.components = 2: at most the 1 numbers of a sample",
+            "data.features.components = 2: expected at most the 1 numbers of a sample",
         ),
         (
             {"features": {"kind": "pca", "file": "none.npz"}, "x": ["a", "half"]},
-            "data.features.components = 60: at most the 2 numbers",
+            "data.features.components = 60: expected at most the 2 numbers",
         ),
         (
             {"features": {"kind": "pca", "components": 1, "file": "none.npz"}},
-            "data.features.file = 'none.npz': a file, absolute or under",
+            "data.features.file = 'none.npz': expected a file, absolute or under",
         ),
         (
             {"features": {"kind": "resnet18"}},
-            "data.features.kind = 'resnet18': grey or colour images; the samples are float32 (1,)",
+            "data.features.kind = 'resnet18': expected grey or colour images; the samples "
+            "are float32 (1,)",
         ),
         (
             {"features": {"kind": "pca"}, "mean": [0.5], "std": [0.5]},
-            "data.features.kind = 'pca': none with constants to normalise",
+            "data.features.kind = 'pca': expected none with constants to normalise",
         ),
     ],
 )
@@ -405,41 +434,46 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
         (
             "label",
             np.array([0, 1, np.inf, 1]),
-            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes "
+            "data.y = 'label': expected whole numbers from 0, or names; at most 1,048,576 classes "
             "(numbers to predict: task regression)",
         ),
         (
             "label",
             np.array([0, 1, 10**12, 1]),
-            "data.y = 'label': whole numbers from 0, or names; at most 1,048,576 classes "
+            "data.y = 'label': expected whole numbers from 0, or names; at most 1,048,576 classes "
             "(numbers to predict: task regression)",
         ),
         (
             "label",
             np.eye(4),
-            "data.y = 'label': one column with a number or name to a row "
+            "data.y = 'label': expected one column with a number or name to a row "
             "(several: task multi_label, regression or sequence)",
         ),
         (
             "who",
             np.ones((4, 2)),
-            "data.client = 'who': one number or name to a row; this array has shape (4, 2)",
+            "data.client = 'who': expected one number or name to a row; this array has "
+            "shape (4, 2)",
         ),
         (
             "who",
             np.array([0, np.nan, 1, 1]),
-            "data.client = 'who': a column without gaps; row 1 of t.npz is one",
+            "data.client = 'who': expected a column without gaps; row 1 of t.npz is one",
         ),
-        ("x", np.float32(1), "data.x = 'x': at least one number to a row; this array has shape ()"),
+        (
+            "x",
+            np.float32(1),
+            "data.x = 'x': expected at least one number to a row; this array has shape ()",
+        ),
         (
             "x",
             np.zeros((4, 0)),
-            "data.x = 'x': at least one number to a row; this array has shape (4, 0)",
+            "data.x = 'x': expected at least one number to a row; this array has shape (4, 0)",
         ),
         (
             "x",
             np.full((4, 2), 1e300),
-            "data.x = ('x',): finite numbers; row 0 of t.npz has another",
+            "data.x = ('x',): expected finite numbers; row 0 of t.npz has another",
         ),
     ],
 )
@@ -455,7 +489,7 @@ def test_arrays_of_a_wrong_shape_or_range_are_refused_in_one_line(name, column, 
 def test_a_label_that_is_a_list_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [0.0, 1.0], "label": [[0, 1], [1, 0]]}), tmp_path / "t.parquet")
     with pytest.raises(
-        ConfigError, match=r"data.y = 'label': one column with a number or name to a row"
+        ConfigError, match=r"data.y = 'label': expected one column with a number or name to a row"
     ):
         table(train="t.parquet", x="a").split(0, tmp_path)
 
@@ -659,7 +693,7 @@ def test_images_that_no_one_could_want_are_refused_before_a_pixel_is_decoded(bom
     )
     with pytest.raises(ConfigError) as refused:
         table(train="t.parquet").split(0, tmp_path)
-    assert refused.value.field == "data.x" and refused.value.accepted.startswith(message)
+    assert refused.value.field == "data.x" and refused.value.expected.startswith(message)
 
 
 def test_large_images_of_flat_colour_and_progressive_ones_are_taken(tmp_path):
@@ -689,7 +723,8 @@ def test_a_column_without_rows_is_refused(kind, tmp_path):
         tmp_path / "t.parquet",
     )
     with pytest.raises(
-        ConfigError, match=r"data.train = 't.parquet': a table with rows; this one has none"
+        ConfigError,
+        match=r"data.train = 't.parquet': expected a table with rows; this one has none",
     ):
         table(train="t.parquet", x="v").split(0, tmp_path)
 
@@ -741,7 +776,8 @@ def test_images_of_torchvisions_files_have_a_limit_too(tmp_path, monkeypatch):
     for prefix in ("train", "t10k"):
         write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
     with pytest.raises(
-        ConfigError, match=r"data.kind = 'mnist': samples of at most 100 numbers, not \(1, 20, 20\)"
+        ConfigError,
+        match=r"data.kind = 'mnist': expected samples of at most 100 numbers, not \(1, 20, 20\)",
     ):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
 
@@ -752,7 +788,7 @@ def test_a_header_of_torchvisions_files_that_lies_is_refused(tmp_path):
         write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
     path = folder / "train-images-idx3-ubyte"
     path.write_bytes(struct.pack(">IIII", 0x803, 2**31, 2**31 - 1, 20) + path.read_bytes()[16:])
-    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': intact files under"):
+    with pytest.raises(ConfigError, match=r"data.kind = 'mnist': expected files under"):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
 
 

@@ -205,7 +205,7 @@ def test_names_of_classes_are_those_that_the_file_gives(tmp_path):
     keys = {"kind": "hugging_face", "path": "set", "x": "x", "clients": 4}
     shards = Shards.open(data.prepare(data.parse(keys), 0, tmp_path))
     assert shards.target.names == ("cat", "dog", "bird")
-    with pytest.raises(ConfigError, match=r"data.test = 'dev': a split of set"):
+    with pytest.raises(ConfigError, match=r"data.test = 'dev': expected a split of set"):
         data.parse({**keys, "test": "dev"}).split(0, tmp_path)
 
 
@@ -252,11 +252,14 @@ def cut(folder):
 
 # How a bad file is made, and what is said of it.
 BAD = {
-    "missing.csv": (lambda file: None, "FILE = 'missing.csv': a file or folder, absolute or under"),
+    "missing.csv": (
+        lambda file: None,
+        "FILE = 'missing.csv': expected a file or folder, absolute or under",
+    ),
     "empty.csv": (text_of(""), "(ArrowInvalid: Empty CSV file)"),
     "rowless.csv": (
         text_of("a,label\n"),
-        "data.train = 'rowless.csv': a table with rows; this one",
+        "data.train = 'rowless.csv': expected a table with rows; this one",
     ),
     "gaps.csv": (
         lambda file: csv(file, {"a": ["1", ""] * 9, "label": [0, 1] * 9}),
@@ -264,11 +267,12 @@ BAD = {
     ),
     "unlabelled.csv": (
         lambda file: csv(file, {"a": range(6), "label": [0, "", 1] * 2}),
-        "data.y = 'label': a column without gaps; this one lacks 2 values (leave out these rows)",
+        "data.y = 'label': expected a column without gaps; this one lacks 2 values (leave "
+        "out these rows)",
     ),
     "single.csv": (
         lambda file: csv(file, {**COLUMNS, "label": ["one"] * ROWS}),
-        "data.y = 'label': labels of two classes or more",
+        "data.y = 'label': expected labels of two classes or more",
     ),
     "twice.csv": (text_of("a,a,label\n1,2,0\n3,4,1\n"), "the column 'a' twice"),
     "words.csv": (
@@ -282,11 +286,13 @@ BAD = {
     "ragged.csv": (text_of("a,label\n1,0\n2\n3,1\n"), "Row #3: Expected 2 columns, got 1: 2"),
     "tokens.jsonl": (
         lambda file: lines(file, [{"tokens": ["the", "cat"], "label": 0}] * 4),
-        "data.x = 'tokens': numbers, lists of numbers, or encoded images, not list<item: string>",
+        "data.x = 'tokens': expected numbers, lists of numbers, or encoded images, not "
+        "list<item: string>",
     ),
     "lengths.jsonl": (
         lambda file: lines(file, [{"x": [[1.0] * size] * 2, "label": 0} for size in (2, 3)]),
-        "data.x = 'x': lists of one length without gaps (cut or pad them); the lengths here are",
+        "data.x = 'x': expected lists of one length without gaps (cut or pad them); the "
+        "lengths here are",
     ),
     "broken.parquet": (text_of("nonsense"), "this is not a parquet file"),
     "array.json": (text_of('[{"a": 1, "label": 0}]'), "give an object per line, JSON lines"),
@@ -303,10 +309,13 @@ BAD = {
         lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
         "it is none that numpy.savez has written whole",
     ),
-    "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': a CSV, JSON lines, Parquet, Arrow or NPZ"),
+    "sheet.xlsx": (
+        text_of("PK"),
+        "FILE = 'sheet.xlsx': expected a CSV, JSON lines, Parquet, Arrow or NPZ",
+    ),
     "nobody.txt": (
         text_of("no speaker\n"),
-        "data.speaker = '[A-Z][A-Za-z ]+': a pattern of names: no line is such a name",
+        "data.speaker = '[A-Z][A-Za-z ]+': expected a pattern of names: no line is such a name",
     ),
     "plain": (
         lambda folder: folder.mkdir(),
@@ -350,9 +359,13 @@ def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
     found = data.understood(["a.csv"], given, tmp_path)
     assert given.items() <= found.tree["data"].items()
     assert found.tree["data"]["task"] == "regression"
-    with pytest.raises(ConfigError, match=r"data.x = \['f0', 'label'\]: columns without label, "):
+    with pytest.raises(
+        ConfigError, match=r"data.x = \['f0', 'label'\]: expected columns without label, "
+    ):
         data.parse({"kind": "table", "train": "a.csv", "x": ["f0", "label"], "clients": 2})
-    with pytest.raises(ConfigError, match=r"data.split_by = 'who': a column that says train or te"):
+    with pytest.raises(
+        ConfigError, match=r"data.split_by = 'who': expected a column that says train or te"
+    ):
         keys = {"kind": "table", "train": "a.csv", "x": "f0", "split_by": "who", "clients": 2}
         data.parse(keys).split(0, tmp_path)
 
@@ -401,7 +414,7 @@ def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
     price = ("data.y=f2", "data.task=regression", "data.partition={kind: iid}", "model.kind=linear")
     for arguments, reason in [
         (("mine.yaml", "--out", "split.gif"), "a file that ends in .svg, .png, .pdf"),
-        (("a.csv", "--out", "split.svg"), "with a config alone"),
+        (("a.csv", "--out", "split.svg"), "none without a config"),
         (("mine.yaml", *price, "--out", "split.svg"), "whose samples have a class each"),
     ]:
         assert reason in str(described(*arguments).exception)
@@ -468,6 +481,6 @@ def test_inputs_have_the_type_that_is_asked_for(dtype, tmp_path):
     np.savez(tmp_path / "b.npz", x=FLOATS, label=CLASS)
     if dtype == "int64":
         with pytest.raises(
-            ConfigError, match=r"data.dtype = 'int64': float32: x has other numbers"
+            ConfigError, match=r"data.dtype = 'int64': expected float32: x has other numbers"
         ):
             data.parse({**keys, "train": "b.npz"}).split(0, tmp_path)

@@ -158,7 +158,7 @@ def test_participations_nearer_than_the_bands_would_pass_the_sensitivity_and_are
     c = banded_toeplitz(3, 8)
     columns = _matrix(c, 8)[:, [0, 2, 4]]  # two rounds apart
     assert np.linalg.norm(columns.sum(1)) > 1.05 * math.sqrt(3)
-    with pytest.raises(ConfigError, match=r"^bands = 3: at most the 2 rounds"):
+    with pytest.raises(ConfigError, match=r"^bands = 3: expected at most the 2 rounds"):
         sensitivity(c, 8, 2)
 
 

@@ -258,7 +258,7 @@ def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"others")
     with pytest.raises(
-        ConfigError, match=r"data.features.weights = 'imagenet': .* as it was published"
+        ConfigError, match=r"data.features.weights = 'imagenet': expected .* as it was published"
     ):
         ResNet18Features().columns(
             np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None

@@ -589,12 +589,14 @@ def test_a_row_that_is_trained_on_apart_from_the_run_is_looked_at_too(gpu, monke
 
 @needs_none
 def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
-    with pytest.raises(ConfigError, match=r"client.num_gpus = 0.5: 0; node 7 has no GPU"):
+    with pytest.raises(ConfigError, match=r"client.num_gpus = 0.5: expected 0; node 7 has no GPU"):
         device.chosen(0.5, "node 7")
     plan = on_gpu()
     with pytest.raises(ConfigError, match=r"client.num_gpus"):
         ClientActor(plan.experiment, str(plan.shards))
-    with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; this machine has no GPU"):
+    with pytest.raises(
+        ConfigError, match=r"client.num_gpus = 1.0: expected 0; this machine has no GPU"
+    ):
         run(experiment(client={"actors": 0, "num_gpus": 1}), tmp_path)
 
 
@@ -602,7 +604,7 @@ def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
 def test_a_node_without_a_gpu_for_torch_is_named():
     plan = on_gpu()
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
-    with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: 0; node .* has no GPU"):
+    with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: expected 0; node .* has no GPU"):
         ClientActor().ready(*given)
 
 
@@ -626,7 +628,9 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
     cudnn.benchmark = False
     monkeypatch.setenv(device.WORKSPACE, ":0:0")
-    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG = ':0:0': unset, :4096:8"):
+    with pytest.raises(
+        ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG = ':0:0': expected unset, :4096:8"
+    ):
         device.settle(torch.device("cuda"), 1.0)
 
 
@@ -738,7 +742,7 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
     command = [sys.executable, "-c", COUNTED, tmp_path / "config.yaml", tmp_path / "out"]
     done = forks.run(command, timeout=300)
     assert done.stdout.splitlines()[-1].startswith(
-        "ConfigError client.num_gpus = 1.0: 0; torch can"
+        "ConfigError client.num_gpus = 1.0: expected 0; torch can"
     )
     assert not (tmp_path / "out").exists()
 

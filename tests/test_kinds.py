@@ -79,7 +79,7 @@ def test_a_family_or_a_member_is_asked_for_by_name(name):
 
 
 def test_a_name_that_there_is_not_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"kinds = 'boundin': .*; nearest: bounding"):
+    with pytest.raises(ConfigError, match=r"kinds = 'boundin': expected .*; nearest: bounding"):
         kinds.of("boundin")
 
 

@@ -1009,7 +1009,7 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
         f"clients are trained by the loop; {way}"
     )
     for each in {way, "fused" if isinstance(module, Mixing) else way}:
-        with pytest.raises(ConfigError, match=rf"client\.way = '{each}': auto or loop"):
+        with pytest.raises(ConfigError, match=rf"client\.way = '{each}': expected auto or loop"):
             resolve(module, Sgd(), 20, form(SHAPE), each)
 
 
@@ -1154,7 +1154,8 @@ def test_corrections_are_never_trained_in_sample_space():
     ):
         with pytest.raises(
             ConfigError,
-            match=r"client\.way = 'sample_space': auto or one of fused, convolutional, one_batch, "
+            match=r"client\.way = 'sample_space': expected auto or one of fused, "
+            r"convolutional, one_batch, "
             r"vmap, loop",
         ):
             refused()
@@ -1174,7 +1175,8 @@ def test_corrections_are_never_trained_in_sample_space():
 def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = '{way}': auto or one of .*\(local\.kind sgd: {way} cannot do "
+        match=rf"client\.way = '{way}': expected auto or one of .*\(local\.kind sgd: {way} "
+        rf"cannot do "
         rf"clipping of each sample\)",
     ):
         Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
@@ -1193,7 +1195,8 @@ def test_regression_needs_a_module_with_an_output_for_each_target(way):
     for name in ("mlp", "residual"):
         with pytest.raises(
             ConfigError,
-            match=r"data.task.kind = 'regression': a task with a loss for each sample of outputs "
+            match=r"data.task.kind = 'regression': expected a task with a loss for each "
+            r"sample of outputs "
             r"\[4, 4\] \(RuntimeError",
         ):
             resolve(made(name), Sgd(), 20, form(SHAPE, 0, "regression"), way)
@@ -1205,7 +1208,7 @@ def test_regression_needs_a_module_with_an_output_for_each_target(way):
 def test_an_unknown_way_is_refused_by_name():
     with pytest.raises(
         ConfigError,
-        match=r"client\.way = 'lopo': auto or one of compiled, sample_space, fused",
+        match=r"client\.way = 'lopo': expected auto or one of compiled, sample_space, fused",
     ):
         resolve(made("mlp"), Sgd(), 20, form(SHAPE), "lopo")
 

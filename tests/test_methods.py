@@ -547,7 +547,7 @@ def test_the_chosen_alone_are_accounted_only_where_that_has_a_meaning(selection,
     steps = noise is None or noise["placement"] == "step"
     given = {"kind": "gaussian", "multiplier": 1.0, **noise} if noise else {"kind": "none"}
     choice = {"kind": "power_of_choice", "cohort": 2, "pool": 6, "accounted": "chosen"}
-    with pytest.raises(ConfigError, match=r"selection\.accounted = 'chosen': candidates"):
+    with pytest.raises(ConfigError, match=r"selection\.accounted = 'chosen': expected candidates"):
         experiment(
             selection={**choice, **selection},
             noise=given,
@@ -556,7 +556,9 @@ def test_the_chosen_alone_are_accounted_only_where_that_has_a_meaning(selection,
 
 
 def test_noise_of_a_given_size_is_not_sized_for_the_chosen():
-    with pytest.raises(ConfigError, match=r"noise\.epsilon = None: .*selection\.accounted: chosen"):
+    with pytest.raises(
+        ConfigError, match=r"noise\.epsilon = None: expected .*selection\.accounted: chosen"
+    ):
         experiment(**{**CHOSEN, "noise": {"kind": "gaussian", "multiplier": 1.0}})
 
 
@@ -687,7 +689,8 @@ def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_
     found = plan.guarantees(4, {0: 1})
     assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
     with pytest.raises(
-        ConfigError, match=r"noise.virtual_cohort = 10: at least the simulated cohort of 20"
+        ConfigError,
+        match=r"noise.virtual_cohort = 10: expected at least the simulated cohort of 20",
     ):
         Plan.make(experiment(noise={"kind": "gaussian", "multiplier": 2.0, "virtual_cohort": 10}))
 
@@ -774,7 +777,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         coordinator.start()
         spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
     assert spread[5] < 0.75 * spread[1]
-    with pytest.raises(ConfigError, match=r"noise.bands = 6: at most 5"):
+    with pytest.raises(ConfigError, match=r"noise.bands = 6: expected at most 5"):
         Plan.make(experiment(**turns, noise={**noise, "bands": 6}))
 
 
@@ -798,30 +801,30 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
                 "bounding": STEP,
                 "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
             },
-            "noise.placement = 'server': step",
+            "noise.placement = 'server': expected step",
         ),
         (
             {"noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "step"}},
-            "noise.placement = 'step': client or server",
+            "noise.placement = 'step': expected client or server",
         ),
         (
             {"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform"}}},
-            "noise.epsilon = .*: a number; budgets of clients' own",
+            "noise.epsilon = .*: expected a number; budgets of clients' own",
         ),
         (
             {"local": {"kind": "scaffold"}, "bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
-            "bounding.kind = 'alpha_norm_ec': a bounding without memory",
+            "bounding.kind = 'alpha_norm_ec': expected a bounding without memory",
         ),
         (
             {"local": {"kind": "scaffold"}, "weights": {"kind": "data"}},
-            "weights.kind = 'data': uniform",
+            "weights.kind = 'data': expected uniform",
         ),
         (
             {
                 "local": {"kind": "scaffold"},
                 "noise": {"kind": "gaussian", "std": 1.0, "placement": "server"},
             },
-            "noise.placement = 'server': client or step",
+            "noise.placement = 'server': expected client or step",
         ),
         ({"selection": {"kind": "privacy_aware", "cohort": 5}}, "selection.kind = 'privacy_aware'"),
         (
@@ -830,7 +833,7 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
                 "noise": {"kind": "gaussian", "multiplier": 1.0},
                 "client": {"on_error": "drop"},
             },
-            "client.on_error = 'drop': fail",
+            "client.on_error = 'drop': expected fail",
         ),
         (
             {
@@ -842,7 +845,7 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
         ),
         (
             {"noise": {"kind": "none", "placement": "server"}},
-            "noise.placement = 'server': no such key",
+            "noise.placement = 'server': expected one of the keys",
         ),
         ({"noise": {"kind": "gaussian", "epsilon": True}}, "noise.epsilon = True"),
         (
@@ -854,20 +857,20 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
                     "virtual_population": 20,
                 }
             },
-            "noise.virtual_population = 20: at least",
+            "noise.virtual_population = 20: expected at least",
         ),
         ({"privacy": {"accountants": ["pld", "pld"]}}, "privacy.accountants"),
         (
             {"noise": {"kind": "gaussian", "multiplier": 1.0, "calibration": "paper"}},
-            "noise.calibration = 'paper': rigorous",
+            "noise.calibration = 'paper': expected rigorous",
         ),
         (
             {"noise": {"kind": "gaussian", "epsilon": 1.0, "calibration": "tcdp"}},
-            "noise.calibration = 'tcdp': rigorous or paper",
+            "noise.calibration = 'tcdp': expected rigorous or paper",
         ),
         (
             {"noise": {"kind": "gaussian", "epsilon": 1.0}, "selection": NOISED},
-            "noise.epsilon = 1.0: more: .* \\(the losses alone, .* spend",
+            "noise.epsilon = 1.0: expected more: .* \\(the losses alone, .* spend",
         ),
         (
             {
@@ -875,14 +878,14 @@ def test_fedprox_stays_closer_to_the_global_model(tmp_path):
                 "selection": NOISED,
                 "privacy": {"relation": "add_remove"},
             },
-            "privacy.relation = 'add_remove': .*",
+            "privacy.relation = 'add_remove': expected .*",
         ),
         (
             {
                 "bounding": STEP,
                 "noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 90},
             },
-            "noise.virtual_cohort = 90: none with placement step",
+            "noise.virtual_cohort = 90: expected none with placement step",
         ),
     ],
 )
@@ -1034,7 +1037,8 @@ def test_noise_is_calibrated_by_the_first_accountant_that_covers_it_and_refused_
     ].as_py() == pytest.approx(6.0, rel=1e-3)
     with pytest.raises(
         ConfigError,
-        match=r"privacy.accountants = 'rdp': draws with replacement are not covered by rdp; "
+        match=r"privacy.accountants = 'rdp': expected one that covers the run: draws with "
+        r"replacement are not covered by rdp; "
         r"nearest: pld",
     ):
         run(experiment(**chosen, privacy={"accountants": ["rdp", "paper"]}), tmp_path / "refused")
@@ -1054,7 +1058,7 @@ def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
 def test_error_feedback_refuses_an_average_whose_divisor_it_has_no_use_for(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"selection.kind = 'fedavg_stale': another with bounding.kind alpha_norm_ec",
+        match=r"selection.kind = 'fedavg_stale': expected another with bounding.kind alpha_norm_ec",
     ):
         run(
             experiment(

@@ -308,13 +308,28 @@ def test_a_metric_that_lies_is_caught(lie, broken):
 
 
 REFUSED = {
-    "unknown": (["acuracy"], r"evaluate\.metrics\.kind = 'acuracy': one of accuracy, loss, top_k"),
-    "nothing": ([], r"evaluate\.metrics = \[\]: auto, or a list of accuracy"),
-    "text": ("accuracy", r"evaluate\.metrics = 'accuracy': auto, or a list"),
-    "twice": (["f1", {"kind": "f1"}], r"evaluate\.metrics = .*: a list that has each metric once"),
-    "of another task": (["r2"], r"evaluate\.metrics = 'r2': .*classification has no numbers"),
-    "all classes": ([{"kind": "top_k", "k": 3}], r"evaluate\.metrics\.k = 3: a k below the 3"),
-    "no class": ([{"kind": "top_k", "k": 0}], r"evaluate\.metrics\.k = 0: should be greater"),
+    "unknown": (
+        ["acuracy"],
+        r"evaluate\.metrics\.kind = 'acuracy': expected one of accuracy, loss, top_k",
+    ),
+    "nothing": ([], r"evaluate\.metrics = \[\]: expected auto, or a list of accuracy"),
+    "text": ("accuracy", r"evaluate\.metrics = 'accuracy': expected auto, or a list"),
+    "twice": (
+        ["f1", {"kind": "f1"}],
+        r"evaluate\.metrics = .*: expected a list that has each metric once",
+    ),
+    "of another task": (
+        ["r2"],
+        r"evaluate\.metrics = 'r2': expected .*classification has no numbers",
+    ),
+    "all classes": (
+        [{"kind": "top_k", "k": 3}],
+        r"evaluate\.metrics\.k = 3: expected a k below the 3",
+    ),
+    "no class": (
+        [{"kind": "top_k", "k": 0}],
+        r"evaluate\.metrics\.k = 0: expected a number greater",
+    ),
 }
 
 

@@ -245,7 +245,8 @@ def test_models_for_regression_have_one_output_and_a_classifier_is_refused():
     for keys in ({"kind": "linear"}, {"kind": "mlp", "hidden": 3}, {"kind": "user_nets:OwnModel"}):
         assert build((6,), 0, **keys)(torch.rand(5, 6)).shape == (5, 1)
     with pytest.raises(
-        ConfigError, match=r"model.kind = 'softmax': linear, mlp or another that is no classifier"
+        ConfigError,
+        match=r"model.kind = 'softmax': expected linear, mlp or another that is no classifier",
     ):
         build((6,), 0, kind="softmax")
     with pytest.raises(ConfigError, match=r"a module that returns \[batch, 1\] for"):
@@ -385,76 +386,86 @@ def test_a_config_read_back_is_the_same_config():
     [
         (
             {"kind": "perceptron"},
-            "model.kind = 'perceptron': one of softmax, mlp, cnn, dp_cnn, alexnet, mobilenet_v2, "
+            "model.kind = 'perceptron': expected one of softmax, mlp, cnn, dp_cnn, alexnet, "
+            "mobilenet_v2, "
             "resnet18, linear",
         ),
         (
             {"kind": "user_nets:Missing"},
-            "model.kind = 'user_nets:Missing': an import path package.module:Name that can be "
+            "model.kind = 'user_nets:Missing': expected an import path package.module:Name "
+            "that can be "
             "imported (Attr",
         ),
         (
             {"kind": "nowhere:Net"},
-            "model.kind = 'nowhere:Net': an import path package.module:Name that can be imported "
+            "model.kind = 'nowhere:Net': expected an import path package.module:Name that "
+            "can be imported "
             "(ModuleNotFound",
         ),
         (
             {"kind": "user_nets:number"},
-            "model.kind = 'user_nets:number': a class or a function that makes a torch.nn.Module",
+            "model.kind = 'user_nets:number': expected a class or a function that makes a "
+            "torch.nn.Module",
         ),
         (
             {"kind": "user_nets:linear", "args": {"deep": 1}},
-            "model.args = {'deep': 1}: what user_nets:linear can be called",
+            "model.args = {'deep': 1}: expected what user_nets:linear can be called",
         ),
         (
             {"kind": "user_nets:linear", "wide": 1},
-            "model.wide = 1: no such key; the keys here are kind, init, frozen, local, lora, args",
+            "model.wide = 1: expected one of the keys kind, init, frozen, local, lora, args",
         ),
         (
             {"kind": "user_nets:fail"},
-            "model.args = {}: what user_nets:fail can be called with (RuntimeError: no such thing",
+            "model.args = {}: expected what user_nets:fail can be called with "
+            "(RuntimeError: no such thing",
         ),
-        ({"kind": "builtins:dict"}, "model.kind = 'builtins:dict': a torch.nn.Module, not dict"),
+        (
+            {"kind": "builtins:dict"},
+            "model.kind = 'builtins:dict': expected a torch.nn.Module, not dict",
+        ),
         (
             {"kind": "user_nets:linear", "args": {"wide": 4}},
-            "model.kind = 'user_nets:linear': a module that takes float32 ['batch', 6]",
+            "model.kind = 'user_nets:linear': expected a module that takes float32 ['batch', 6]",
         ),
         (
             {"kind": "user_nets:LazyLinear", "args": {"out_features": 5}},
-            "model.kind = 'user_nets:LazyLinear': a module that returns [ba",
+            "model.kind = 'user_nets:LazyLinear': expected a module that returns [ba",
         ),
         (
             {"kind": "user_nets:Half"},
-            "model.kind = 'user_nets:Half': a float32 module; weight is torch.float64",
+            "model.kind = 'user_nets:Half': expected a float32 module; weight is torch.float64",
         ),
         (
             {"kind": "user_nets:Counting"},
-            "model.kind = 'user_nets:Counting': a module that changes no buffer in training; seen "
+            "model.kind = 'user_nets:Counting': expected a module that changes no buffer in "
+            "training; seen "
             "changes",
         ),
         (
             {"kind": "user_nets:spectral"},
-            "model.kind = 'user_nets:spectral': a module that changes no buffer in training",
+            "model.kind = 'user_nets:spectral': expected a module that changes no buffer in "
+            "training",
         ),
         (
             {"kind": "user_nets:BatchNorm1d", "args": {"num_features": 6}},
-            "model.kind = 'user_nets:BatchNorm1d': a module without Bat",
+            "model.kind = 'user_nets:BatchNorm1d': expected a module without Bat",
         ),
         (
             {"kind": "user_nets:Sequential"},
-            "model.kind = 'user_nets:Sequential': a module with trainable parameters",
+            "model.kind = 'user_nets:Sequential': expected a module with trainable parameters",
         ),
         (
             {"kind": "cnn"},
-            "model.kind = 'cnn': a model for samples of shape (6,); this one takes images",
+            "model.kind = 'cnn': expected a model for samples of shape (6,); this one takes images",
         ),
-        ({"kind": "cnn", "kernel": 4}, "model.kernel = 4: an odd number"),
-        ({"kind": "mlp", "hidden": []}, "model.hidden = []: at least one hidden layer"),
+        ({"kind": "cnn", "kernel": 4}, "model.kernel = 4: expected an odd number"),
+        ({"kind": "mlp", "hidden": []}, "model.hidden = []: expected at least one hidden layer"),
         (
             {"kind": "mlp", "hidden": [0]},
-            "model.hidden = [0]: at least one hidden layer, each of at least 1 unit",
+            "model.hidden = [0]: expected at least one hidden layer, each of at least 1 unit",
         ),
-        ({"kind": "resnet18", "stem": "big"}, "model.stem = 'big': "),
+        ({"kind": "resnet18", "stem": "big"}, "model.stem = 'big': expected "),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(keys, message):

@@ -133,11 +133,12 @@ class Quits(torch.nn.Module):
 QUITS = {
     "make": (
         2,
-        "model.args = {'when': 'make'}: what quits:Quits can be called with (SystemExit: 7; ",
+        "model.args = {'when': 'make'}: expected what quits:Quits can be called with "
+        "(SystemExit: 7; ",
     ),
     "check": (
         2,
-        "model.kind = 'quits:Quits': a module that takes float32 ['batch', 1, 28, 28] "
+        "model.kind = 'quits:Quits': expected a module that takes float32 ['batch', 1, 28, 28] "
         "(SystemExit: enough; ",
     ),
     "train": (1, ": its training called sys.exit('enough') ("),
@@ -177,7 +178,8 @@ def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     said = complain(["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"])
     assert said.startswith(
-        "bounding.kind = 'exits:Clip': an import path package.module:Name that can be imported "
+        "bounding.kind = 'exits:Clip': expected an import path package.module:Name that can "
+        "be imported "
         "(SystemExit: 3"
     )
 
@@ -244,12 +246,12 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
 def test_a_value_that_cannot_be_shown_is_named_all_the_same():
     assert (
         str(ConfigError("rounds", 10**5000, "fewer"))
-        == "rounds = <int that cannot be shown>: fewer"
+        == "rounds = <int that cannot be shown>: expected fewer"
     )
     nested: list = []
     for _ in range(100_000):
         nested = [nested]
-    assert str(ConfigError("x", nested, "less")) == "x = <list that cannot be shown>: less"
+    assert str(ConfigError("x", nested, "less")) == "x = <list that cannot be shown>: expected less"
 
 
 LEDGERS = {
@@ -327,7 +329,7 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
         ],
     )
     assert said.startswith(
-        "data.kind = 'failing:Own': a source that gives its samples (" + SOURCES[clients]
+        "data.kind = 'failing:Own': expected a source that gives its samples (" + SOURCES[clients]
     )
     assert "failing.py, line " in said and not list(tmp_path.glob("cache/data/*"))
     sys.modules.pop("failing")

@@ -83,22 +83,22 @@ def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, typ
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree))
     text = outline(str(tmp_path / "asked.yaml")).text
     said = remarks(text)
-    least = "should be greater than or equal to 1"
+    least = "a number greater than or equal to 1"
     most = "at most the population of 50 clients"
-    assert f"  selection.cohort=0  cannot be run: selection.cohort = 0: {least}" in said
-    assert f"  selection.cohort=51  cannot be run: selection.cohort = 51: {most}" in said
+    assert f"  selection.cohort=0  cannot be run: selection.cohort = 0: expected {least}" in said
+    assert f"  selection.cohort=51  cannot be run: selection.cohort = 51: expected {most}" in said
     assert "  selection.cohort=20" in said and "  selection.cohort=10" in said
     assert "2 of these 4 cannot be run." in said
     ended = typed("show", tmp_path / "asked.yaml")
-    assert ended == (2, text, f"raydpfl: selection.cohort = 51: {most}\n")
+    assert ended == (2, text, f"raydpfl: selection.cohort = 51: expected {most}\n")
 
 
 def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(tmp_path, complain):
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(SMALL))
     cases = {
-        "sweep.search=tpe": "sweep.search = 'tpe': should be",
-        "local.lr={uniform: [0.1, 1]}": "local.lr = {'uniform': [0.1, 1]}: a grid, choice",
-        "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: values that differ",
+        "sweep.search=tpe": "sweep.search = 'tpe': expected should be",
+        "local.lr={uniform: [0.1, 1]}": "local.lr = {'uniform': [0.1, 1]}: expected a grid, choice",
+        "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: expected values that differ",
     }
     for override, line in cases.items():
         said = complain(["show", tmp_path / "asked.yaml", override])
@@ -198,7 +198,9 @@ def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     assert "; about " in remarks(shown(STUDY, "--timed"))[0]
     with pytest.raises(ConfigError, match="none for a study"):
         outline("asked.yaml", ["rounds=3"])
-    with pytest.raises(ConfigError, match="study = 'nowhere': the file of a study, or one of"):
+    with pytest.raises(
+        ConfigError, match="study = 'nowhere': expected the file of a study, or one of"
+    ):
         outline("nowhere")
     first = outline("002/fig1").text
     assert yaml.safe_load(first)["study"]["id"] == "002/fig1"

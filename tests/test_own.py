@@ -332,7 +332,9 @@ def test_nothing_is_called_that_is_no_model(path, command, mine, tmp_path, compl
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     if command in ("run", "audit"):
-        assert complain([command, "c.yaml", "--out", "out"]).startswith(f"model.kind = '{path}': ")
+        assert complain([command, "c.yaml", "--out", "out"]).startswith(
+            f"model.kind = '{path}': expected "
+        )
     else:
         assert typed(command, "c.yaml")[0] == 0
     assert not (tmp_path / "pwned").exists()
@@ -351,7 +353,7 @@ def test_an_import_path_of_any_family_is_a_class_of_that_family(section):
         f"{base.__module__}:{base.__qualname__}",
         "raydpfl.errors:ConfigError",
     ):
-        with pytest.raises(ConfigError, match=rf"^{section}.kind = '{path}': "):
+        with pytest.raises(ConfigError, match=rf"^{section}.kind = '{path}': expected "):
             choose(section, {"kind": path}, family, base)
 
 
@@ -418,7 +420,8 @@ def test_questions_about_a_config_import_no_more_than_they_must(mine, tmp_path, 
 def test_a_module_that_exits_while_it_is_imported_is_refused_in_one_line(mine):
     mine("raise SystemExit(3)")
     assert refused(model={"kind": "mine:Net"}).startswith(
-        "model.kind = 'mine:Net': an import path package.module:Name that can be imported (Sys"
+        "model.kind = 'mine:Net': expected an import path package.module:Name that can be "
+        "imported (Sys"
     )
 
 
@@ -443,7 +446,7 @@ def test_a_member_refuses_what_it_cannot_be_part_of(mine):
     )
     few = {"kind": "mine:Few", "bound": 1.0}
     assert experiment(bounding=few).bounding.kind == "mine:Few"
-    with pytest.raises(ConfigError, match=r"^rounds = 10: at most 9$"):
+    with pytest.raises(ConfigError, match=r"^rounds = 10: expected at most 9$"):
         experiment(bounding=few, rounds=10)
     with pytest.raises(ConfigError, match=r"a class whose check raises nothing but ConfigError"):
         experiment(bounding={**few, "kind": "mine:Wrong"})
@@ -542,7 +545,9 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monk
     from raydpfl import parts
 
     monkeypatch.setattr(parts.data, "prepare", lambda *arguments: pytest.fail("data were touched"))
-    with pytest.raises(ConfigError, match=r"selection.cohort = 51: at most the population of 50"):
+    with pytest.raises(
+        ConfigError, match=r"selection.cohort = 51: expected at most the population of 50"
+    ):
         Plan.make(experiment(selection={"cohort": 51}))
     with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
         Plan.make(experiment(privacy={"relation": "add_remove"}))
@@ -554,5 +559,7 @@ def test_queries_whose_answers_nothing_takes_up_are_refused(mine):
         "    def queries(self): return (Query('count', 0.5, 0.1),)\n"
         "    def answers(self, columns, bound): return {'count': columns['norm'] * 0}"
     )
-    with pytest.raises(ConfigError, match=r"bounding\.kind = 'mine:Own': a class with adapt"):
+    with pytest.raises(
+        ConfigError, match=r"bounding\.kind = 'mine:Own': expected a class with adapt"
+    ):
         experiment(bounding={"kind": "mine:Own", "bound": 1.0})

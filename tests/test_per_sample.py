@@ -816,7 +816,7 @@ def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
 def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name, reason):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = 'layerwise': auto or loop; this way "
+        match=rf"client\.way = 'layerwise': expected auto or loop; this way "
         rf"does not fit the model: {reason}",
     ):
         resolve(made(name), Sgd(), 20, form(SHAPE), "layerwise", clip=1.0)
@@ -925,7 +925,7 @@ class Shrinking(nn.Module):
 def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
     with pytest.raises(
         ConfigError,
-        match=r"model = 'Shrinking': a module that keeps samples apart.*its parameter "
+        match=r"model = 'Shrinking': expected a module that mixes no samples.*its parameter "
         r"linear.weight changes",
     ):
         resolve(Shrinking(), Sgd(), 20, form(SHAPE), clip=1.0)
@@ -963,7 +963,8 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
     assert resolve(Mixing(), Sgd(), 20, form(SHAPE), clip=1.0) in ("vmap", "loop")
     with pytest.raises(
         ConfigError,
-        match=r"model = 'Counting': a module that keeps samples apart.*its buffer mean changes",
+        match=r"model = 'Counting': expected a module that mixes no samples.*its buffer "
+        r"mean changes",
     ):
         resolve(Counting(), Sgd(), 20, form(SHAPE), clip=1.0)
     normed = nn.Sequential(
@@ -972,7 +973,8 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
     for way in ("auto", "layerwise", "vmap", "loop"):
         with pytest.raises(
             ConfigError,
-            match=r"model = 'Sequential': a module that keeps samples apart.*1 is a BatchNorm2d "
+            match=r"model = 'Sequential': expected a module that mixes no samples.*1 is a "
+            r"BatchNorm2d "
             r".*group_norm",
         ):
             resolve(normed, Sgd(), 20, form(SHAPE), way, clip=1.0)

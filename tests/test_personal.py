@@ -159,56 +159,62 @@ def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
 @pytest.mark.parametrize(
     ("law", "message"),
     [
-        (0, "noise.epsilon = 0: a positive finite number"),
-        (math.inf, "noise.epsilon = inf: a positive finite number"),
+        (0, "noise.epsilon = 0: expected a positive finite number"),
+        (math.inf, "noise.epsilon = inf: expected a positive finite number"),
         (
             {"kind": "normal"},
-            "noise.epsilon.kind = 'normal': one of constant, uniform, normal_mixture, column",
+            "noise.epsilon.kind = 'normal': expected one of constant, uniform, "
+            "normal_mixture, column",
         ),
         (
             {"kind": "uniform", "low": 2, "high": 1},
-            "noise.epsilon.high = 1.0: above noise.epsilon.low = 2",
+            "noise.epsilon.high = 1.0: expected above noise.epsilon.low = 2",
         ),
         (
             {"kind": "uniform", "high": 0.005},
-            "noise.epsilon.high = 0.005: above noise.epsilon.low "
+            "noise.epsilon.high = 0.005: expected above noise.epsilon.low "
             "= 0 and noise.epsilon.floor = 0.01",
         ),
-        ({"kind": "uniform", "floor": 0}, "noise.epsilon.floor = 0: "),
-        ({"kind": "uniform", "public": 1.5}, "noise.epsilon.public = 1.5: "),
+        ({"kind": "uniform", "floor": 0}, "noise.epsilon.floor = 0: expected "),
+        ({"kind": "uniform", "public": 1.5}, "noise.epsilon.public = 1.5: expected "),
         (
             {"kind": "constant", "epsilon": 0.001},
-            "noise.epsilon.epsilon = 0.001: at least the floor of 0.01",
+            "noise.epsilon.epsilon = 0.001: expected at least the floor of 0.01",
         ),
-        ({"kind": "normal_mixture", "components": []}, "noise.epsilon.components = []: "),
+        ({"kind": "normal_mixture", "components": []}, "noise.epsilon.components = []: expected "),
         (
             {"kind": "normal_mixture", "components": [{"weight": 1, "mean": 1, "std": 0}]},
             "noise.epsilon.components.0",
         ),
-        ({"kind": "column", "path": "none.csv"}, "noise.epsilon.path = 'none.csv': a file"),
+        (
+            {"kind": "column", "path": "none.csv"},
+            "noise.epsilon.path = 'none.csv': expected a file",
+        ),
         (
             {"kind": "column", "path": "broken.parquet"},
-            "noise.epsilon.path = 'broken.parquet': a CSV, JSON lines, Parquet, Arrow or NPZ",
+            "noise.epsilon.path = 'broken.parquet': expected a CSV, JSON lines, Parquet, "
+            "Arrow or NPZ",
         ),
         (
             {"kind": "column", "path": "t.csv"},
-            "noise.epsilon.column = 'epsilon': a column of t.csv: a, text, bad",
+            "noise.epsilon.column = 'epsilon': expected a column of t.csv: a, text, bad",
         ),
         (
             {"kind": "column", "path": "t.csv", "column": "a", "client": "who"},
-            "noise.epsilon.client = 'who': a column of t.csv",
+            "noise.epsilon.client = 'who': expected a column of t.csv",
         ),
         (
             {"kind": "column", "path": "t.csv", "column": "text"},
-            "noise.epsilon.column = 'text': a column of numbers",
+            "noise.epsilon.column = 'text': expected a column of numbers",
         ),
         (
             {"kind": "column", "path": "t.csv", "column": "bad"},
-            "noise.epsilon.column = 'bad': positive numbers, inf for a public client; row 1 has 0",
+            "noise.epsilon.column = 'bad': expected positive numbers, inf for a public "
+            "client; row 1 has 0",
         ),
         (
             {"kind": "column", "path": "t.csv", "column": "a"},
-            "noise.epsilon.path = 't.csv': a budget for each of the 3 clients; it has 2",
+            "noise.epsilon.path = 't.csv': expected a budget for each of the 3 clients; it has 2",
         ),
     ],
 )
@@ -427,7 +433,7 @@ def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_nam
     LocalSteps.calibrated(**given)
     with pytest.raises(
         ConfigError,
-        match=rf"^beside = 3.0: more, as the losses of client 1, with 60 samples, "
+        match=rf"^beside = 3.0: expected more, as the losses of client 1, with 60 samples, "
         rf"spend epsilon {alone:.4g} of its 0.1",
     ):
         LocalSteps.calibrated(**given | {"budgets": 0.1})
@@ -864,7 +870,8 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
     calls = counted(monkeypatch)
     with pytest.raises(
         ConfigError,
-        match=r"^delta = 1e-14: more, or rdp as the first accountant: delta is too small for "
+        match=r"^delta = 1e-14: expected more, or rdp as the first accountant: delta is too "
+        r"small for "
         r"pld .* after 300 steps",
     ):
         LocalSteps.calibrated(**asked)
@@ -973,7 +980,9 @@ def test_one_number_for_all_clients_is_the_same_as_one_for_each():
 
 @pytest.mark.parametrize("batch", [np.array([3, 3]), np.array([3, 0, 1]), np.array([1.5, 1, 1])])
 def test_batches_that_are_none_per_client_are_refused(batch):
-    with pytest.raises(ConfigError, match=r"batch = .*: an integer, at least 1, or one per client"):
+    with pytest.raises(
+        ConfigError, match=r"batch = .*: expected an integer, at least 1, or one per client"
+    ):
         LocalSteps(np.array([5, 5, 5]), batch, 5, 1.0, 1e-5, np.ones(3))
 
 

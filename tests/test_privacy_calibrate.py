@@ -129,7 +129,8 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
     """
     with pytest.raises(
         ConfigError,
-        match=r"^delta = 0\.001: less: at this delta any noise, however small, spends less "
+        match=r"^delta = 0\.001: expected less: at this delta any noise, however small, "
+        r"spends less "
         r"than epsilon 5 in 1 rounds",
     ):
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
@@ -139,7 +140,7 @@ def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
     with pytest.raises(
         ConfigError,
-        match=r"^delta = 1e-30: more, or rdp as the first accountant: delta is too small "
+        match=r"^delta = 1e-30: expected more, or rdp as the first accountant: delta is too small "
         r"for pld",
     ):
         noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)

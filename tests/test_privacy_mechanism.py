@@ -306,14 +306,18 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
 
 
 def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run():
-    with pytest.raises(ConfigError, match=r"^target = 0.001: more: at delta 1e-05 no noise"):
+    with pytest.raises(
+        ConfigError, match=r"^target = 0.001: expected more: at delta 1e-05 no noise"
+    ):
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     with (
-        pytest.raises(ConfigError, match=r"^noise.epsilon = 0.001: more: at delta 1e-05 no noise"),
+        pytest.raises(
+            ConfigError, match=r"^noise.epsilon = 0.001: expected more: at delta 1e-05 no noise"
+        ),
         as_fields(),
     ):
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
-    with pytest.raises(ConfigError, match=r"^noise.delta = 1e-300: more"):
+    with pytest.raises(ConfigError, match=r"^noise.delta = 1e-300: expected more"):
         Plan.make(
             experiment(
                 noise={"epsilon": 1.0, "multiplier": None, "delta": 1e-300},

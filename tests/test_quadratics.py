@@ -165,13 +165,16 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"a": [1, 2], "b": [1]}, r"data.b = \(1.0,\): 2 numbers, one for each of data.a"),
-        ({"a": [], "b": []}, r"data.a = \[\]: "),
+        ({"a": [1, 2], "b": [1]}, r"data.b = \(1.0,\): expected 2 numbers, one for each of data.a"),
+        ({"a": [], "b": []}, r"data.a = \[\]: expected "),
         (
             {"a": [1, 2], "b": [1, 2], "clients": 3},
-            "data.clients = 3: 2, one for each of data.a, or none",
+            "data.clients = 3: expected 2, one for each of data.a, or none",
         ),
-        ({"a": [1, 2], "b": [1, 2], "sizes": {"kind": "spread"}}, "data.sizes = .*: no such key"),
+        (
+            {"a": [1, 2], "b": [1, 2], "sizes": {"kind": "spread"}},
+            "data.sizes = .*: expected one of the keys",
+        ),
     ],
 )
 def test_pairs_that_are_none_are_refused(keys, message):

@@ -692,16 +692,16 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, complain):
 def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
     with pytest.raises(ConfigError, match=r"show\[2\].log = 'x'"):
         parse({"curves": "test_accuracy", "log": "x"}, "show[2]")
-    with pytest.raises(ConfigError, match=r"show\[0\].colr = 'arm': no such key"):
+    with pytest.raises(ConfigError, match=r"show\[0\].colr = 'arm': expected one of the keys"):
         parse({"curves": "test_accuracy", "colr": "arm"}, "show[0]")
     axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
     for item, said in (
         ({"curves": "test_accuracy", "facet": ["dato"]}, r"'dato': of the axes .*data \(data\?\)"),
         ({"table": "snr", "against": "Clib"}, r"'Clib': of the labels of arm: Clip, Free \(Clip\?"),
         ({"norms": {}, "only": {"data": ["it"]}}, "'it': of the labels of data: iid"),
-        ({"table": "snr", "colour": "arm"}, r"colour = 'arm': no such key"),
-        ({"values": "snr", "facet": ["data"]}, r"facet = \['data'\]: no such key"),
-        ({"trajectory": "path"}, r"trajectory = 'path': {}: it shows no number"),
+        ({"table": "snr", "colour": "arm"}, r"colour = 'arm': expected one of the keys"),
+        ({"values": "snr", "facet": ["data"]}, r"facet = \['data'\]: expected one of the keys"),
+        ({"trajectory": "path"}, r"trajectory = 'path': expected {}: it shows no number"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(item, "show[0]", axes)

@@ -441,7 +441,7 @@ def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     assert resolve(made("cnn"), local, 20, form(SHAPE)) == "convolutional"
     assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
     others = "fused, convolutional, one_batch, vmap, loop"
-    accepted = rf"client\.way = 'sample_space': auto or one of {others}"
+    accepted = rf"client\.way = 'sample_space': expected auto or one of {others}"
     with pytest.raises(ConfigError, match=accepted):
         resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
 

@@ -493,7 +493,9 @@ def test_another_kind_keeps_nothing_of_the_old_one_but_what_is_given_beside_it(c
 
 def test_a_section_that_is_not_written_is_of_another_kind_too(caplog):
     assert Experiment.from_dict({}, ["selection.kind=full"]).selection.kind == "full"
-    with pytest.raises(ConfigError, match=r"selection\.cohort = None: required"):
+    with pytest.raises(
+        ConfigError, match=r"selection\.cohort = None: expected a value, as it has no default"
+    ):
         Experiment.from_dict({}, ["selection.kind=poisson"])
     assert [record.getMessage() for record in caplog.records] == [
         f"selection.kind={kind} leaves out what selection had of uniform: cohort=30; "
@@ -503,7 +505,7 @@ def test_a_section_that_is_not_written_is_of_another_kind_too(caplog):
 
 
 def test_an_unknown_kind_is_what_is_complained_of(caplog):
-    with pytest.raises(ConfigError, match=r"server\.kind = 'sdg': one of"):
+    with pytest.raises(ConfigError, match=r"server\.kind = 'sdg': expected one of"):
         Experiment.from_dict({**SMALL, "server": ADAM}, ["server.kind=sdg"])
     assert not caplog.records
 

@@ -234,7 +234,7 @@ def test_noise_for_an_epsilon_stays_and_the_guarantees_say_what_all_rounds_spend
     begun = experiment(rounds=2, **copy.deepcopy(sections))
     first = run(begun, tmp_path / "alone")
     longer = Experiment.from_yaml(tmp_path / "alone" / "config.yaml", ["rounds=4"])
-    with pytest.raises(ConfigError, match=r"rounds = 4: 2,.*noise\.rounds=2 beside it"):
+    with pytest.raises(ConfigError, match=r"rounds = 4: expected 2,.*noise\.rounds=2 beside it"):
         run(longer, tmp_path / "alone", resume=True)
     parts, whole = grown(tmp_path, then={"rounds": 2}, **sections)
     assert parts.summary["model_sha256"] == whole.summary["model_sha256"]
@@ -256,7 +256,9 @@ def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     sections = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": steps}
     begun = experiment(rounds=2, **sections)
     first = run(begun, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"rounds = 3: 2, .*model\.init=.*/run, with noise") as no:
+    with pytest.raises(
+        ConfigError, match=r"rounds = 3: expected 2, .*model\.init=.*/run, with noise"
+    ) as no:
         run(Experiment.from_dict({**begun.to_dict(), "rounds": 3}), tmp_path / "run", resume=True)
     assert "noise.rounds" not in str(no.value)
     (told,) = (line for line in shown.following(first) if "more rounds" in line)
@@ -266,7 +268,7 @@ def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     assert after.summary["model_sha256"] != first.summary["model_sha256"]
     said = after.guarantees[0].exclusions
     assert any("the weights that training starts from" in each for each in said)
-    with pytest.raises(ConfigError, match=r"noise\.rounds = 2: none with placement step"):
+    with pytest.raises(ConfigError, match=r"noise\.rounds = 2: expected none with placement step"):
         experiment(rounds=3, **{**sections, "noise": {**steps, "rounds": 2}})
 
 

@@ -370,7 +370,8 @@ def test_a_client_without_data_is_never_asked_however_little_it_costs(solver):
 
 def test_privacy_aware_selection_needs_budgets():
     with pytest.raises(
-        ConfigError, match=r"selection\.kind = 'privacy_aware': clients with privacy budgets"
+        ConfigError,
+        match=r"selection\.kind = 'privacy_aware': expected clients with privacy budgets",
     ):
         example("privacy_aware").draw(0, 0, Population.balanced(9))
 
@@ -565,7 +566,7 @@ def test_candidates_are_found_where_one_client_holds_nearly_all_data():
         found = chosen.exposed(0, t, population)
         assert len(found) == 30 == len(set(found.tolist())) and found[-1] == 50
     with pytest.raises(
-        ConfigError, match=r"selection\.pool = 30: at most the 29 clients that have data"
+        ConfigError, match=r"selection\.pool = 30: expected at most the 29 clients that have data"
     ):
         chosen.exposed(0, 0, Population(np.repeat([1, 0], [29, 20])))
 

@@ -99,7 +99,9 @@ def test_what_is_imported_but_not_sent_is_refused_before_anything_is_sent(here):
     (here / "away").mkdir()
     (here / "away/mine.py").write_text(CLIP)
     (here / "linked.py").symlink_to(here / "away/mine.py")
-    with pytest.raises(ConfigError, match=r"submit = 'linked.py': modules that are no links"):
+    with pytest.raises(
+        ConfigError, match=r"submit = 'linked.py': expected modules that are no links"
+    ):
         sent(here, "linked:Own")
 
 
@@ -230,7 +232,7 @@ def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
         ".hidden/t.npz": "a file that is not hidden",
     }.items():
         changed = overridden(tree, [f"data.train={name}"])
-        with pytest.raises(ConfigError, match=f"^data.train = '{name}': {said}"):
+        with pytest.raises(ConfigError, match=f"^data.train = '{name}': expected {said}"):
             staging.packed(changed, [Experiment.from_dict(changed)], here)
     monkeypatch.setattr(staging, "LIMIT", 100)
     with pytest.raises(ConfigError, match=r"t\.npz': 0 MB at most are sent .* say --there"):

@@ -162,7 +162,9 @@ def test_a_key_that_may_be_skipped_is_left_out_where_the_kind_has_none():
     data = [cell for cell in asked.cells if cell.arm == "Data"]
     assert len({name_of(cell.experiment({}, 1)) for cell in free}) == 1
     assert [cell.experiment({}, 1).noise.multiplier for cell in data] == [1.0, 2.0]
-    with pytest.raises(ConfigError, match=r"noise\.multiplier = 1\.0: no such key.*in Free"):
+    with pytest.raises(
+        ConfigError, match=r"noise\.multiplier = 1\.0: expected one of the keys.*in Free"
+    ):
         study(panels={"noise.multiplier": [1.0]})
 
 
@@ -220,40 +222,70 @@ def changed(path: str, value) -> dict:
 
 WRONG = {
     "study/id": ("a b", r"study\.id = 'a b'"),
-    "study/seed": (1, r"study\.seed = 1: no such key"),
+    "study/seed": (1, r"study\.seed = 1: expected one of the keys"),
     "study/judge": (
         "test_accuracy",
-        r"study\.judge = 'test_accuracy': a number that does not look",
+        r"study\.judge = 'test_accuracy': expected a number that does not look",
     ),
     "study/better": ("higher", r"study\.better = 'higher'"),
     "study/same_bits": ([["Data"]], r"study\.same_bits\.0 = .*at least two arms"),
     "study/same_bits ": ([["Data", "Uniforn"]], r"study\.same_bits\.0 = \['Data', 'Uniforn'\]"),
     "study/same_bits  ": (
         [["Data", "Free", {"data.partition": "ijd"}]],
-        r"0\.data\.partition = 'ijd': one of iid, s",
+        r"0\.data\.partition = 'ijd': expected one of iid, s",
     ),
-    "study/validation": (0, r"study\.validation = 0: more than 0, as study\.judge is validation_a"),
-    "evaluate/test": (False, r"evaluate\.test = False: not in a study: final runs .*in Free data"),
-    "evaluate/validation": (0.2, r"evaluate\.validation = 0\.2: not in a study: final"),
-    "arms/Free/seed": (3, r"arms\.Free\.seed = 3: not here: the seeds of all runs follow"),
-    "study/accounting": (["paper"], r"arms\.Clip\.accounting\.paper = None: required"),
-    "studies": ({}, "studies = {}: no such section"),
-    "arms": ({}, "arms = {}: at least one arm"),
-    "arms/Free": ({"bouding": {}}, r"arms\.Free\.bouding = {}: no such section or dotted key"),
-    "arms/Data/bounding": ({"kind": "clap"}, r"bounding\.kind = 'clap': one of .*in Data data"),
-    "arms/Data/only": ({"data": ["iid"]}, r"arms\.Data\.only\.data = \['iid'\]: one of data\.part"),
-    "arms/Clip/local.lr": ({"tune": []}, r"local\.lr = {'grid': \[\]}: grid: a list of at least"),
-    "arms/Clip/bounding/bound/from/arm": ("Fre", r"bounding\.bound\.from\.arm = 'Fre': one of the"),
+    "study/validation": (
+        0,
+        r"study\.validation = 0: expected a share above 0, as study\.judge is validation_a",
+    ),
+    "evaluate/test": (
+        False,
+        r"evaluate\.test = False: expected none in a study: final runs .*in Free data",
+    ),
+    "evaluate/validation": (0.2, r"evaluate\.validation = 0\.2: expected none in a study: final"),
+    "arms/Free/seed": (
+        3,
+        r"arms\.Free\.seed = 3: expected none here: the seeds of all runs follow",
+    ),
+    "study/accounting": (
+        ["paper"],
+        r"arms\.Clip\.accounting\.paper = None: expected a value, as it has no default",
+    ),
+    "studies": ({}, "studies = {}: expected one of the sections"),
+    "arms": ({}, "arms = {}: expected at least one arm"),
+    "arms/Free": (
+        {"bouding": {}},
+        r"arms\.Free\.bouding = {}: expected a dotted key, or one of the sections",
+    ),
+    "arms/Data/bounding": (
+        {"kind": "clap"},
+        r"bounding\.kind = 'clap': expected one of .*in Data data",
+    ),
+    "arms/Data/only": (
+        {"data": ["iid"]},
+        r"arms\.Data\.only\.data = \['iid'\]: expected one of data\.part",
+    ),
+    "arms/Clip/local.lr": (
+        {"tune": []},
+        r"local\.lr = {'grid': \[\]}: expected a list of at least",
+    ),
+    "arms/Clip/bounding/bound/from/arm": (
+        "Fre",
+        r"bounding\.bound\.from\.arm = 'Fre': expected one of the",
+    ),
     "arms/Clip/bounding/bound/from": (
         {"arm": "Clip", "value": "x"},
         "does not wait for Clip in its turn",
     ),
     "panels": ({"arm": ["a"]}, r"panels\.arm = .*another name"),
-    "panels/data.partition": ([], r"panels\.data\.partition = {}: at least one label"),
-    "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: not here"),
-    "scales": ({"tiny": {}}, r"scales\.tiny = {}: one of smoke, small, paper"),
+    "panels/data.partition": ([], r"panels\.data\.partition = {}: expected at least one label"),
+    "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: expected none here"),
+    "scales": ({"tiny": {}}, r"scales\.tiny = {}: expected one of smoke, small, paper"),
     "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, confusion, curves"),
-    "show/0/published": ("nothing.csv", r"show\.0\.published = 'nothing.csv': a file beside"),
+    "show/0/published": (
+        "nothing.csv",
+        r"show\.0\.published = 'nothing.csv': expected a file beside",
+    ),
 }
 
 
@@ -324,7 +356,9 @@ def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_it
         names += [name, *shipped.header(path).get("answers", ())]
     assert len(set(names)) == len(names)
     assert {shipped.find(name) for name in names} == {*shipped.paths().values()}
-    with pytest.raises(ConfigError, match="study = '009/fig1': the file of a study, or one of"):
+    with pytest.raises(
+        ConfigError, match="study = '009/fig1': expected the file of a study, or one of"
+    ):
         Study.named("009/fig1")
 
 
@@ -588,7 +622,9 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     }
     for name in ("../tables/mine.csv", str(tmp_path / "out" / "study.yaml")):
         given["show"][0]["published"] = name
-        with pytest.raises(ConfigError, match=r"show\.0\.published = .*: a file beside the study"):
+        with pytest.raises(
+            ConfigError, match=r"show\.0\.published = .*: expected a file beside the study"
+        ):
             Study.from_dict(given, place=tmp_path / "out")
 
 
@@ -739,7 +775,7 @@ def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, sh
         row["directory"] for row in rows
     }
     assert [row["arm"] for row in rows] == [arm for arm in (*ARMS, "Sixth") for _ in range(3)] * 2
-    with pytest.raises(ConfigError, match="--scale = 'paper': 'small', as in the study"):
+    with pytest.raises(ConfigError, match="--scale = 'paper': expected 'small', as in the study"):
         reproduce(Study.from_dict(given, "paper", place=out), out=out, resume=True)
 
 
@@ -828,12 +864,15 @@ def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
         (["002/fig1", "--scale", "tiny"], "--scale = 'tiny'"),
         (["002/fig1", "--seeds", "0"], "--seeds = 0"),
         (["002/fig1", "002/fig1a"], "study = ['002/fig1', '002/fig1']"),
-        (["002/fig1", "--resume"], "--resume = '002/fig1': a study directory"),
+        (["002/fig1", "--resume"], "--resume = '002/fig1': expected a study directory"),
         ([".", "002/fig1", "--resume"], "--resume = '. 002/fig1'"),
-        (["--list", "--scale", "smoke"], "--scale = 'smoke': with --list, the name of a study"),
-        (["--list", "--seeds", "2"], "--seeds = 2: with --list"),
-        (["--list", "002/fig1", "--out", "x"], "--out = 'x': not with --list"),
-        (["--list", "--resume"], "--resume = 'True': not with --list"),
+        (["--list", "--scale", "smoke"], "--scale = 'smoke': expected the name of a study as well"),
+        (
+            ["--list", "--seeds", "2"],
+            "--seeds = 2: expected the name of a study as well, with --list",
+        ),
+        (["--list", "002/fig1", "--out", "x"], "--out = 'x': expected none with --list"),
+        (["--list", "--resume"], "--resume = 'True': expected none with --list"),
     ):
         said = complain(["reproduce", *arguments])
         assert field in said

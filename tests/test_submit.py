@@ -225,7 +225,7 @@ def unset(monkeypatch):
 def test_an_address_without_a_job_server_is_refused_in_one_line(address, unset):
     with pytest.raises(
         ConfigError,
-        match=r"--address = .*: the address of a Ray cluster's job server, "
+        match=r"--address = .*: expected the address of a Ray cluster's job server, "
         r"such as http://127.0.0.1:8265",
     ):
         submit.JobServer(address.format(port=free_ports(1)[0]))

@@ -130,44 +130,46 @@ LR = "local.lr={grid: [0.1, 0.2]}"
 BAD = {
     "unknown field": (
         ["local.lrr={grid: [0.1]}"],
-        "local.lrr = 0.1: no such key; the keys here are",
+        "local.lrr = 0.1: expected one of the keys",
     ),
-    "unknown section": (["sever={grid: [1]}"], "sever = 1: no such section; the sections are"),
+    "unknown section": (["sever={grid: [1]}"], "sever = 1: expected one of the sections"),
     "empty grid": (
         ["local.lr={grid: []}"],
-        "local.lr = {'grid': []}: grid: a list of at least one value",
+        "local.lr = {'grid': []}: expected a list of at least one value",
     ),
     "value that stands twice": (
         ["local.lr={grid: [0.1, 0.1]}"],
-        "local.lr = {'grid': [0.1, 0.1]}: grid: values that differ",
+        "local.lr = {'grid': [0.1, 0.1]}: expected values that differ",
     ),
     "grid that is no list": (
         ["local.lr={grid: 0.1}"],
-        "local.lr = {'grid': 0.1}: grid: a list of at least one value",
+        "local.lr = {'grid': 0.1}: expected a list of at least one value",
     ),
     "value that the field refuses": (
         ["local.lr={grid: [0.1, -1]}"],
-        "local.lr = -1: should be greater than 0",
+        "local.lr = -1: expected a number greater than 0",
     ),
     "interval of one end": (
         ["local.lr={uniform: [0.1]}"],
-        "local.lr = {'uniform': [0.1]}: uniform: two numbers [lowest, highest]",
+        "local.lr = {'uniform': [0.1]}: expected uniform: two numbers [lowest, highest]",
     ),
     "interval upside down": (
         ["local.lr={uniform: [2, 1]}"],
-        "local.lr = {'uniform': [2, 1]}: uniform: [lowest, highest], the first below the second",
+        "local.lr = {'uniform': [2, 1]}: expected uniform: [lowest, highest], the first "
+        "below the second",
     ),
     "logarithm of nothing": (
         ["local.lr={loguniform: [0, 1]}"],
-        "local.lr = {'loguniform': [0, 1]}: loguniform: [lowest, highest], both above 0",
+        "local.lr = {'loguniform': [0, 1]}: expected loguniform: [lowest, highest], both above 0",
     ),
     "power that is no whole number": (
         ["local.lr={powers_of_two: [0.5, 2]}"],
-        "local.lr = {'powers_of_two': [0.5, 2]}: powers_of_two: two whole exponents",
+        "local.lr = {'powers_of_two': [0.5, 2]}: expected powers_of_two: two whole exponents",
     ),
     "interval in a grid search": (
         ["local.lr={uniform: [1, 2]}"],
-        "local.lr = {'uniform': [1, 2]}: a grid, choice or powers_of_two; an interval needs",
+        "local.lr = {'uniform': [1, 2]}: expected a grid, choice or powers_of_two; an "
+        "interval needs",
     ),
     "interval of whole numbers": (
         ["local.steps={uniform: [1, 9]}", "sweep={search: random, samples: 2}"],
@@ -175,81 +177,85 @@ BAD = {
     ),
     "end that the field refuses": (
         ["local.lr={uniform: [-1, 1]}", "sweep={search: random, samples: 2}"],
-        "local.lr = -1.0: should be greater than 0",
+        "local.lr = -1.0: expected a number greater than 0",
     ),
     "space of a kind that is none": (
         [LR, "bounding.bound={gird: [0.1]}"],
-        "bounding.bound = {'gird': [0.1]}: should be a valid number",
+        "bounding.bound = {'gird': [0.1]}: expected a valid number",
     ),
     "seeds as a space": (
         ["seed={grid: [1, 2]}"],
-        "seed = {'grid': [1, 2]}: a number; sweep.repeats",
+        "seed = {'grid': [1, 2]}: expected a number; sweep.repeats",
     ),
     "nothing to search": (
         ["sweep={}"],
-        "sweep = {}: a search space in some field, or sweep.repeats",
+        "sweep = {}: expected a search space in some field, or sweep.repeats",
     ),
     "an experiment": ([], "config = "),
-    "section that is no mapping": ([LR, "sweep=3"], "sweep = 3: a mapping"),
+    "section that is no mapping": ([LR, "sweep=3"], "sweep = 3: expected a mapping"),
     "unknown key": (
         [LR, "sweep.sample=3"],
-        "sweep.sample = 3: no such key; the keys here are search, samples,",
+        "sweep.sample = 3: expected one of the keys search, samples,",
     ),
     "unknown metric": (
         [LR, "sweep.metric=accuracy"],
-        "sweep.metric = 'accuracy': a score that every trial has; the scores here are test_",
+        "sweep.metric = 'accuracy': expected a score that every trial has; the scores here "
+        "are test_",
     ),
     "validation without rows": (
         [LR, "sweep.metric=validation_loss"],
-        "sweep.metric = 'validation_loss': a score that every trial has; evaluate.validation holds",
+        "sweep.metric = 'validation_loss': expected a score that every trial has; "
+        "evaluate.validation holds",
     ),
     "validation without rows in some trial": (
         ["evaluate.validation={grid: [0.1, 0]}", "sweep.metric=validation_accuracy"],
-        "sweep.metric = 'validation_accuracy': a score that every trial has; evaluate.validation",
+        "sweep.metric = 'validation_accuracy': expected a score that every trial has; "
+        "evaluate.validation",
     ),
     "the test set unseen": (
         [LR, "evaluate.test=false"],
-        "sweep.metric = 'test_accuracy': a score that every trial has; evaluate.test is false",
+        "sweep.metric = 'test_accuracy': expected a score that every trial has; "
+        "evaluate.test is false",
     ),
     "unknown search": (
         [LR, "sweep.search=tpe"],
-        "sweep.search = 'tpe': should be 'grid', 'random' or 'optuna'",
+        "sweep.search = 'tpe': expected 'grid', 'random' or 'optuna'",
     ),
     "unknown scheduler": (
         [LR, "sweep.scheduler=hyperband"],
-        "sweep.scheduler = 'hyperband': should be 'none', 'asha' or 'median'",
+        "sweep.scheduler = 'hyperband': expected 'none', 'asha' or 'median'",
     ),
     "no repeats": (
         [LR, "sweep.repeats=0"],
-        "sweep.repeats = 0: should be greater than or equal to 1",
+        "sweep.repeats = 0: expected a number greater than or equal to 1",
     ),
     "random without end": (
         [LR, "sweep.search=random"],
-        "sweep.samples = None: required for sweep.search random",
+        "sweep.samples = None: expected a number of settings to try, for sweep.search random",
     ),
     "more samples than settings": (
         [LR, "sweep={search: random, samples: 3}"],
-        "sweep.samples = 3: at most the 2 settings that the spaces hold",
+        "sweep.samples = 3: expected at most the 2 settings that the spaces hold",
     ),
     "samples of a grid": (
         [LR, "sweep.samples=3"],
-        "sweep.samples = 3: nothing unless sweep.search is random or optuna",
+        "sweep.samples = 3: expected nothing unless sweep.search is random or optuna",
     ),
     "grace of no scheduler": (
         [LR, "sweep.grace=3"],
-        "sweep.grace = 3: nothing unless sweep.scheduler is asha or median",
+        "sweep.grace = 3: expected nothing unless sweep.scheduler is asha or median",
     ),
     "grace of more than all rounds": (
         [LR, "sweep={scheduler: asha, grace: 5}"],
-        "sweep.grace = 5: at most the 4 rounds of a trial",
+        "sweep.grace = 5: expected at most the 4 rounds of a trial",
     ),
     "seeds past the last": (
         [LR, "seed=18446744073709551615", "sweep.repeats=2"],
-        "sweep.repeats = 2: seeds below 2^64",
+        "sweep.repeats = 2: expected seeds below 2^64",
     ),
     "cohort above the population": (
         ["selection.cohort={grid: [51, 20]}"],
-        "selection.cohort = 51: at most the population of 50 clients",
+        "selection.cohort = 51: expected at most the population of 50 clients",
     ),
     "accuracy of a regression": (
         [
@@ -259,7 +265,7 @@ BAD = {
             "local.lr={grid: [0.01, 0.02]}",
             "client={actors: 0}",
         ],
-        "sweep.metric = 'test_accuracy': test_loss; a regression has no accuracy",
+        "sweep.metric = 'test_accuracy': expected test_loss; a regression has no accuracy",
     ),
     "validation accuracy of a regression": (
         [
@@ -271,42 +277,43 @@ BAD = {
             "evaluate.validation=0.2",
             "sweep.metric=validation_accuracy",
         ],
-        "sweep.metric = 'validation_accuracy': validation_loss; a regression has no accuracy",
+        "sweep.metric = 'validation_accuracy': expected validation_loss; a regression has "
+        "no accuracy",
     ),
     "data that are not there": (
         [LR, "data={kind: table, clients: 50, train: nowhere.parquet}"],
-        "data.train = 'nowhere.parquet': ",
+        "data.train = 'nowhere.parquet': expected ",
     ),
     "data of some trial that are not there": (
         [
             "data={grid: [{kind: fashion_mnist_mini, clients: 50}, "
             "{kind: table, clients: 50, train: nowhere.parquet}]}"
         ],
-        "data.train = 'nowhere.parquet': ",
+        "data.train = 'nowhere.parquet': expected ",
     ),
     "trial of too many actors": (
         [LR, "client={actors: 4096, num_cpus: 1}"],
-        "client.actors = 4096: a trial that fits the cluster at all: a",
+        "client.actors = 4096: expected a trial that fits the cluster at all: a",
     ),
     "actor larger than any node": (
         [LR, "client={actors: 1, num_cpus: 4096}"],
-        "client.actors = 1: a trial that fits the cluster at all",
+        "client.actors = 1: expected a trial that fits the cluster at all",
     ),
     "process larger than any node": (
         [LR, "sweep.cpus=4096"],
-        "sweep.cpus = 4096.0: a trial that fits the cluster at all",
+        "sweep.cpus = 4096.0: expected a trial that fits the cluster at all",
     ),
     "GPUs that are not there": (
         [LR, "client.num_gpus=512"],
-        "client.num_gpus = 512.0: a trial that fits the cluster at all",
+        "client.num_gpus = 512.0: expected a trial that fits the cluster at all",
     ),
     "actors that take nothing": (
         [LR, "client={actors: 2, num_cpus: 0}"],
-        "client.num_cpus = 0.0: above 0, so that trials",
+        "client.num_cpus = 0.0: expected a number above 0, by which trials",
     ),
     "too large for some values alone": (
         ["client.num_cpus=1", "client.actors={grid: [1, 4096]}"],
-        "client.actors = 4096: a trial that fits",
+        "client.actors = 4096: expected a trial that fits",
     ),
 }
 
@@ -336,7 +343,8 @@ def test_without_optuna_installed_it_says_how_to_install_it(tmp_path, monkeypatc
         str(tmp_path / "out"),
     ]
     assert complain(["sweep", *arguments]).startswith(
-        "sweep.search = 'optuna': grid or random; optuna needs pip install 'raydpfl[optuna]'"
+        "sweep.search = 'optuna': expected grid or random; optuna needs pip install "
+        "'raydpfl[optuna]'"
     )
     assert not (tmp_path / "out").exists()
 
@@ -347,7 +355,7 @@ def test_resume_takes_no_directory_that_is_not_a_sweeps(tmp_path, complain):
         ["sweep", str(tmp_path / "config.yaml"), LR, "--resume", "--out", str(tmp_path)]
     )
     assert said.startswith(
-        f"--resume = '{tmp_path}': the directory of a sweep; it has no sweep.yaml"
+        f"--resume = '{tmp_path}': expected the directory of a sweep; it has no sweep.yaml"
     )
 
 
@@ -514,7 +522,7 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
         == result.trials.drop_columns(["reason"]).to_pylist()[:1]
     )
     other = Sweep.from_dict({**sweep.tree, "rounds": 5, "sweep": {"repeats": 2}})
-    with pytest.raises(ConfigError, match="rounds = 5: 4, as in the sweep to be resumed"):
+    with pytest.raises(ConfigError, match="rounds = 5: expected 4, as in the sweep to be resumed"):
         run(other, out, resume=True)
     with pytest.raises(ConfigError, match="a new or empty directory, or --resume"):
         run(sweep, out)
@@ -522,7 +530,10 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
 
 def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_config_has_them():
     boundings = [{"kind": "clip", "bound": 0.5}, {"kind": "quantile_clip"}]
-    accepted = r"bounding.bound = None: required \(in the setting bounding={kind: quantile_clip}\)"
+    accepted = (
+        r"bound = None: expected a value, as it has no default \(in the setting bounding={kind: "
+    )
+    r"quantile_clip}\)"
     with pytest.raises(ConfigError, match=accepted):
         Sweep.from_dict(tree(bounding={"grid": boundings}))
     values = {"bounding": boundings[0], "local.lr": 0.123456}
@@ -534,7 +545,8 @@ def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster
 ):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     with pytest.raises(
-        ConfigError, match=r"data\.clients = 50: 1 to 45 with 200 one-class shards each"
+        ConfigError,
+        match=r"data\.clients = 50: expected from 1 to 45 with 200 one-class shards each",
     ):
         run(
             Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1})),

@@ -312,7 +312,7 @@ def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, complain
     shutil.copytree(b, a)
     said = complain(["sweep", str(out), "--resume"])
     assert said == (
-        f"--resume = 'trials/{a.name}/config.yaml': the config of local.lr=0.1 seed=3; "
+        f"--resume = 'trials/{a.name}/config.yaml': expected the config of local.lr=0.1 seed=3; "
         f"its local.lr is 1.0, not 0.1 (rename {a.name} {AWAY}"
     )
 
@@ -377,15 +377,16 @@ def test_what_means_the_same_is_the_same_trial(out):
 SAME = {
     "numbers": (
         "local.lr={grid: [1, 0.1, 1.0]}",
-        "local.lr = {'grid': [1, 0.1, 1.0]}: values that differ; 1 and 1.0 make the same",
+        "local.lr = {'grid': [1, 0.1, 1.0]}: expected values that differ; 1 and 1.0 make the same",
     ),
     "a default": (
         "server={grid: [{kind: sgd}, {kind: sgd, lr: 1}]}",
-        "server = {'grid': [{'kind': 'sgd'}, {'kind': 'sgd', 'lr': 1}]}: values that differ",
+        "server = {'grid': [{'kind': 'sgd'}, {'kind': 'sgd', 'lr': 1}]}: expected values "
+        "that differ",
     ),
     "sampled": (
         "sweep={search: random, samples: 2}",
-        "local.lr = {'grid': [1, 1.0]}: values that differ; 1 and 1.0",
+        "local.lr = {'grid': [1, 1.0]}: expected values that differ; 1 and 1.0",
     ),
 }
 
@@ -473,7 +474,7 @@ BROKEN = {
     "sweep.yaml is a directory": (lambda out: directory(out / "sweep.yaml"), "Is a directory"),
     "sweep.yaml has a field that is no more": (
         sweep_yaml("local: {kind: sgd, pace: 1}\nsweep: {repeats: 2}\n...\n"),
-        "local.pace = 1: no such key",
+        "local.pace = 1: expected one of the keys",
     ),
     "trials is a file": (
         lambda out: instead_of(out / "trials"),
@@ -501,7 +502,10 @@ BROKEN = {
         trial_config("a: !!python/object:os.system {}\n"),
         "a YAML file",
     ),
-    "a trial's config has a field that is no more": (renamed, "local.batches = 10: no such key"),
+    "a trial's config has a field that is no more": (
+        renamed,
+        "local.batches = 10: expected one of the keys",
+    ),
     "a trial's config is a directory": (
         lambda out: directory(of(out, 0.1, 3) / "config.yaml"),
         "Is a directory",

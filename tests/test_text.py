@@ -122,21 +122,28 @@ def test_clients_with_few_rows_are_left_out_and_of_many_rows_some_are_drawn(tmp_
     assert rows[0].tolist() == [0, 1, 2, 3, 4]
     for found, (low, high) in zip(rows[1:], ((5, 35), (36, 60)), strict=True):
         assert len(set(found)) == 12 and low <= found.min() and found.max() < high
-    with pytest.raises(ConfigError, match=r"data.partition.least = 40: at most 30"):
+    with pytest.raises(ConfigError, match=r"data.partition.least = 40: expected at most 30"):
         data.parse({**keys, "partition": {"kind": "natural", "least": 40}}).split(3, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"path": "none.txt"}, "data.path = 'none.txt': a file, absolute or under"),
-        ({"speaker": "[0-9]+"}, "data.speaker = '[0-9]+': a pattern of names: no line is such"),
-        ({"speaker": "("}, "data.speaker = '(': a regular expression"),
-        ({"test_fraction": 0.01}, "data.test_fraction = 0.01: larger"),
-        ({"task": "classification"}, "data.task.kind = 'classification': a task whose targets"),
+        ({"path": "none.txt"}, "data.path = 'none.txt': expected a file, absolute or under"),
+        (
+            {"speaker": "[0-9]+"},
+            "data.speaker = '[0-9]+': expected a pattern of names: no line is such",
+        ),
+        ({"speaker": "("}, "data.speaker = '(': expected a regular expression"),
+        ({"test_fraction": 0.01}, "data.test_fraction = 0.01: expected a larger share"),
+        (
+            {"task": "classification"},
+            "data.task.kind = 'classification': expected a task whose targets",
+        ),
         (
             {"partition": {"kind": "shards"}, "clients": 2},
-            "data.partition.kind = 'shards': iid or natural for targets that are not one class",
+            "data.partition.kind = 'shards': expected iid or natural for targets that are "
+            "not one class",
         ),
     ],
 )
@@ -164,9 +171,13 @@ def test_models_of_tokens_look_at_no_later_position_and_take_a_target_per_sample
     single = models.build(models.parse(SMALL[kind]), form((6,), 5, tokens=6), 0)
     assert torch.allclose(single(x), module(x)[:, -1], atol=1e-6)
     for wrong in (form((6,), 5), form((2, 6), 5, tokens=6)):
-        with pytest.raises(ConfigError, match=f"model.kind = '{kind}': a model for other inputs"):
+        with pytest.raises(
+            ConfigError, match=f"model.kind = '{kind}': expected a model for other inputs"
+        ):
             models.build(models.parse(SMALL[kind]), wrong, 0)
-    with pytest.raises(ConfigError, match=r"model.kind = 'mlp': char_lstm, transformer or one"):
+    with pytest.raises(
+        ConfigError, match=r"model.kind = 'mlp': expected char_lstm, transformer or one"
+    ):
         models.build(models.parse({"kind": "mlp"}), TOKENS, 0)
 
 

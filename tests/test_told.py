@@ -65,7 +65,8 @@ def test_a_table_of_one_row_per_client_says_to_give_test_rows(tmp_path):
     data = table(tmp_path / "t.parquet", np.arange(30) % 2, np.arange(30))
     with pytest.raises(
         ConfigError,
-        match=r"data.test = None: a table that leaves .* or a file of test rows: each client keeps",
+        match=r"data.test = None: expected a table that leaves .* or a file of test rows: "
+        r"each client keeps",
     ):
         Plan.make(experiment(data=data))
     assert Plan.make(experiment(data={**data, "test": data["train"]})).population.samples == 30
@@ -258,21 +259,25 @@ def test_an_error_without_frames_of_the_users_shows_all():
 RELATIONS = {
     "uniform": (
         ["privacy.relation=add_remove"],
-        "privacy.relation = 'add_remove': replace_one with",
+        "privacy.relation = 'add_remove': expected replace_one with",
     ),
-    "zero out": (["privacy.relation=zero_out"], "privacy.relation = 'zero_out': replace_one with"),
+    "zero out": (
+        ["privacy.relation=zero_out"],
+        "privacy.relation = 'zero_out': expected replace_one with",
+    ),
     "secret size": (
         ["selection={kind: poisson, cohort: 20}", "privacy.relation=replace_one"],
-        "privacy.relation = 'replace_one': add_remove or zero_out with selection.kind poisson",
+        "privacy.relation = 'replace_one': expected add_remove or zero_out with "
+        "selection.kind poisson",
     ),
     "whose noise": (
         ["selection.kind=full", "privacy.relation=add_remove"],
-        "privacy.relation = 'add_remove': replace_one or zero_out "
+        "privacy.relation = 'add_remove': expected replace_one or zero_out "
         "with selection.kind full; or add_",
     ),
     "the accountant": (
         ["selection={kind: multinomial, cohort: 20}"],
-        "privacy.accountants = 'rdp': draws with",
+        "privacy.accountants = 'rdp': expected one that covers the run: draws with",
     ),
 }
 

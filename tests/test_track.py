@@ -203,11 +203,11 @@ def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_writte
     words = ["run", tmp_path / "small.yaml", "track=[mlflow]", "--out", tmp_path / "out"]
     said = complain(words)
     assert (
-        said == "track = 'mlflow': others, or none (track=[]); mlflow needs pip install "
+        said == "track = 'mlflow': expected others, or none (track=[]); mlflow needs pip install "
         "'raydpfl[mlflow]'"
     )
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match=r"track.kind = 'mlflw': one of mlflow, ray"):
+    with pytest.raises(ConfigError, match=r"track.kind = 'mlflw': expected one of mlflow, ray"):
         Experiment.from_dict({"track": ["mlflw"]})
 
 

@@ -382,7 +382,7 @@ def test_a_rule_with_something_that_nothing_reads_is_refused_by_name(cls, said):
 def test_selection_by_what_noise_costs_needs_clients_with_as_many_steps_each():
     budgets = {"kind": "gaussian", "placement": "step", "delta": 1e-3}
     budgets["epsilon"] = {"kind": "uniform", "low": 1.0, "high": 9.0}
-    with pytest.raises(ConfigError, match=r"local\.epochs = 1\.0: none.*privacy_aware"):
+    with pytest.raises(ConfigError, match=r"local\.epochs = 1\.0: expected none.*privacy_aware"):
         experiment(
             selection={"kind": "privacy_aware", "cohort": 6},
             local={"kind": "sgd", "epochs": 1},

@@ -265,7 +265,7 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
             "canaries", canaries, "at least 10; 1000 and more for a bound worth having"
         )
     if not 0.5 <= confidence < 1:
-        raise ConfigError("confidence", confidence, "from 0.5, below 1")
+        raise ConfigError("confidence", confidence, "a number from 0.5, below 1")
     if delta is not None and not 0 < delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
 

@@ -113,10 +113,10 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
     for name, value in options.items():
         if name not in parameters:
             takes = ", ".join(map(_flag, parameters))
-            raise ConfigError(_flag(name), value, f"not with --unit {unit}, which takes {takes}")
+            raise ConfigError(_flag(name), value, f"none with --unit {unit}, which takes {takes}")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
-            accepted = f"required with --unit {unit}; or give a CONFIG (see raydpfl budget --help)"
+            accepted = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
             raise ConfigError(_flag(name), None, accepted)
     given = {
         name: value.replace("-", "_") if isinstance(value, str) else value
@@ -159,7 +159,7 @@ def _check_participations(most: int | None, rounds: int | None, sampling: Sampli
 
 def _check_steps(sampling: str, steps: int, participations: int | None) -> None:
     if sampling == "epochs":
-        accepted = "shuffled epochs have no accountant; nearest: fixed, a fresh batch at each step"
+        accepted = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
         raise ConfigError("sampling", sampling, accepted)
     for name, value in (("steps", steps), ("participations", participations)):
         if value is not None and value < 1:
@@ -217,7 +217,7 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
     nearest += [f"--sampling {kind}" for kind in _laws_for(mechanism, relation)]
-    accepted = f"{reason.split('; nearest')[0]}; nearest: {' or '.join(nearest)}"
+    accepted = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, accepted)
     raise ConfigError("placement", mechanism.placement, accepted)

@@ -13,8 +13,8 @@ True
 ['example', 'fits', 'config round trip', 'refusals']
 >>> check("nothing")
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: member = 'nothing': a class by import path (package.module:Name), or a \
-member as in bounding:clip
+raydpfl.errors.ConfigError: member = 'nothing': expected a class by import path \
+(package.module:Name), or a member as in bounding:clip
 
 Promises are functions of a case, in a file for each family. A promise that is looked at by
 statistics raises a false alarm in at most one check of a million.

@@ -184,7 +184,7 @@ def every_way_with_clipping(case: Case) -> str:
     try:
         check_apart(module, form)
     except ConfigError as error:
-        return f"none: {error.accepted}"
+        return f"none: expected {error.expected}"
     return _ways(case, 0.5)
 
 

@@ -60,7 +60,7 @@ def _shown(case: Case, folder: Path, first: int, last: int) -> tuple[str, int]:
     try:
         installed([tracker])
     except ConfigError as error:
-        raise Untried(error.accepted) from None
+        raise Untried(f"expected {error.expected}") from None
     folder.mkdir(exist_ok=True)
     book = Book(folder)
     name, known = book.entry(tracker.kind)

@@ -98,7 +98,7 @@ def check_apart(module: nn.Module, form: Form) -> None:
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, _BatchNorm) and not models.is_still(layer):
-            remedy = "raydpfl.models.group_norm converts it, model.frozen keeps its statistics"
+            remedy = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen"
             raise _mixes(module, f"{name or 'it'} is a {kind} ({remedy})")
         # of an Embedding: it shortens the rows that it is asked for
         if getattr(layer, "max_norm", None) is not None:
@@ -118,7 +118,7 @@ def check_apart(module: nn.Module, form: Form) -> None:
 
 
 def _mixes(module: nn.Module, reason: str) -> ConfigError:
-    accepted = "a module that keeps samples apart, as they are clipped one by one"
+    accepted = "a module that mixes no samples, as they are clipped one by one"
     return ConfigError("model", type(module).__name__, f"{accepted}; {reason}")
 
 
@@ -146,7 +146,10 @@ def check_rule(local: Local) -> None:
         reason = f"whose step can be made; it raised {in_line(error)}"
         raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
     if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
-        reason = "whose step for clients [C, P] is that for each of them, along the last axis alone"
+        reason = (
+            "whose step keeps the clients [C, P] apart; this one mixes them: let it reduce along "
+        )
+        reason += "dim=-1 alone, with keepdim=True"
         raise ConfigError("local.kind", local.kind, f"a class {reason}")
 
 

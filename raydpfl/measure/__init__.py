@@ -5,9 +5,9 @@ fields is given as a mapping:
 
 >>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
 ['clients', 'bounding']
->>> parse(["clients", "clients"])
+>>> parse(["clients", "clients"])  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: measure = ['clients', 'clients']: a list that has each kind once
+raydpfl.errors.ConfigError: measure = ['clients', 'clients']: expected a list that has each ...
 """
 
 from __future__ import annotations

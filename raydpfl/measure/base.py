@@ -124,7 +124,7 @@ class Probe(Member):
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` where there is no one model of all clients to look at."""
         if self.of_all and experiment.model.local:
-            accepted = "without what is of one model for all clients, as model.local gives none"
+            accepted = "no measure of one model of all clients, as with model.local there is none"
             raise ConfigError("measure", self.kind, accepted)
 
     # whether it looks at clients' losses under one model of all

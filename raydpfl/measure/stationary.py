@@ -47,7 +47,7 @@ class StationaryProbe(Probe):
         bounding = experiment.bounding
         if experiment.noise.private():
             raise _refused(
-                "noise.kind", experiment.noise.kind, "none: a noisy model stands nowhere"
+                "noise.kind", experiment.noise.kind, "none, as a noisy model is never stationary"
             )
         rule = local.linear()
         if rule is None or not rule.plain or local.remembers or local.corrects:
@@ -72,7 +72,7 @@ class StationaryProbe(Probe):
         steepest = float(clients.curvature.max())
         if not 0 < steepest * e.local.learning_rate(0) < 2:
             lr = e.local.learning_rate(0)
-            raise _refused("local.lr", lr, f"below 2/{steepest:g}, or clients diverge")
+            raise _refused("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
         clients.stationary()
 
     def afterwards(self, run: Finished) -> Afterwards | None:

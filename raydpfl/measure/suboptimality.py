@@ -51,7 +51,9 @@ class SuboptimalityProbe(Probe):
             accepted = "none of it for this model: only one linear layer has an optimum to find"
             raise ConfigError("measure", self.kind, accepted)
         if problem.shards.classes and not problem.l2:
-            accepted = "above 0 with measure suboptimality: without an L2 term there may be no "
+            accepted = (
+                "a number above 0 with measure suboptimality: without an L2 term there may be no "
+            )
             raise ConfigError("local.weight_decay", problem.l2, f"{accepted}optimum")
         if not problem.shards.classes and found.width > WIDTH:
             accepted = f"none of it for a linear model of more than {WIDTH} inputs"

@@ -6,9 +6,9 @@ with the base `Metric`, named by import path:
 
 >>> [metric.name for metric in parse(["perplexity", {"kind": "top_k", "k": 5}])]
 ['perplexity', 'top_5']
->>> parse(["mse", "mse"])
+>>> parse(["mse", "mse"])  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: evaluate.metrics = ['mse', 'mse']: a list that has each metric once
+raydpfl.errors.ConfigError: evaluate.metrics = ['mse', 'mse']: expected a list that ...
 >>> called("f1_micro"), called("test_f1")
 (F1(kind='f1', average='micro'), None)
 """

@@ -85,7 +85,7 @@ FIRST = (
     "char_lstm", "transformer",
 )  # fmt: skip
 FAMILY: dict[str, type[Model]] = member.family(__name__, Model, FIRST)
-REMEDY = "raydpfl.models.group_norm converts it, model.frozen or model.local settles its statistics"
+REMEDY = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen, or model.local"
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
 
 

@@ -69,7 +69,7 @@ class Model(Member):
             return
         evaluate = experiment.evaluate
         if evaluate.test:
-            accepted = "false with model.local: a test row is no client's, and has no model; "
+            accepted = "false with model.local (no model of all clients is tested); "
             accepted += "evaluate.validation=0.1 holds out rows of each client, for its own"
             raise ConfigError("evaluate.test", True, accepted)
         if isinstance(evaluate.apart, dict):

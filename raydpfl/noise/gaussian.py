@@ -282,7 +282,9 @@ class Gaussian(Noise):
     def check(self, experiment: Experiment) -> None:
         bounding = experiment.bounding
         if bounding.initial_bound is None and bounding.sample_bound is None:
-            accepted = "noise needs a bound; set bounding.kind to clip, normalize, ... with a bound"
+            accepted = (
+                "none without a bound; set bounding.kind to clip, normalize, ... with a bound"
+            )
             raise ConfigError("noise.kind", self.kind, accepted)
         if self.rounds is not None and self.rounds > experiment.rounds:
             accepted = f"at most the {experiment.rounds} rounds of the run"
@@ -290,11 +292,11 @@ class Gaussian(Noise):
         self._by.check(self, experiment)
         accountants = experiment.privacy.accountants
         if self.epsilon is not None and not accountants:
-            accepted = "noise.epsilon needs an accountant to calibrate the noise with: pld or rdp"
+            accepted = "pld or rdp, to calibrate the noise of noise.epsilon with"
             raise ConfigError("privacy.accountants", [], accepted)
         budget = experiment.privacy.budget
         if budget is not None and not accountants:
-            accepted = "a budget needs noise and an accountant; this run spends without bound"
+            accepted = "none without noise and an accountant: this run spends without bound"
             raise ConfigError("privacy.budget", budget, accepted)
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
@@ -314,7 +316,7 @@ class Gaussian(Noise):
             raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], accepted)
         if self.std is not None and experiment.bounding.adapts:
             accepted = (
-                "with an adaptive bound the noise moves with it; give noise.multiplier or "
+                "none with an adaptive bound, with which the noise moves; give noise.multiplier or "
                 "noise.epsilon"
             )
             raise ConfigError("noise.std", self.std, accepted)

@@ -124,7 +124,7 @@ def _refusal(
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
     others = [each for each in RELATIONS if not mechanism.uncovered(accountant, each)]
     if not others:
-        return ConfigError("privacy.accountants", accountant, reason)
+        return ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
     accepted = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
     drawn = replace(mechanism, placement="server")
     if by_clients and not drawn.uncovered(accountant, asked):

@@ -248,7 +248,7 @@ def _check(
 ) -> None:
     reason = covers(accountant, mechanism, relation)
     if reason:
-        raise ConfigError("accountant", accountant, reason)
+        raise ConfigError("accountant", accountant, f"one that covers it: {reason}")
     if not (0 < delta < 1):
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
     if not (isinstance(rounds, int) and rounds >= 1):

@@ -15,7 +15,7 @@ clients' local steps. Accountants are given an `Event`: what one round releases 
 5.0
 >>> Sampling("fixed", population=10, cohort=11)
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: cohort = 11: an integer from 1 to the population of 10
+raydpfl.errors.ConfigError: cohort = 11: expected an integer from 1 to the population of 10
 
 Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any
 round. Where a bound adapts, std adapts with it: only their ratio counts, and every round is the
@@ -114,7 +114,7 @@ class Sampling:
                 f"an integer from 1 to the population of {self.population}",
             )
         if self.p_max is not None and not self.repeats:
-            accepted = f"from 1/{self.population} to 1, for draws with replacement"
+            accepted = f"a number from 1/{self.population} to 1, for draws with replacement"
             raise ConfigError("p_max", self.p_max, accepted)
         self.law.check(self)
 

@@ -107,8 +107,8 @@ def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
         pieces = parse(item, "plot").shown([Case({"run": run.name}, run)])
         found = next((piece for piece in pieces if isinstance(piece, Drawing)), None)
         if found is None:
-            why = "; ".join(piece.why for piece in pieces if isinstance(piece, Missing))
-            raise ConfigError("plot", dict(item), why or "something that this run has")
+            why = "".join(f"; {piece.why}" for piece in pieces if isinstance(piece, Missing))
+            raise ConfigError("plot", dict(item), f"something that this run has{why}")
         return whole(found)
 
 

@@ -123,7 +123,7 @@ class Run:
         try:
             found = read(self.folder / "config.yaml")
         except ConfigError as error:
-            self.flaws.append(f"config.yaml cannot be read ({error.accepted})")
+            self.flaws.append(f"config.yaml cannot be read (expected {error.expected})")
             return {}
         return found if isinstance(found, dict) else {}
 

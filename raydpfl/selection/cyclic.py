@@ -40,7 +40,9 @@ class Cyclic(Selection):
     def _sized(self) -> Cyclic:
         if self.cohort is None and self.law == "poisson":
             raise ConfigError(
-                "selection.law", self.law, "with a cohort; without one the whole group takes part"
+                "selection.law",
+                self.law,
+                "fixed where no cohort is given, as all of a group take part",
             )
         return self
 

@@ -66,7 +66,7 @@ class FirstResponders(Sized):
             raise ConfigError(
                 "selection.contacted",
                 self.contacted,
-                f"from the cohort of {self.cohort} to the population of {count} clients",
+                f"a number from the cohort of {self.cohort} to the population of {count} clients",
             )
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:

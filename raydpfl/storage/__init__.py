@@ -143,7 +143,7 @@ def _told(folder: Path, address: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         value = error.value.replace(here, address) if isinstance(error.value, str) else error.value
-        accepted = error.accepted.replace(here, address)
+        accepted = error.expected.replace(here, address)
         raise ConfigError(error.field, value, accepted) from None
     except RunError as error:
         if type(error) not in (RunError, FileError) or here not in str(error):

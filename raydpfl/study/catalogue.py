@@ -31,7 +31,7 @@ def catalogue(
     for field, value in (("--scale", scale), ("--seeds", seeds), ("--data-root", root)):
         if not names and value is not None:
             given = str(value) if isinstance(value, Path) else value
-            raise ConfigError(field, given, "with --list, the name of a study besides")
+            raise ConfigError(field, given, "the name of a study as well, with --list")
     if not names:
         for name in shipped.paths():
             console.print(_entry(name), markup=False)

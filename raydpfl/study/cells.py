@@ -155,7 +155,7 @@ class Cell:
         try:
             return inline(Experiment.from_dict(tree, imports=self.imports))
         except ConfigError as error:
-            accepted = f"{error.accepted} (in {self.named(values)})"
+            accepted = f"{error.expected} (in {self.named(values)})"
             raise ConfigError(error.field, error.value, accepted) from None
 
     def tried(self) -> Iterator[dict[str, Any]]:

@@ -282,7 +282,7 @@ class Study:
         meaning = arm.accounting.get(accounting, self.accounting[accounting])
         if meaning is None:
             where = f"arms.{arm.name}.accounting.{accounting}"
-            accepted = "required, as study.accounting has no meaning for all arms: dotted keys"
+            accepted = "dotted keys, as study.accounting has no meaning for all arms"
             raise ConfigError(where, None, accepted)
         return meaning
 
@@ -303,7 +303,7 @@ class Study:
         judge = self.about.judge
         held_out = self.about.validation or not any(cell.grid for cell in self.cells)
         if set_of(judge) == VALIDATION and not held_out:
-            raise ConfigError("study.validation", 0, f"more than 0, as study.judge is {judge}")
+            raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
         _ = self.same_bits
         self.published()
         self._check_sources()
@@ -366,11 +366,11 @@ class Study:
 def _check_parts(values: Any) -> None:
     """Raises `ConfigError` for what is no study, or has a part that studies do not have."""
     if not isinstance(values, Mapping) or "study" not in values:
-        raise ConfigError("study", None, "required: a section with the study's id")
+        raise ConfigError("study", None, "a section with the study's id")
     known = (*PARTS, *Experiment.model_fields)
     for name in values:
         if name not in known:
-            accepted = f"no such section; they are {', '.join(known)}"
+            accepted = f"one of the sections {', '.join(known)}"
             raise ConfigError(name, values[name], accepted)
 
 
@@ -457,11 +457,11 @@ def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
     for name in changes:
         if plain(name) == "seed":
-            accepted = "not here: the seeds of all runs follow from the file's own and study.seeds"
+            accepted = "none here: the seeds of all runs follow from the file's own and study.seeds"
             raise ConfigError(f"{where}.{name}", changes[name], accepted)
         if plain(name) not in Experiment.model_fields and "." not in name:
             sections = ", ".join(Experiment.model_fields)
-            accepted = f"no such section or dotted key; the sections are {sections}"
+            accepted = f"a dotted key, or one of the sections {sections}"
             raise ConfigError(f"{where}.{name}", changes[name], accepted)
 
 
@@ -513,6 +513,6 @@ def _check_evaluate(cell: Cell) -> None:
     section = cell.tree.get("evaluate")
     for key in ("test", "validation"):
         if isinstance(section, Mapping) and key in section:
-            accepted = "not in a study: final runs have all rows and the test set; "
+            accepted = "none in a study: final runs have all rows and the test set; "
             accepted += f"study.validation is for runs that choose values (in {cell.named()})"
             raise ConfigError(f"evaluate.{key}", section[key], accepted)

@@ -11,7 +11,7 @@ as a mapping:
 ['tensorboard', 'mlflow']
 >>> parse(["ray", "ray"])
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: track = ['ray', 'ray']: a list that has each kind once
+raydpfl.errors.ConfigError: track = ['ray', 'ray']: expected a list that has each kind once
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _stored(path: Path, named: str) -> Experiment:
     except ConfigError as error:
         if error.field == "--resume":
             raise
-        why = error.accepted if error.field == "config" else error
+        why = f"expected {error.expected}" if error.field == "config" else error
         raise _refused(path, f"the config of {named}; {why}") from None
 
 

@@ -86,7 +86,9 @@ class Room:
         inline = len(bundles) == 1
         cpus = ("sweep.cpus", self._cpus) if inline else ("client.num_cpus", client.num_cpus)
         if not any(bundles[-1].values()):
-            raise ConfigError(*cpus, "above 0, so that trials that run at once can be counted")
+            raise ConfigError(
+                *cpus, "a number above 0, by which trials that run at once are counted"
+            )
         gpus = ("client.num_gpus", client.num_gpus)
         if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
             raise ConfigError(*gpus, "a fraction of one GPU, or a whole number")

@@ -7,7 +7,7 @@
 (0.25, 0.5, 1, 2)
 >>> parse("local.lr", {"grid": []})
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: local.lr = {'grid': []}: grid: a list of at least one value
+raydpfl.errors.ConfigError: local.lr = {'grid': []}: expected a list of at least one value, for grid
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
     try:
         return _options(given) if kind in ("grid", "choice") else _range(kind, given)
     except ValueError as error:
-        raise ConfigError(field, dict(value), f"{kind}: {error}") from None
+        raise ConfigError(field, dict(value), f"{error}, for {kind}") from None
 
 
 def _options(given: Any) -> Options:

@@ -8,7 +8,7 @@ and trials they make.
 [0.18837, 0.13904]
 >>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"grid": [0]}}})
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: local.lr = 0: should be greater than 0
+raydpfl.errors.ConfigError: local.lr = 0: expected a number greater than 0
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class Sweep:
         """Raises `ConfigError` for more settings than there are, or than can be tried."""
         search = self.search
         if search.search != "grid" and search.samples is None:
-            accepted = f"required for sweep.search {search.search}: how many settings to try"
+            accepted = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, accepted)
         most = math.prod(space.count for space in self.spaces.values())
         if search.search == "random" and self.size > most:
@@ -361,7 +361,7 @@ class Sweep:
         except ConfigError as error:
             if not values or error.field in values:
                 raise
-            where = f"{error.accepted} (in the setting {shown(values)})"
+            where = f"{error.expected} (in the setting {shown(values)})"
             raise ConfigError(error.field, error.value, where) from None
 
 

@@ -115,7 +115,7 @@ class TrialActor(tune.Trainable):
             with storage.at(self._work["folder"], PATIENCE) as folder:
                 self._carry_out(folder)
         except ConfigError as error:
-            accepted = error.accepted
+            accepted = error.expected
             if self._away() and "on node" not in accepted:
                 accepted += f" (on node {place()}, which {SEES})"
             end["refused"] = [error.field, error.value, accepted]

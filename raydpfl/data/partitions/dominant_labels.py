@@ -43,6 +43,6 @@ class DominantLabels(Partition):
             raise ConfigError(
                 "data.partition.share",
                 self.share,
-                "below 1: these dominant classes alone cannot hold every sample",
+                "a share below 1: these dominant classes alone cannot hold every sample",
             )
         return deal_table(table, labels, generator), counts

@@ -38,7 +38,7 @@ class Overlapping(Partition):
         if (self.classes is None) != (self.share is None):
             missing = "share" if self.share is None else "classes"
             given = "classes" if missing == "share" else "share"
-            accepted = f"given, as data.partition.{given} is; or neither"
+            accepted = f"a value, as data.partition.{given} has one; or neither"
             raise ConfigError(f"data.partition.{missing}", None, accepted)
         return self
 

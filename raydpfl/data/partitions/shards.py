@@ -35,7 +35,9 @@ class LabelShards(Partition):
             least = -(-len(present) // self.per_client)
             most = len(labels) // self.per_client
             dealt = f"{len(labels)} samples of {len(present)} classes"
-            accepted = f"{least} to {most} with {self.per_client} one-class shards each: {dealt}"
+            accepted = (
+                f"from {least} to {most} with {self.per_client} one-class shards each: {dealt}"
+            )
             raise ConfigError("data.clients", clients, accepted)
         quotas = 1 + apportion(
             shards - len(present),

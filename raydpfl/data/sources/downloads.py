@@ -34,7 +34,7 @@ class TorchvisionImages(Images):
             raise ConfigError(
                 "data.kind",
                 self.kind,
-                f"intact files under {folder}, but they cannot be read ({reason})",
+                f"files under {folder} that can be read; they are intact, but cannot be ({reason})",
             ) from None
         self.check_pixels(found.x)
         return found

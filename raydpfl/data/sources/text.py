@@ -96,7 +96,9 @@ class Text(Dealt):
             owners.append(np.full(len(windows) - held, place))
         train, test = (np.concatenate(each) for each in parts.values())
         if not len(test):
-            accepted = "larger (or data.length smaller): it comes to no window of any client"
+            accepted = (
+                "a larger share (or a smaller data.length): it comes to no window of any client"
+            )
             raise ConfigError("data.test_fraction", self.test_fraction, accepted)
         names = tuple(map(chr, alphabet.tolist()))
         target = Target((self.length,), len(alphabet), names)

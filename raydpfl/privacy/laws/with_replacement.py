@@ -33,7 +33,9 @@ class WithReplacement(Law):
         least = 1 / sampling.population
         if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
             raise ConfigError(
-                "p_max", p, f"from 1/{sampling.population} to 1, for draws with replacement"
+                "p_max",
+                p,
+                f"a number from 1/{sampling.population} to 1, for draws with replacement",
             )
 
     def everyone(self, sampling):

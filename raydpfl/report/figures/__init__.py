@@ -8,11 +8,11 @@ is the kind `curves` with `of: test_accuracy`.
 ('curves', ('test_accuracy',), 'seconds', ('data',))
 >>> parse({"curve": "test_accuracy"}, "study.show[0]")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: one of cloud, confusion, ...
+raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: expected one of cloud, ...
 >>> axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
->>> parse({"points": "test_accuracy", "x": "date"}, "study.show[0]", axes)
+>>> parse({"points": "test_accuracy", "x": "date"}, "study.show[0]", axes)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: study.show[0] = 'date': of the axes of the study: arm, data (data?)
+raydpfl.errors.ConfigError: study.show[0] = 'date': expected one of the axes of the study: ...
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None
         return found
     for axis in found.axes():
         if axis not in axes:
-            raise ConfigError(where, axis, f"of the axes of the study: {_listed(axis, axes)}")
+            raise ConfigError(where, axis, f"one of the axes of the study: {_listed(axis, axes)}")
     for axis, label in found.labels():
         if label not in axes[axis]:
             raise ConfigError(
-                where, label, f"of the labels of {axis}: {_listed(label, axes[axis])}"
+                where, label, f"one of the labels of {axis}: {_listed(label, axes[axis])}"
             )
     return found
 
