@@ -96,7 +96,7 @@ def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, typ
 def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(tmp_path, complain):
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(SMALL))
     cases = {
-        "sweep.search=tpe": "sweep.search = 'tpe': expected should be",
+        "sweep.search=tpe": "sweep.search = 'tpe': expected 'grid'",
         "local.lr={uniform: [0.1, 1]}": "local.lr = {'uniform': [0.1, 1]}: expected a grid, choice",
         "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: expected values that differ",
     }

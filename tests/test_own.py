@@ -537,7 +537,7 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
         "from raydpfl.noise import Gaussian\n"
         "class Careless(Gaussian):\n    def check(self, experiment): pass"
     )
-    with pytest.raises(ConfigError, match="noise needs a bound"):
+    with pytest.raises(ConfigError, match="none without a bound"):
         experiment(noise={"kind": "mine:Careless", "multiplier": 1.0}, bounding={"kind": "none"})
 
 

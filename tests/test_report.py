@@ -696,9 +696,15 @@ def test_an_item_of_a_show_list_names_what_is_wrong_with_it():
         parse({"curves": "test_accuracy", "colr": "arm"}, "show[0]")
     axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
     for item, said in (
-        ({"curves": "test_accuracy", "facet": ["dato"]}, r"'dato': of the axes .*data \(data\?\)"),
-        ({"table": "snr", "against": "Clib"}, r"'Clib': of the labels of arm: Clip, Free \(Clip\?"),
-        ({"norms": {}, "only": {"data": ["it"]}}, "'it': of the labels of data: iid"),
+        (
+            {"curves": "test_accuracy", "facet": ["dato"]},
+            r"expected one of the axes .*data \(data\?\)",
+        ),
+        (
+            {"table": "snr", "against": "Clib"},
+            r"expected one of the labels of arm: Clip, Free \(Clip\?",
+        ),
+        ({"norms": {}, "only": {"data": ["it"]}}, "'it': expected one of the labels of data: iid"),
         ({"table": "snr", "colour": "arm"}, r"colour = 'arm': expected one of the keys"),
         ({"values": "snr", "facet": ["data"]}, r"facet = \['data'\]: expected one of the keys"),
         ({"trajectory": "path"}, r"trajectory = 'path': expected {}: it shows no number"),

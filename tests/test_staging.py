@@ -124,9 +124,9 @@ def test_too_much_is_refused_by_its_name_and_the_limit_before_it_is_copied(
     said = str(refused.value)
     assert "--address" not in said and "\n" not in said
     if limit == "LIMIT":
-        assert "huge.bin" in said and "100 MB at most" in said and "2,000 MB" in said
+        assert "huge.bin" in said and "at most 100 MB" in said and "2,000 MB" in said
     else:
-        assert "'pkg': 3 files at most" in said
+        assert "'pkg': expected at most 3 files" in said
 
 
 def named(here: Path) -> dict[str, dict]:
@@ -235,5 +235,7 @@ def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
         with pytest.raises(ConfigError, match=f"^data.train = '{name}': expected {said}"):
             staging.packed(changed, [Experiment.from_dict(changed)], here)
     monkeypatch.setattr(staging, "LIMIT", 100)
-    with pytest.raises(ConfigError, match=r"t\.npz': 0 MB at most are sent .* say --there"):
+    with pytest.raises(
+        ConfigError, match=r"t\.npz': expected at most 0 MB to be sent .* say --there"
+    ):
         staging.packed(tree, [Experiment.from_dict(tree)], here)

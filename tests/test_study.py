@@ -249,7 +249,7 @@ WRONG = {
     ),
     "study/accounting": (
         ["paper"],
-        r"arms\.Clip\.accounting\.paper = None: expected a value, as it has no default",
+        r"arms\.Clip\.accounting\.paper = None: expected dotted keys, as",
     ),
     "studies": ({}, "studies = {}: expected one of the sections"),
     "arms": ({}, "arms = {}: expected at least one arm"),

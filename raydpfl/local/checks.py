@@ -146,10 +146,8 @@ def check_rule(local: Local) -> None:
         reason = f"whose step can be made; it raised {in_line(error)}"
         raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
     if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
-        reason = (
-            "whose step keeps the clients [C, P] apart; this one mixes them: let it reduce along "
-        )
-        reason += "dim=-1 alone, with keepdim=True"
+        reason = "whose step for clients [C, P] is that for each of them; this one mixes clients, "
+        reason += "or draws: let it reduce along dim=-1 alone, with keepdim=True"
         raise ConfigError("local.kind", local.kind, f"a class {reason}")
 
 
