@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,6 +35,9 @@ SETTINGS = {
     # a process that Ray gives a title keeps its environment readable, and the mark in it
     "SPT_NOENV": "1",
 }
+# of a warning that a raylet prints in the driver, which has no setting for it: a process for each
+# client is what `client.actors: per-client` asks for
+MANY = re.compile("worker processes have been started")
 # what `ray.init` starts besides, and in part waits for, and nobody asks of a Ray started here
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 LOOK = 1.0  # seconds between two looks at the control store
@@ -64,7 +68,9 @@ class Session:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         import ray
+        from ray._private.ray_logging import stdout_deduplicator
 
+        stdout_deduplicator.skip_re = stdout_deduplicator.skip_re or MANY
         if ray.is_initialized():
             raise ConfigError(
                 "--address", address, "none: this process is connected to a Ray cluster already"

@@ -320,12 +320,21 @@ class Places:
 
     # --- in the process of the run ---
 
-    def _wait(self, event: threading.Event) -> None:
-        """Waits for the thread; raises what it has failed with."""
+    def _wait(
+        self, event: threading.Event, on_stage: Callable[[str], object] = lambda what: None
+    ) -> None:
+        """Waits for the thread; raises what it has failed with. `on_stage`: see `coordinator`."""
+        shown = ""
         while not event.wait(TICK):
             interrupts.check()
-            if event is self._up:
-                self.check()
+            if event is not self._up:
+                continue
+            self.check()
+            if self.clients:
+                stage = f"{self.clients.healthy} of {self._count} client actors started"
+                if stage != shown:
+                    on_stage(stage)
+                shown = stage
         interrupts.check()
         if self._failure is not None:
             raise self._failure
@@ -367,9 +376,17 @@ class Places:
         self._planned.set()
         return count
 
-    def coordinator(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:
+    def coordinator(
+        self,
+        plan: Plan,
+        out: str,
+        resume: bool,
+        fresh_noise: bool,
+        on_stage: Callable[[str], object],
+    ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor beside this
-        process, or a plain object in it.
+        process, or a plain object in it. `on_stage` is called with how many client actors have
+        started, in words, while they do.
         """
         with contained():
             if self.inline:
@@ -380,7 +397,7 @@ class Places:
                 pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
                 self._here = pool
                 return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
-            self._wait(self._up)
+            self._wait(self._up, on_stage)
             self._from = 0
             if self.group:
                 pool_up = self.clients

@@ -269,7 +269,7 @@ class _Drive:
             self.on_start(plan)
             self.began = time.monotonic()
             self.anew = fresh_noise
-            self.call = places.coordinator(plan, str(folder), resume, fresh_noise)
+            self.call = places.coordinator(plan, str(folder), resume, fresh_noise, self.on_stage)
             self.on_stage(FIRST)
             return self.carry_out()
 

@@ -21,6 +21,7 @@ from raydpfl.privacy import Guarantee, column, holding
 from raydpfl.privacy.guarantee import KINDS
 from raydpfl.runner import FIRST, Result
 
+WAIT = 5.0  # seconds between lines of what is done before the first round
 PACE = 30  # rounds by whose time that which is left is told
 SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 
@@ -40,6 +41,7 @@ class Display:
         self._done = 0
         self._score = ""
         self._state = ""
+        self._line = time.monotonic()  # when the last line of a stage was printed
         self._said = -1.0  # the part of the measuring that was told last
         self._accountants: list[str] = []
         self._promised: float | None = None  # epsilon
@@ -58,8 +60,13 @@ class Display:
         self._live.stop()
 
     def stage(self, what: str) -> None:
-        """Shows what is done before the first round."""
+        """Shows what is done before the first round, in lines where no other lives only if it
+        takes long.
+        """
         self._stage = what
+        if time.monotonic() - self._line >= WAIT:
+            self._line = time.monotonic()
+            self.milestone(what)
         if what == FIRST:
             self._first = time.time()
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from conftest import experiment
 from ray._private.node import Node
+from ray._private.worker import print_to_stdstream
 from test_same_bits import METHODS, RUN, assert_same_bits
 
 from raydpfl import cluster, hardware, launch, native, run
@@ -311,6 +312,34 @@ def test_a_ray_that_is_started_here_starts_without_what_nobody_asks_of_it(monkey
     assert {name: vars(Node)[name] for name in before} == before
     (options,) = starting
     assert (options["num_cpus"], options["include_dashboard"]) == (3, False)
+
+
+def test_a_process_for_each_client_is_no_news_of_rays(monkeypatch, capsys):
+    for name in ("ray.init", "ray.shutdown"):
+        monkeypatch.setattr(name, lambda **options: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    cluster.Session("local", num_cpus=3).close()
+    many = "WARNING: 12 PYTHON worker processes have been started on node: 5248, which is 6x the"
+    for line in (many, "The node is out of disk space."):
+        print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, False)
+    said = capsys.readouterr().out
+    assert "worker processes" not in said and "out of disk space" in said
+
+
+def test_how_many_client_actors_have_started_is_said_while_they_do():
+    places = Places(experiment(client={"actors": 3}), None)
+    places._count = 3
+    places.clients = SimpleNamespace(healthy=0)
+    said = []
+
+    def on_stage(what):
+        said.append(what)
+        places.clients.healthy += 1
+        if len(said) == 3:
+            places._up.set()
+
+    places._wait(places._up, on_stage)
+    assert said == [f"{started} of 3 client actors started" for started in range(3)]
 
 
 def test_a_coordinator_that_is_asked_for_warms_up_while_client_actors_start():

@@ -103,7 +103,22 @@ def test_a_terminal_that_moves_no_cursor_has_plain_lines_too(monkeypatch):
 def test_starting_ray_is_shown_where_the_first_round_waits_for_it(tmp_path, shared_ray):
     stages = []
     run(experiment(client={"actors": 1}), tmp_path / "out", on_stage=stages.append)
-    assert stages == [runner.PREPARING, runner.STARTING, runner.FIRST]
+    assert stages[:2] == [runner.PREPARING, runner.STARTING] and stages[-1] == runner.FIRST
+    assert set(stages[2:-1]) <= {"0 of 1 client actors started", "1 of 1 client actors started"}
+
+
+def test_actors_that_take_long_to_start_are_counted_in_lines_where_no_other_lives(monkeypatch):
+    def show(to):
+        with shown.Display(to, 4) as display:
+            for started in range(3):
+                display.stage(f"{started} of 3 client actors started")
+
+    assert printed(show) == ""
+    monkeypatch.setattr(shown, "WAIT", 0.0)
+    assert printed(show).splitlines() == [f"{k} of 3 client actors started" for k in range(3)]
+    silent = Console(file=io.StringIO(), quiet=True)
+    show(silent)
+    assert silent.file.getvalue() == ""
 
 
 def test_the_time_left_is_that_of_the_last_rounds():
