@@ -382,13 +382,16 @@ def submit(
         folder = server.fetch(job, out)
     except KeyboardInterrupt:
         _fail(f"{job} goes on without this terminal\n{again}", 130)
-    if folder:
-        where = "It is at" if storage.elsewhere(folder) else "Brought back to"
-        print(f"{where}: {folder}")
     if code and not stop:
         resumed = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
         hint = resumed if folder and code != 2 else ""
-        _fail(f"{job} ended with exit code {code}{hint}", code)
+        print(f"raydpfl: {job} ended with exit code {code}{hint}", file=sys.stderr, flush=True)
+    if folder and storage.elsewhere(folder):
+        print(f"It is at: {folder}")
+    elif folder:
+        print(f"Brought back to: {os.path.abspath(folder)}")
+    if code and not stop:
+        raise _Failed(code)
 
 
 SHOWN = "A YAML file, the directory of a run, a sweep or a study, or the name of a study."

@@ -399,8 +399,9 @@ def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go
         code=code,
     )
     monkeypatch.setattr(submit, "JobServer", lambda address: stub)
-    ended, out, said = typed("submit", "--follow", "job", "--out", tmp_path / "out")
-    assert ended == code and f"its words\nBrought back to: {tmp_path / 'out'}" in out
+    monkeypatch.chdir(tmp_path)
+    ended, out, said = typed("submit", "--follow", "job", "--out", "out")
+    assert ended == code and out.endswith(f"its words\nBrought back to: {tmp_path / 'out'}\n")
     assert ("raydpfl submit CONFIG --resume job" in said) == (code == 1)
 
 
