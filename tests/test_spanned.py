@@ -6,7 +6,6 @@ full draw at every step.
 from __future__ import annotations
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 
 from raydpfl import models, native
 from raydpfl.audit.steps import Gradients
-from raydpfl.local import Sgd, Trainer, batches, compiled
+from raydpfl.local import Sgd, Trainer, batches
 from raydpfl.local.linear import responses
 from raydpfl.local.spanned import spanned_pays, triangle
 
@@ -243,112 +242,6 @@ def test_rows_are_taken_for_a_basis_only_where_it_is_exact():
             assert np.abs(basis @ basis.T - np.eye(len(alive))).max() < 1e-8
             assert np.allclose(lower @ lower.T, x @ x.T, rtol=1e-12)
         x[4] = generator.standard_normal(9)
-
-
-# clients that come again: one is drawn twice, two have rows in common, one has a row twice, one a
-# row that is near to another, one too few rows and one too many for their numbers
-AGAIN = {
-    "clients": [4, 4, 9, 11, 12, 13, 14, 15],
-    "draws": [0, 1, 0, 0, 0, 0, 0, 0],
-    "sizes": [20, 20, 13, 20, 16, 20, 5, 35],
-}
-LARGE = 310  # features
-
-
-@pytest.fixture
-def one_thread():
-    yield
-    native.use(1)
-
-
-def rows_again() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [8, 35, LARGE] and classes of `AGAIN`."""
-    generator = torch.Generator().manual_seed(8)
-    x = torch.randn(8, 35, LARGE, generator=generator)
-    x[1] = x[0]
-    x[3, :13] = x[2, :13]
-    x[4, 3] = x[4, 1]
-    x[5, 4] = x[5, 1] * (1 + 1e-6)
-    return x, torch.randint(0, CLASSES, (8, 35), generator=generator)
-
-
-def trained_again(trainer: Trainer, x: torch.Tensor, y: torch.Tensor, t: int) -> bytes:
-    start = models.flatten(nn.Linear(x.shape[2], CLASSES)).zero_()
-    lane = trainer.lane(start, x, y, t=t, stds=np.full(8, 0.1), **AGAIN)
-    return b"".join(block.updates.numpy().tobytes() for block in lane)
-
-
-def again(y: torch.Tensor, features: int = LARGE) -> Trainer:
-    return trainer_of(nn.Linear(features, CLASSES), Sgd(steps=15, batch=4, lr=0.1), y, CLIP)
-
-
-def entries(trainer: Trainer) -> int:
-    """Bytes of what is kept of rows."""
-    return int.from_bytes(trainer._way._kept[:8].tobytes(), sys.byteorder)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("room", [1, 3000, 9000, compiled.KEPT])
-def test_what_is_kept_of_rows_that_come_again_changes_no_bits(
-    room, threads, monkeypatch, one_thread
-):
-    """Where the room is for no client's, one's, some and all. One number of a client's rows
-    changes, the rows of one lie in another order, and two clients change places.
-    """
-    x, y = rows_again()
-    assert all(spanned_pays(n, LARGE, CLASSES, True, 15, 4) for n in AGAIN["sizes"])
-    changed = x.clone()
-    changed[2, 12, LARGE - 1] += 1e-6
-    changed[3, [0, 1]] = x[3, [1, 0]]
-    swapped = x[[4, 1, 2, 3, 0, 5, 6, 7]]
-    rounds = [x, x, changed, swapped, x, changed]
-    monkeypatch.setattr(compiled, "KEPT", 1)
-    native.use(1)
-    expected = [trained_again(again(y), rows, y, t) for t, rows in enumerate(rounds)]
-    assert len(set(expected)) == len(rounds)
-    monkeypatch.setattr(compiled, "KEPT", room)
-    native.use(threads)
-    trainer = again(y)
-    assert [trained_again(trainer, rows, y, t) for t, rows in enumerate(rounds)] == expected
-    assert (0 < entries(trainer) <= room) == (room > 1)
-
-
-def test_rows_of_zeros_and_ones_in_another_order_are_other_rows(monkeypatch):
-    """Two rows of each client, of a one each, change places."""
-    _, y = rows_again()
-    features = 320  # by which they lie alike in the processor's vectors
-    x = torch.randn(8, 35, features, generator=torch.Generator().manual_seed(9))
-    x[:, :2] = 0
-    places = itertools.combinations(range(5, features, 64), 2)
-    for rows, (first, second) in zip(x, places, strict=False):
-        rows[0, first] = rows[1, second] = 1
-    swapped = x.clone()
-    swapped[:, :2] = x[:, [1, 0]]
-    rounds = [x, swapped]
-    trainer = again(y, features)
-    found = [trained_again(trainer, rows, y, t) for t, rows in enumerate(rounds)]
-    monkeypatch.setattr(compiled, "KEPT", 1)
-    expected = [trained_again(again(y, features), rows, y, t) for t, rows in enumerate(rounds)]
-    assert found == expected
-
-
-def test_rows_that_come_again_are_not_multiplied_again():
-    """What is kept grows by other rows alone, and what is written over it shows."""
-    x, y = rows_again()
-    trainer = again(y)
-    first = trained_again(trainer, x, y, 0)
-    kept = entries(trainer)
-    # rows of clients 4 once, 9, 11 and 12, each with K and L and 64 bytes of its name
-    assert kept == 4 * 64 + 2 * 4 * (20 * 32 + 13 * 16 + 20 * 32 + 16 * 16)
-    assert trained_again(trainer, x, y, 0) == first
-    assert entries(trainer) == kept
-    x[3, 7, 0] += 1
-    trained_again(trainer, x, y, 0)
-    assert entries(trainer) == kept + 64 + 2 * 4 * 20 * 32
-    x[3, 7, 0] -= 1
-    slots = (1 + compiled.KEPT // 1024 // 8) * 64
-    trainer._way._kept[slots + 64 :][:4].view(np.float32)[0] *= 1.5  # |x|^2 + 1 of a row
-    assert trained_again(trainer, x, y, 0) != first
 
 
 @pytest.mark.parametrize("name", ["softmax", "mlp"])

@@ -3,8 +3,7 @@
 The mathematics is that of `raydpfl.local.linear`. A client whose steps are many for its rows trains
 in sample space: the first layer's weights move within the span of the rows, so that a step takes
 its outputs on these rows and the products of the rows with one another; noise on the steps is drawn
-in that span too (`raydpfl.local.spanned`); what it takes of the rows alone is kept for when they
-come again, in memory of at most `KEPT` bytes. Any other client trains the first layer as the later
+in that span too (`raydpfl.local.spanned`). Any other client trains the first layer as the later
 ones, by its weights. The code is `raydpfl/native/kernels.c`. It needs no array of a whole lane, so
 that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
 alone, so that several threads take up one client after another. Where the factors of a bounding
@@ -21,8 +20,6 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 import torch
@@ -42,7 +39,6 @@ LANES = 16  # numbers of a vector
 BLOCK = 1 << 20
 ADDED = 1 << 23  # and of those that are added up in the cache
 MOST = 64  # layers
-KEPT = 64 << 20  # bytes, at most, of what noise takes of rows that come again
 ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of kernels.c
 
 
@@ -60,8 +56,6 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
         *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
         *((name, ctypes.c_float) for name in ("momentum", "lr", "clip")),
-        ("kept", ctypes.c_void_p),
-        ("keeps", ctypes.c_int64),
     )
 
 
@@ -103,11 +97,6 @@ class Compiled(Way):
         facts = np.array([_facts(layer) for layer in self.layers], np.int64)
         self._facts = np.ascontiguousarray(facts.T)
 
-    @cached_property
-    def _kept(self) -> np.ndarray:
-        """`Kept` of kernels.c, which takes memory where it is written to alone; uint8 [KEPT]."""
-        return np.frombuffer(mmap(-1, KEPT, flags=MAP_PRIVATE | MAP_ANONYMOUS), np.uint8)
-
     def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
         """See `raydpfl.local.way.Way`."""
         compiled = native.library()
@@ -143,17 +132,15 @@ class Compiled(Way):
         steps, batch = lane.index.shape[1:]
         model = parameters.contiguous().numpy()
         noise = lane.noise
-        kept = np.zeros(0, np.uint8) if noise is None else self._kept
-        given = (model, columns, answers.astype(np.float32), lengths(answers), kept)
+        given = (model, columns, answers.astype(np.float32), lengths(answers))
         key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
         job = _Job(
             *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
             *(_at(row).value for row in self._facts),
-            *(_at(array).value for array in given[:-1]),
+            *(_at(array).value for array in given),
             *(int(self.task.closed() == "squares"), int(noise is not None), *key),
             *step_factors(linear, lane.lr),
             *(linear.decay, linear.proximal, linear.momentum, lane.lr, lane.clip or 0),
-            *(_at(kept).value, kept.nbytes),
         )
         return job, given
 

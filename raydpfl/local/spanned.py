@@ -32,10 +32,8 @@ has the law's covariance to 1e-14 over the smallest squared share of a row that 
 span of those before it. A row equal to an earlier one is in its span altogether, and has its noise.
 Where for any other row this squared share is below 1e-6, the client trains by its weights and draws
 z_t in full, as it does where that takes less time. What is left to rounding, 1e-8 of the variance,
-is below that of the std in float32. K and L may be those of an earlier round, found by a
-fingerprint of 128 bits of the rows, which others would share by a chance of about 2^-64 (2^-32
-where they differ in the places of a few numbers alone). X R_t is kept in float32: its rounding
-errors fall with l_t^2 as the steps go on, and the rest itself with l_t.
+is below that of the std in float32. X R_t is kept in float32: its rounding errors fall with l_t^2
+as the steps go on, and the rest itself with l_t.
 
 >>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
 True

@@ -561,8 +561,6 @@ typedef struct {
     uint64_t seed, purpose, round;
     float keep, step, decay, proximal, momentum, lr; /* raydpfl.local.linear */
     float clip; /* the bound on a sample's gradient; 0: none */
-    void *kept;    /* from one call to the next: a `Kept`, at a multiple of 64, of zeros at first */
-    int64_t keeps; /* its bytes; 0: nothing is kept */
 } Job;
 
 /* What a client has of its own. */
@@ -1115,152 +1113,14 @@ static int triangle(const Job *job, Room *room, const float *x, int64_t n) {
     return 1;
 }
 
-/* --- rows that come again ---
-
-K and L of a client's rows are kept by a fingerprint of the rows, which takes a fraction of their
-time: it does not matter whose they are, and rows that change are others. An entry is never changed
-or taken away, so that threads need not wait for one another; where no room is left, none is added.
-*/
-
-typedef struct {
-    uint64_t name[2];
-    int64_t n;
-    __attribute__((aligned(64))) float numbers[]; /* K, and L's transpose: [2][n][padded n] */
-} Entry;
-
-/* The caller's bytes. Entries lie behind the slots, which tell where; 0: nowhere yet. */
-typedef struct {
-    atomic_int_fast64_t used; /* by entries */
-    atomic_int_fast64_t slots[];
-} Kept;
-
-/* rows; bytes of all for one slot, fewer than an entry has; the slots that an entry may have, one
-after another; and the vectors of a fingerprint that do not wait for one another */
-enum { FEWEST = 8, SLOT = 1024, PROBES = 8, CHAINS = 4 };
-
-typedef uint64_t naturals __attribute__((vector_size(4 * WIDE)));
-typedef uint64_t naturals_anywhere __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
-
-/* The product of the halves of each number. */
-INLINE naturals of_halves(naturals v) {
-#if WIDE == 16
-    return (naturals)_mm512_mul_epu32((__m512i)v, _mm512_srli_epi64((__m512i)v, 32));
-#elif WIDE == 8
-    return (naturals)_mm256_mul_epu32((__m256i)v, _mm256_srli_epi64((__m256i)v, 32));
-#else
-    return (v & 0xFFFFFFFF) * (v >> 32);
-#endif
-}
-
-INLINE uint64_t mixed(uint64_t word) {
-    word = (word ^ word >> 32) * 0xD6E8FEB86659FD93;
-    word = (word ^ word >> 32) * 0xD6E8FEB86659FD93;
-    return word ^ word >> 32;
-}
-
-/* Names the bits of [count] floats. Pairs of them, each after addition of a key of its place, are
-multiplied, and the products added up (Black et al. 1999, UMAC), and so are the pairs themselves.
-Were keys multiples of one number, rows in another order would often have the same sums. Two sets of
-rows that are not made for it have one name by a chance of about 2^-64, and of 2^-32 where a few
-numbers alone have changed places. */
-static void fingerprint(const float *x, int64_t count, uint64_t name[2]) {
-    naturals products[CHAINS] = {}, pairs[CHAINS] = {}, keys[CHAINS];
-    const naturals step = (naturals){} + 0x9E3779B97F4A7C15;
-    int64_t size = CHAINS * WIDE;
-    float last[CHAINS * WIDE] = {};
-    memcpy(last, x + count / size * size, count % size * sizeof(float));
-    for (int k = 0; k < CHAINS; k++)
-        for (int i = 0; i < NUMBERS; i++) keys[k][i] = mixed(k * NUMBERS + i + 1);
-    for (int64_t j = 0; j < count; j += size) {
-        const float *from = j + size <= count ? x + j : last;
-        UNROLL for (int k = 0; k < CHAINS; k++) {
-            naturals v = *(const naturals_anywhere *)(from + k * WIDE);
-            products[k] += of_halves(v + keys[k]);
-            pairs[k] += v;
-            keys[k] = of_halves(keys[k]) + step;
-        }
-    }
-    for (int k = 1; k < CHAINS; k++) {
-        products[0] = products[0] * step + products[k];
-        pairs[0] = pairs[0] * step + pairs[k];
-    }
-    name[0] = name[1] = mixed(count);
-    for (int i = 0; i < NUMBERS; i++) {
-        name[0] = mixed(mixed(name[0] + products[0][i]) + pairs[0][i]);
-        name[1] = mixed(mixed(name[1] ^ pairs[0][i]) ^ products[0][i]);
-    }
-}
-
-/* The slot in which an entry may be that is nowhere in those before. */
-INLINE atomic_int_fast64_t *slot_of(const Job *job, const uint64_t name[2], int probe) {
-    Kept *kept = job->kept;
-    return &kept->slots[(name[0] + probe) % (job->keeps / SLOT)];
-}
-
-/* Whether there may be an entry of n rows: not where it would take more than a quarter of their
-bytes. */
-INLINE int may_keep(const Job *job, int64_t n) {
-    return n >= FEWEST && 8 * padded(n) <= job->p && job->keeps >= SLOT;
-}
-
-/* Copies K and L of n rows from their entry to the room; 0: there is none. */
-static int recall(const Job *job, Room *room, const uint64_t name[2], int64_t n) {
-    int64_t width = padded(n);
-    int64_t wide = padded(room->most);
-    for (int i = 0; i < PROBES; i++) {
-        int64_t at = atomic_load(slot_of(job, name, i));
-        if (!at) return 0;
-        const Entry *entry = (const Entry *)((const char *)job->kept + at);
-        if (entry->n != n || entry->name[0] != name[0] || entry->name[1] != name[1]) continue;
-        for (int64_t r = 0; r < n; r++) {
-            copy(entry->numbers + r * width, width, room->kernel + r * wide);
-            copy(entry->numbers + (n + r) * width, width, room->upper + r * wide);
-        }
-        return 1;
-    }
-    return 0;
-}
-
-/* Adds an entry of K and L of n rows, if there is room. */
-static void keep(const Job *job, const Room *room, const uint64_t name[2], int64_t n) {
-    Kept *kept = job->kept;
-    int64_t width = padded(n);
-    int64_t wide = padded(room->most);
-    int64_t first = (1 + job->keeps / SLOT / 8) * 64;
-    int64_t size = sizeof(Entry) + 2 * n * width * sizeof(float);
-    int_fast64_t used = atomic_load(&kept->used);
-    int probe = 0;
-    while (probe < PROBES && atomic_load(slot_of(job, name, probe))) probe++;
-    if (probe == PROBES) return;
-    do
-        if (first + used + size > job->keeps) return;
-    while (!atomic_compare_exchange_weak(&kept->used, &used, used + size));
-    Entry *entry = (Entry *)((char *)kept + first + used);
-    *entry = (Entry){{name[0], name[1]}, n};
-    for (int64_t r = 0; r < n; r++) {
-        copy(room->kernel + r * wide, width, entry->numbers + r * width);
-        copy(room->upper + r * wide, width, entry->numbers + (n + r) * width);
-    }
-    int_fast64_t none = 0;
-    atomic_compare_exchange_strong(slot_of(job, name, probe), &none, first + used);
-}
-
 /* Whether the first layer is trained in the span of the rows `x`; their products, if it is. */
-static int has_span(const Job *job, Room *room, const Client *client, const float *x) {
-    int64_t n = client->n;
-    uint64_t name[2];
+static int has_span(const Job *job, Room *room, int64_t n, const float *x) {
     if (!room->noised) {
         find_kernel(job, room, x, n);
         return 1;
     }
-    if (may_keep(job, n)) {
-        fingerprint(client->x, n * job->p, name);
-        if (recall(job, room, name, n)) return 1;
-    }
     exact_kernel(job, room, x, n);
-    if (!triangle(job, room, x, n)) return 0;
-    if (may_keep(job, n)) keep(job, room, name, n);
-    return 1;
+    return triangle(job, room, x, n);
 }
 
 /* Puts down where the noise of a step is, for the layers that are trained by their weights; `later`:
@@ -1547,7 +1407,7 @@ static double train_one(const Job *job, Room *room, const Client *client, float 
         x = room->rows;
     }
     if (room->spanned) begin_span(job, room, x, client->n);
-    room->spanned = room->spanned && has_span(job, room, client, x);
+    room->spanned = room->spanned && has_span(job, room, client->n, x);
     room->across = !room->spanned && !room->noised && lies_across(job);
     begin_layers(job, room);
     const float *responses = job->responses + job->steps - client->steps;
