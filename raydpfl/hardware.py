@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,12 +27,6 @@ def _described() -> dict[str, str]:
         lines = INFO.read_text(errors="replace").split("\n\n")[0].splitlines()
     pairs = (line.partition(":") for line in lines)
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def maker() -> str:
-    """Its maker, as the processor names itself: GenuineIntel, AuthenticAMD, ...; "" if unknown."""
-    # Windows says, for instance, "Intel64 Family 6 Model 151 Stepping 2, GenuineIntel"
-    return _described().get("vendor_id") or platform.processor().rpartition(", ")[2]
 
 
 def has_bfloat16() -> bool:

@@ -40,7 +40,6 @@ from pydantic import BaseModel
 
 from raydpfl import device
 from raydpfl.errors import RunError
-from raydpfl.local import products
 from raydpfl.member import is_path
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
@@ -72,15 +71,13 @@ def capability() -> dict[str, str]:
     """How this process computes.
 
     Returns:
-        `cpu`, torch's vector instructions; `products`, whose large matrix products training takes;
-        `settings`, environment variables that affect them; and `arithmetic`, a digest of the
-        results of products, convolutions, sums and elementary functions in float32 and float64, on
-        one thread (about 10 ms).
+        `cpu`, torch's vector instructions; `settings`, environment variables that affect products;
+        and `arithmetic`, a digest of the results of products, convolutions, sums and elementary
+        functions in float32 and float64, on one thread (about 10 ms).
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "products": products.library,
         "arithmetic": _arithmetic(),
     }
     return found | ({"settings": " ".join(settings)} if settings else {})
@@ -88,7 +85,7 @@ def capability() -> dict[str, str]:
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     """The part of `of` that comes from `capability`."""
-    names = ("cpu", "products", "arithmetic", "bfloat16", "settings")
+    names = ("cpu", "arithmetic", "bfloat16", "settings")
     return {name: facts[name] for name in names if name in facts}
 
 

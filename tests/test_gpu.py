@@ -38,7 +38,7 @@ from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
 from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, convolutional, engine, linear, products, vmap, way
+from raydpfl.local import Sgd, convolutional, engine, linear, vmap, way
 from raydpfl.origin import check_node, differences, of, of_capability, of_device
 from raydpfl.plan import Plan
 from raydpfl.process import Started
@@ -79,7 +79,6 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(linear, "PICK", 1 << 60)
-        patch.setattr(products, "_dnnl", None)
         patch.setattr(convolutional.Convolution, "compiled", False)
         patch.setattr(client, "_scales", lambda _: False)
         patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))

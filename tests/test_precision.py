@@ -154,6 +154,5 @@ def test_the_processor_is_read_from_what_linux_says(text, has, tmp_path, monkeyp
     hardware._described.cache_clear()
     try:
         assert hardware.has_bfloat16() == has
-        assert not text.startswith("vendor") or hardware.maker() in text
     finally:
         hardware._described.cache_clear()

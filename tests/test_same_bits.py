@@ -49,7 +49,7 @@ CNN = {
     "selection": {"kind": "uniform", "cohort": 6},
     "rounds": 2,
 }
-LARGE = {  # enough for products by oneDNN
+LARGE = {
     "model": {"kind": "mlp", "hidden": [512]},
     "local": {"kind": "sgd", "steps": 2, "batch": 16},
     "selection": {"kind": "uniform", "cohort": 6},

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn  # noqa: F401  (the example above)
 
-from raydpfl.local import products
-
 Plain = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -78,7 +76,7 @@ class _Adapted(torch.autograd.Function):
         back = torch.bmm(each, b).mul_(ctx.scale)  # the gradient by x A^T
         by_x = None
         if ctx.needs_input_grad[3]:
-            by_x = products.product(flat, weight.T)
+            by_x = flat @ weight.T
             by_x.view(rows.shape).baddbmm_(back, a)
             by_x = by_x.view(ctx.shape)
         return None, None, None, by_x, torch.bmm(back.mT, rows), torch.bmm(each.mT, low)

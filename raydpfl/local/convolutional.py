@@ -33,7 +33,6 @@ from raydpfl import native
 from raydpfl.local.base import Local
 from raydpfl.local.filters import Filters, Window
 from raydpfl.local.one_by_one import Descent, OneByOne
-from raydpfl.local.products import add_product_, affine, product
 from raydpfl.local.stack import (
     Activation,
     Call,
@@ -69,6 +68,18 @@ class Parameter:
         return self.of(flat).permute(self.axes)
 
 
+def _add_product(
+    to: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
+) -> None:
+    """to <- beta to + alpha a @ b, for float32 `to` and a, b in float32 or bfloat16; with beta 0
+    whatever `to` holds.
+    """
+    if a.dtype == to.dtype:
+        to.addmm_(a, b, beta=beta, alpha=alpha)
+    else:
+        (to.mul_(beta) if beta else to.zero_()).add_(a @ b, alpha=alpha)
+
+
 @dataclass(frozen=True)
 class Gradients:
     """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`.
@@ -83,10 +94,10 @@ class Gradients:
     def product(self, parameter: Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
         """The gradient by a parameter, as a matrix, is a @ b."""
         if self.descent is None:
-            add_product_(parameter.of(self.out).view(len(a), -1), a, b, beta=0, alpha=1)
+            _add_product(parameter.of(self.out).view(len(a), -1), a, b, beta=0, alpha=1)
             return
         now = parameter.of(self.flat).view(len(a), -1)
-        add_product_(now, a, b, beta=self.descent.shrink, alpha=-self.descent.lr)
+        _add_product(now, a, b, beta=self.descent.shrink, alpha=-self.descent.lr)
 
     def add(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         """`gradient` is in the order of `raydpfl.models.flatten`."""
@@ -282,14 +293,14 @@ class Dense(Link):
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
         """See `Link`."""
         weight = self.weight.of(flat).flatten(1)
-        return affine(a, weight, None if self.bias is None else self.bias.of(flat)), (a,)
+        return F.linear(a, weight, None if self.bias is None else self.bias.of(flat)), (a,)
 
     def backward(
         self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
     ) -> torch.Tensor:
         """See `Link`."""
         (a,) = kept
-        by_input = product(g, self.weight.of(gradients.low).flatten(1))
+        by_input = g @ self.weight.of(gradients.low).flatten(1)
         gradients.product(self.weight, g.T, a)
         if self.bias is not None:
             gradients.add(self.bias, g.sum(0))
@@ -320,7 +331,7 @@ class _Products(Apart):
 
     def by_input(self, flat: torch.Tensor) -> torch.Tensor:
         """See `Apart`."""
-        return product(self.g, self.link.weight.of(flat).flatten(1))
+        return self.g @ self.link.weight.of(flat).flatten(1)
 
 
 def unpooled(chain: Sequence[Link]) -> str | None:

@@ -52,7 +52,6 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl import models
 from raydpfl.local.base import Local
 from raydpfl.local.loop import Loop
-from raydpfl.local.products import product
 from raydpfl.local.way import Block, LaneData, clip_factors
 from raydpfl.tasks import Task
 
@@ -168,7 +167,7 @@ def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: to
     if name == "bias":
         return _formed(g.sum(1))
     if ghost:
-        return _ghost(a, g), lambda s: product(_scaled(g, s).flatten(0, 1).T, a.flatten(0, 1))
+        return _ghost(a, g), lambda s: _scaled(g, s).flatten(0, 1).T @ a.flatten(0, 1)
     return _formed(torch.bmm(g.mT, a))
 
 
@@ -301,7 +300,6 @@ class Layerwise(Loop):
 
     private = True
     half = False
-    inputs_only = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)

@@ -49,7 +49,6 @@ from torch import nn
 
 from raydpfl.device import index
 from raydpfl.local.base import Linear, Local
-from raydpfl.local.products import affine
 from raydpfl.local.stack import Layer, NoStack, aten, stack
 from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
 from raydpfl.tasks import Task
@@ -290,7 +289,7 @@ class _Span(_Place):
         weight, *bias = self.start
         outputs = x.new_empty(*x.shape[:2], self.layer.outputs)
         for slots in lane.lanes:
-            flat = affine(x[slots].flatten(0, 1), weight, bias[0][0] if bias else None)
+            flat = F.linear(x[slots].flatten(0, 1), weight, bias[0][0] if bias else None)
             outputs[slots] = flat.view_as(outputs[slots])
         return outputs
 

@@ -4,8 +4,7 @@ The parameters of a working copy of the module are views of one flat buffer. Whe
 gradient and the parameters alone it takes the gradients as autograd leaves them; for any other they
 are views of a second buffer. Convolutional nets with max-pooling keep their weights and images
 channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out
-is in torch's logical order. Large linear layers take their products from oneDNN where that is
-faster (`raydpfl.local.products`).
+is in torch's logical order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import nn
 from raydpfl import models
 from raydpfl.local.base import Local
 from raydpfl.local.one_by_one import Descent, OneByOne
-from raydpfl.local.products import speed_up
 from raydpfl.local.way import LaneData, clip_factors
 from raydpfl.local.whole import trained_whole
 from raydpfl.tasks import Task
@@ -35,14 +33,10 @@ class Loop(OneByOne):
     trains = True
     buffers = True
     draws = True
-    # whether autograd goes back to the layers' inputs alone, and gradients by parameters are made
-    # in another way
-    inputs_only = False
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.given = module
         self.module: nn.Module = copy.deepcopy(module).to(device).train()
-        speed_up(self.module, inputs_only=self.inputs_only)
         has = [
             any(isinstance(layer, kind) for layer in self.module.modules())
             for kind in (nn.MaxPool2d, nn.GroupNorm)

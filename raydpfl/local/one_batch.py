@@ -32,11 +32,9 @@ from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.module import register_module_forward_hook
 
-from raydpfl.local.activations import faster
 from raydpfl.local.adapters import adapted
 from raydpfl.local.base import Local
 from raydpfl.local.masks import Masks
-from raydpfl.local.products import speed_up
 from raydpfl.local.vmap import Gradients, Named, Vmap
 from raydpfl.local.way import LaneData, clip_factors
 from raydpfl.models import lora
@@ -157,7 +155,6 @@ class OneBatch(Vmap):
         super().__init__(module, local, device, task)
         self.at = _Pass()
         self.numbers = 0  # that the layers give for a sample; 0: not known yet
-        speed_up(self.module, inputs_only=True)  # the frozen ones; others are replaced below
         layers = list(self.module.modules())
         self.drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in layers)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -182,7 +179,7 @@ class OneBatch(Vmap):
             scale = lora.take_off(layer)
             if scale is not None:
                 return _Adapted(layer, scale, [names[id(half)] for half in halves], self.at)
-        return faster(layer)
+        return None
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
         """See `raydpfl.local.way.Way`. The bits of what is one product for all clients may depend

@@ -43,11 +43,6 @@ RANKED = 128  # rows of a client, as in kernels.c
 VECTOR = 16  # numbers to a multiple of which rows are padded, likewise
 PARTIAL = 64  # partial sums of a norm
 CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cache
-# of the polynomial for e^x, after the first
-EXPONENTIAL = np.array(
-    [1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1],
-    np.float32,
-)
 
 
 def library() -> ctypes.CDLL | None:
@@ -321,58 +316,6 @@ def shuffled(
     arrays = map(_at, given)
     compiled.raydpfl_shuffled(ctypes.c_int64(len(steps)), *seeds, *arrays, *shape, _at(index))
     return True
-
-
-def gelu(x: np.ndarray, y: np.ndarray, slope: np.ndarray | None = None) -> None:
-    """GELU by tanh, x / 2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), to a few 1e-7 of x.
-
-    Args:
-        x: float32 [n].
-        y: float32 [n], to which it is written.
-        slope: float32 [n], to which its derivative is written.
-    """
-    compiled = library()
-    if compiled is not None:
-        places = (_at(x), _at(y), None if slope is None else _at(slope))
-        compiled.raydpfl_gelu(ctypes.c_int64(len(x)), *places)
-        return
-    with np.errstate(all="ignore"):  # a NaN shows in what is trained
-        for start in range(0, len(x), CHUNK):
-            some = slice(start, start + CHUNK)
-            made, steep = _gelu(x[some])
-            y[some] = made
-            if slope is not None:
-                slope[some] = steep
-
-
-def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What raydpfl_gelu of `kernels.c` computes, operation by operation."""
-    one = np.float32(1)
-    cube = np.float32(0.044715)
-    q = x * x
-    scaled = x * np.float32(1.5957691216057308)
-    z = scaled * (q * cube + one)
-    e = _decay(-np.abs(z))
-    inverse = one / (e + one)
-    low = e * inverse
-    sigmoid = np.where(z < 0, low, inverse)
-    return x * sigmoid, scaled * (q * (np.float32(3) * cube) + one) * (low * inverse) + sigmoid
-
-
-def _decay(x: np.ndarray) -> np.ndarray:
-    """decay_of of `kernels.c`: e^x for x <= 0."""
-    least = np.float32(-87)
-    magic = np.float32(12582912)
-    start = np.where(x < least, least, x)
-    t = start * np.float32(1.44269504088896341) + magic
-    k = t - magic
-    r = (start - k * np.float32(0.693359375)) + k * np.float32(2.12194440e-4)
-    y = np.full_like(r, 1.9875691500e-4)
-    for factor in EXPONENTIAL:
-        y = y * r + factor
-    y = (y * (r * r) + r) + np.float32(1)
-    y = y * ((t.view(np.int32) + np.int32(127)) << 23).view(np.float32)
-    return np.where(x < least, np.float32(0), y)
 
 
 def _sizes(rows: np.ndarray) -> tuple[ctypes.c_int64, ctypes.c_int64]:

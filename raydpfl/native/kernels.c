@@ -2403,63 +2403,6 @@ int raydpfl_by_images(const Filters *f, const float *g, const int32_t *where, co
     return 0;
 }
 
-/* --- GELU by tanh --- */
-
-/* e^x for x <= 0, and 0 below -87, by products and sums that are rounded each, which numpy can do
-again; NaN stays. */
-INLINE part decay_of(part x) {
-    const part zero = {};
-    const part magic = zero + 12582912.0f;
-    part from = pick(x < -87.0f, zero - 87.0f, x);
-    part t = from * 1.44269504088896341f + magic;
-    part k = t - magic;
-    part r = (from - k * 0.693359375f) + k * 2.12194440e-4f;
-    part y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = (y * (r * r) + r) + 1.0f;
-    y = y * (part)(((bits)t + 127) << 23);
-    return pick(x < -87.0f, zero, y);
-}
-
-/* 2 sqrt(2/pi), and the factor of the cube. */
-#define GELU_SCALE 1.5957691216057308f
-#define GELU_CUBE 0.044715f
-
-INLINE void gelu16(const float *x, float *y, float *slope) {
-    v16 given = load(x), made, steep;
-    EACH {
-        part v = given.p[i];
-        part q = v * v;
-        part scaled = v * GELU_SCALE;
-        part z = scaled * (q * GELU_CUBE + 1.0f);
-        part e = decay_of(pick(z < 0.0f, z, -z));
-        part inverse = 1.0f / (e + 1.0f);
-        part low = e * inverse;
-        part sigmoid = pick(z < 0.0f, low, inverse);
-        made.p[i] = v * sigmoid;
-        steep.p[i] = scaled * (q * (3.0f * GELU_CUBE) + 1.0f) * (low * inverse) + sigmoid;
-    }
-    store(y, made);
-    if (slope) store(slope, steep);
-}
-
-/* y = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), and its derivative, unless `slope` is NULL. */
-void raydpfl_gelu(int64_t count, const float *x, float *y, float *slope) {
-    int64_t whole = count / LANES * LANES;
-    for (int64_t at = 0; at < whole; at += LANES)
-        gelu16(x + at, y + at, slope ? slope + at : NULL);
-    if (whole == count) return;
-    float left[3][LANES] = {{0}};
-    size_t bytes = (count - whole) * sizeof(float);
-    memcpy(left[0], x + whole, bytes);
-    gelu16(left[0], left[1], left[2]);
-    memcpy(y + whole, left[1], bytes);
-    if (slope) memcpy(slope + whole, left[2], bytes);
-}
-
 /* --- rows of a file --- */
 
 typedef struct {
