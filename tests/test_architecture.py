@@ -26,7 +26,7 @@ ORDER = [
     "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",
     "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
-    "own", "rounds", "rates", "events", "arrow", "keys", "native", "compiling", "storage",
+    "own", "rounds", "rates", "arrow", "keys", "native", "compiling", "storage",
     "files", "device", "shared", "hints", "errors", "interrupts", "crew", "hardware", "loading",
     "reaper",
 ]  # fmt: skip

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from conftest import experiment
 
-from raydpfl import Experiment, events, runner, track
+from raydpfl import Experiment, runner, track
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.track import Log, Tracker, sender
 from raydpfl.track.base import numbers
+from raydpfl.track.tensorboard import Events
 from raydpfl.tune.folder import name_of
 
 TOLD: dict[str, list] = {}  # by what a tracker calls a run: the rounds it was told of, and its end
@@ -170,10 +171,10 @@ def test_a_tracker_that_hangs_is_waited_for_only_so_long(tmp_path, caplog, monke
 
 
 def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch):
-    def full(data):
+    def full(self, **what):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(events, "record", full)
+    monkeypatch.setattr(Events, "_write", full)
     assert run_one(tracked("tensorboard"), tmp_path / "out").summary["status"] == "completed"
     (said,) = warned(caplog)
     assert f"{tmp_path}/out/tensorboard cannot be written (No space left on device)" in said

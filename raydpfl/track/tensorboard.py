@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl import events
 from raydpfl.track.base import Log, Row, Tracked, Tracker
 from raydpfl.tracking import clear, writing
 
 
 class TensorBoard(Tracker):
     """Every number of the rounds table as scalars of TensorBoard, in tensorboard/ of the run's
-    directory. TensorBoard itself is not needed to write them.
+    directory.
     """
 
     kind: str = "tensorboard"
@@ -29,7 +28,13 @@ class Events(Log):
     """An event file. Events of rounds from `first` on in other files of `folder` are made void."""
 
     def __init__(self, folder: Path, first: int):
+        # not before a run has this tracker: importing them takes 0.3 s
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self.folder = folder
+        self._event, self._summary = Event, Summary
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         with writing(folder):
             clear(folder, folder=True)
@@ -37,25 +42,26 @@ class Events(Log):
             while (folder / name).exists():  # by a run of this process within the same second
                 name += ".1"
             self._file = open(folder / name, "wb")  # noqa: SIM115
+            self._records = RecordWriter(self._file)
         with writing(folder):
-            self._write(version="brain.Event:2")
+            self._write(file_version="brain.Event:2")
             if first:
-                self._write(step=first, started=True)
+                self._write(step=first, session_log=SessionLog(status=SessionLog.START))
             self._file.flush()
 
     def write(self, rows: Sequence[Row]) -> None:
         with writing(self.folder):
             for row in rows:
-                scalars = {
-                    name: value
+                values = [
+                    self._summary.Value(tag=name, simple_value=value)
                     for name, value in row.items()
                     if name != "round" and isinstance(value, (int, float))
-                }
-                self._write(step=row["round"], scalars=scalars)
+                ]
+                self._write(step=row["round"], summary=self._summary(value=values))
             self._file.flush()
 
     def _write(self, **what: Any) -> None:
-        self._file.write(events.record(events.event(time.time(), **what)))
+        self._records.write(self._event(wall_time=time.time(), **what).SerializeToString())
 
     def close(self, summary: Mapping[str, Any]) -> None:
         with writing(self.folder):
