@@ -428,7 +428,7 @@ def swept(folder, folders):
     rows |= {"test_loss": [0.9, 0.5], "epsilon_pld": [3.0, 3.0], "seconds": [6.0, 6.0]}
     pq.write_table(pa.table(rows | {"directory": folders}), folder / "results.parquet")
     (folder / "sweep.yaml").write_text("local: {lr: {grid: [0.1, 0.2]}}\n")
-    best = {"values": {"local.lr": 0.2}, "mean": 0.75, "spread": None, "seeds": [0]}
+    best = {"values": {"local.lr": 0.2}, "mean": 0.75, "spread": None, "seeds": [0], "setting": 1}
     summary = {"status": "completed", "settings": 2, "metric": "test_accuracy", "best": best}
     summary |= {"trials": {"completed": 2}, "choice": "It flatters.", "seconds": 13.0}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -445,6 +445,49 @@ def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
     assert (tmp_path / "report" / "figures" / "searched-local.lr.svg").exists()
     rows = list(csv.DictReader((tmp_path / "report" / "tables" / "settings.csv").open()))
     assert [(row["local.lr"], row["best"]) for row in rows] == [("0.2", "best"), ("0.1", "")]
+
+
+def test_a_sweep_over_whole_sections_names_them_and_finds_the_best_for_each_value(tmp_path):
+    members = [{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 3}, {"kind": "normalize"}]
+    rows: dict = {name: [] for name in ("setting", "bounding", "noise.epsilon", "seed", "status")}
+    scores = iter([0.5, 0.52, 0.6, 0.62, 0.55, 0.57, 0.5, 0.52, 0.5, 0.52, 0.7, 0.72])
+    for place in range(12):
+        rows["setting"].append(place // 2)
+        rows["bounding"].append(json.dumps(members[place // 4]))
+        rows["noise.epsilon"].append((2, 20)[place // 2 % 2])
+        rows["seed"].append(place % 2)
+        rows["status"].append("completed")
+    rows |= {"rounds": [6] * 12, "test_accuracy": [*scores], "directory": ["trials/a"] * 12}
+    made(tmp_path / "trials" / "a")
+    pq.write_table(pa.table(rows), tmp_path / "results.parquet")
+    (tmp_path / "sweep.yaml").write_text("")
+    reached = {"mean": 0.71, "spread": 0.014, "edges": {}, "setting": 5}
+    best = {"values": {"bounding": members[2], "noise.epsilon": 20}, "seeds": [0, 1], **reached}
+    edges = {"mean": 0.56, "spread": 0.01, "setting": 2, "edges": {"local.lr": "largest"}}
+    best_for = {"noise.epsilon": [{"value": 2, **edges}, {"value": 20, **reached}]}
+    summary = {"status": "completed", "settings": 6, "best": best, "best_for": best_for}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    found = pieces(tmp_path)
+    assert [row[0] for row in found["settings"].rows[:2]] == ["normalize", "clip, bound 1"]
+    assert [row[5] for row in found["settings"].rows] == ["best", *[""] * 5]
+    per_value = found["best-for-noise.epsilon"]
+    assert per_value.head[-2:] == ["bounding", "at an edge"]
+    assert [[*row[:2], *row[3:6]] for row in per_value.rows] == [
+        ["2", 0.56, 2, "clip, bound 3", "local.lr"],
+        ["20", 0.71, 2, "normalize", ""],
+    ]
+    drawing = found["searched-noise.epsilon"]
+    names = ["clip, bound 1", "clip, bound 3", "normalize"]
+    assert [key.label for key in drawing.keys] == [*names, "best"]
+    assert "one sample standard deviation over the seeds (up to 2)" in drawing.caption
+    axes = whole(drawing).axes[0]
+    assert axes.get_xscale() == "log" and len(axes.containers) == 6  # an error bar for each mean
+    assert [*axes.get_xticks()] == [2, 20]
+    low, high = axes.get_ylim()
+    assert low < 0.5 and high > 0.71 + 0.0142
+    axes = whole(found["searched-bounding"]).axes[0]
+    assert [each.get_text() for each in axes.get_xticklabels()] == names
+    assert "{" not in "".join(page_of(tmp_path).lead)
 
 
 @pytest.mark.slow

@@ -29,10 +29,10 @@ from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.tune import Sweep, run, watch
 from raydpfl.tune.course import scheduler
-from raydpfl.tune.display import following, table
+from raydpfl.tune.display import Display, following, table
 from raydpfl.tune.folder import identity
 from raydpfl.tune.guided import guided
-from raydpfl.tune.results import statement
+from raydpfl.tune.results import gather, statement
 from raydpfl.tune.source import Trial
 from raydpfl.tune.sweep import shown
 
@@ -459,6 +459,70 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
             and {*states[k + 1 :]} <= {"waiting"}
             for states in seen
         )
+
+
+def ended(sweep: Sweep, out: Path, score) -> list:
+    """All settings of a sweep, their trials completed with `score(values, seed)` as accuracy."""
+    settings = [sweep.setting(values) for values in sweep.listed()]
+    for setting in settings:
+        sweep.add_trials(setting, out / "trials")
+        for trial in setting.trials:
+            trial.status = "completed"
+            trial.summary = {"test_accuracy": score(setting.values, trial.seed)}
+    return settings
+
+
+def test_the_best_for_each_value_and_the_edges_of_grids_are_told(tmp_path):
+    members = [{"kind": "clip", "bound": 1}, {"kind": "normalize", "bound": 1}]
+    sweep = Sweep.from_dict(
+        tree(
+            bounding={"grid": members},
+            local={"lr": {"grid": [0.4, 0.05, 0.1]}},
+            rounds={"grid": [1, 2]},
+            sweep={"repeats": 2},
+        )
+    )
+
+    def score(values, seed):
+        short = values["rounds"] == 1
+        good = values["bounding"]["kind"] == ("clip" if short else "normalize")
+        best = 0.1 if short else 0.05
+        return 0.5 * good - abs(values["local.lr"] - best) + 0.1 * (not short) + seed / 100
+
+    settings = ended(sweep, tmp_path, score)
+    result = gather(tmp_path, settings, sweep, True, {})
+    best = result.summary["best"]
+    assert settings[best["setting"]] is result.best
+    assert best["edges"] == {"local.lr": "smallest", "rounds": "largest"}
+    rows = result.summary["best_for"]["rounds"]
+    assert [row["value"] for row in rows] == [1, 2]
+    chosen = [settings[row["setting"]].values for row in rows]
+    assert [each["bounding"]["kind"] for each in chosen] == ["clip", "normalize"]
+    assert [each["local.lr"] for each in chosen] == [0.1, 0.05]
+    assert [row["edges"] for row in rows] == [{}, {"local.lr": "smallest"}]
+    assert rows[1]["spread"] == pytest.approx(0.01 / 2**0.5)
+    console = Console(width=80)
+    with console.capture() as printed:
+        Display(console, sweep).report(result)
+    text = printed.get()
+    edges = "At the edge of its grid: rounds 2 (largest), local.lr 0.05 (smallest)."
+    assert edges in " ".join(text.split())
+    lines = [line.split() for line in text.splitlines()]
+    at = lines.index(["Best", "for", "each", "rounds"])
+    assert lines[at + 2][0] == "1" and "clip" in lines[at + 2] and "0.1" in lines[at + 2]
+    assert lines[at + 3][0] == "2" and "normalize" in lines[at + 3]
+    assert text.count("{") == 1  # the best setting, as overrides
+    failed = settings[0].trials[0]
+    failed.status = "failed"
+    assert "best_for" not in gather(tmp_path, settings, sweep, True, {}).summary
+
+
+def test_what_sets_the_privacy_has_no_edge(tmp_path):
+    noise = {"kind": "gaussian", "multiplier": {"grid": [0.5, 1, 2]}, "delta": 1e-3}
+    sweep = Sweep.from_dict(tree(noise=noise, local={"lr": {"grid": [0.05, 0.1, 0.2]}}))
+    settings = ended(sweep, tmp_path, lambda values, seed: -values["noise.multiplier"])
+    summary = gather(tmp_path, settings, sweep, True, {}).summary
+    assert summary["best"]["edges"] == {"local.lr": "smallest"}
 
 
 def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():

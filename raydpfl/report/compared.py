@@ -20,7 +20,7 @@ import numpy as np
 from raydpfl.compare import Spread, over_seeds
 from raydpfl.errors import ConfigError
 from raydpfl.report.reading import Run
-from raydpfl.report.words import axis, listed, quantity
+from raydpfl.report.words import axis, in_print, listed, quantity
 from raydpfl.scores import is_score
 
 # Of `data`, what decides who holds which rows, and how a row is put: not which rows there are.
@@ -44,6 +44,49 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, str]:
         else:
             found[f"{path}{key}"] = json.dumps(value, default=str).strip('"')
     return found
+
+
+def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys in which some of the trees of leaves differ, in the order in which they come."""
+    names = dict.fromkeys(name for each in trees for name in each)
+    return [name for name in names if len({each.get(name) for each in trees}) > 1]
+
+
+def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
+    """What tells a tree of leaves from others by these keys, in words. A key of a member is named
+    where others with the same member have another value of it.
+    """
+    words = []
+    for key in keys:
+        if key not in tree:
+            continue
+        kinds = [each for each in keys if _is_kind_of(each, key)]
+        alike = [each for each in others if all(each.get(k) == tree.get(k) for k in kinds)]
+        if len({each.get(key) for each in alike}) > 1:
+            words.append(_word(key, tree[key]))
+    return ", ".join(words)
+
+
+def labels(values: Sequence[Any]) -> list[str]:
+    """A label for each of the values that a field takes in a sweep: a section by what tells it from
+    the others, any other value in print. No two sections have the same one.
+
+    >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])
+    ['clip, bound 1', 'clip, bound 2', 'none', '0.5']
+    """
+    trees = [leaves(each) if isinstance(each, Mapping) else None for each in values]
+    sections = [each for each in trees if each is not None]
+    keys = sorted(differing(sections), key=lambda key: not _is_kind(key))
+    found = [
+        in_print(value) if tree is None else label(tree, sections, keys) or tree.get("kind", "{}")
+        for value, tree in zip(values, trees, strict=True)
+    ]
+    return [
+        ", ".join(f"{key} {value}" for key, value in tree.items())
+        if tree is not None and found.count(name) > 1
+        else name
+        for name, tree in zip(found, trees, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +153,8 @@ class Compared:
 
     def _differing(self, places: Iterable[int]) -> list[str]:
         """The keys in which some of the runs differ."""
-        some = [self._leaves[place] for place in places]
-        names = dict.fromkeys(name for each in some for name in each if name != "seed")
-        return [name for name in names if len({each.get(name) for each in some}) > 1]
+        names = differing([self._leaves[place] for place in places])
+        return [name for name in names if name != "seed"]
 
     def _grouped(self, keys: Sequence[str]) -> list[list[int]]:
         """The places of the runs, those with the same values of these keys together."""
@@ -131,35 +173,15 @@ class Compared:
             for group in groups
             for part in ([[place] for place in group] if group in clashes else [group])
         ]
-        labels = [self._label(group[0], groups) for group in groups]
+        trees = [self._leaves[group[0]] for group in groups]
+        names = [label(tree, trees, self.keys) for tree in trees]
         found = []
-        for group, label in zip(groups, labels, strict=True):
-            first = self.runs[group[0]]
-            if not label or labels.count(label) > 1:
-                label = ", ".join(part for part in (label, first.name) if part)
-            mine = self._leaves[group[0]]
-            values = {key: mine.get(key, "") for key in self.keys}
-            found.append(Setting(label, values, [self.runs[place] for place in group]))
+        for group, tree, name in zip(groups, trees, names, strict=True):
+            if not name or names.count(name) > 1:
+                name = ", ".join(part for part in (name, self.runs[group[0]].name) if part)
+            values = {key: tree.get(key, "") for key in self.keys}
+            found.append(Setting(name, values, [self.runs[place] for place in group]))
         return found
-
-    def _label(self, place: int, groups: Sequence[Sequence[int]]) -> str:
-        """What tells a run from those of the other groups. A key of a member is told where others
-        with the same member have another value of it.
-        """
-        words = []
-        mine = self._leaves[place]
-        for key in self.keys:
-            if key not in mine:
-                continue
-            kinds = [each for each in self.keys if _is_kind_of(each, key)]
-            alike = [
-                group[0]
-                for group in groups
-                if self._values(group[0], kinds) == self._values(place, kinds)
-            ]
-            if len({self._leaves[each].get(key) for each in alike}) > 1:
-                words.append(_word(key, mine[key]))
-        return ", ".join(words)
 
     def ranked(self) -> list[Setting]:
         """The best first, by the mean of the metric; those without one at the end."""
@@ -213,7 +235,7 @@ def _section(key: str) -> str:
 
 
 def _is_kind(key: str) -> bool:
-    return key.endswith(".kind")
+    return key == "kind" or key.endswith(".kind")
 
 
 def _is_kind_of(kind: str, key: str) -> bool:

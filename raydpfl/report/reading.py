@@ -28,6 +28,7 @@ from raydpfl.report.words import quantity
 from raydpfl.tables import read_log
 
 Columns = Mapping[str, np.ndarray]
+BARE = ("none", "true", "false", "auto")  # labels that need their axis, as numbers do
 ACROSS = 4  # panels beside one another, at most
 
 
@@ -322,7 +323,7 @@ def facets(cases: Sequence[Case], apart: Sequence[str], named: Sequence[str] = (
 
 def _title(axes: Sequence[str], labels: Sequence[str]) -> str:
     pairs = zip(axes, labels, strict=True)
-    return ", ".join(_named(axis, label) for axis, label in pairs if label)
+    return ", ".join(named(axis, label) for axis, label in pairs if label)
 
 
 def _grid(
@@ -348,12 +349,15 @@ def _grid(
     return {labels: (rows.index(keys[labels]), columns.index(labels[across])) for labels in found}
 
 
-def _named(axis: str, label: str) -> str:
+def named(axis: str, label: str) -> str:
     """A label that says by itself what it is of, or with its axis."""
     try:
         float(label)
     except ValueError:
-        return label if axis != "accounting" else f"{label} accounting"
+        if axis == "accounting":
+            return f"{label} accounting"
+        if label not in BARE:
+            return label
     return f"{axis_words(axis)} {label}"
 
 

@@ -13,16 +13,22 @@ import numpy as np
 
 from raydpfl.report.figures import Drawing, Missing, Piece
 from raydpfl.report.figures.base import name_of
-from raydpfl.report.figures.points import numeric, positions
-from raydpfl.report.reading import Facet
+from raydpfl.report.figures.points import (
+    bars_said,
+    label_axis,
+    numeric,
+    positions,
+    reached,
+    with_bars,
+)
+from raydpfl.report.reading import Facet, named
 from raydpfl.report.style import INK, Key, Look, Part, dots, look, scale
-from raydpfl.report.words import Quantity, quantity
+from raydpfl.report.words import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LINES = 7  # combinations of the other values that have a line each
-TICKS = 9  # searched values that each have a tick
 BEST = Look(INK, "none", "*")
 
 
@@ -72,6 +78,7 @@ def _drawing(
     caption = "A point is a run in its last round."
     if lined or not others:
         caption += " Lines go through the means over the seeds, other values being equal."
+        caption += bars_said(max(len(each.scores) for each in tried))
     else:
         caption += f" Other values vary among the points: {', '.join(others)}."
     part = Part("", lambda axes: _draw(axes, tried, key, [*lines] if lined else None, metric))
@@ -154,13 +161,14 @@ def _tuned_drawer(
                 if one.best:
                     star = Look(drawn.colour, "none", BEST.marker)
                     dots(axes, [(across[one.values[key]], one.mean)], star, 1.0, 12)
-        _axes(axes, key, labels, [one.mean for one in every], metric)
+        label_axis(axes, key, labels)
+        scale(axes, "y", quantity(metric), [one.mean for one in every])
 
     return draw
 
 
 def _others(each: Tried, keys: Sequence[str]) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {each.values.get(key, '')}" for key in keys)
+    return ", ".join(named(key, each.values.get(key, "")) for key in keys)
 
 
 def _draw(
@@ -177,42 +185,18 @@ def _draw(
     for name, inside in by_line.items():
         drawn = look(lines.index(name) if lines else 0)
         points = [(across[each.values[key]], score) for each in inside for score in each.scores]
-        dots(axes, points, drawn)
         if lines or not kept:
-            means = sorted((across[each.values[key]], each.mean) for each in inside)
-            axes.plot(*zip(*means, strict=True), color=drawn.colour, linestyle=drawn.dash)
+            with_bars(axes, points, drawn)
+        else:
+            dots(axes, points, drawn)
     for each in tried:
         if each.best:
             place = across[each.values[key]]
             axes.plot(place, each.mean, marker="*", markersize=15, color=INK, zorder=5)
-    _axes(axes, key, labels, [score for each in tried for score in each.scores], metric)
-
-
-def _axes(axes: Axes, key: str, labels: list[str], scores: list[float], metric: str) -> None:
-    if numeric(labels):
-        places = positions(labels)
-        wide = bool(places.min() > 0 and places.max() / places.min() >= 8)
-        scale(axes, "x", Quantity(key, key, wide=True), places, wide)
-        if len(places) <= TICKS:
-            axes.set_xticks(places)
-    else:
-        axes.set_xticks(range(len(labels)), labels)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
-        axes.set_xlabel(key)
-    scale(axes, "y", quantity(metric), scores)
+    label_axis(axes, key, labels)
+    scale(axes, "y", quantity(metric), [y for each in tried for y in reached(each.scores)])
 
 
 def _order(label: str) -> tuple[bool, float, str]:
     """Numbers by size, before words."""
     return (False, float(label), label) if numeric([label]) else (True, 0.0, label)
-
-
-def in_print(value: Any) -> str:
-    """A searched value as a label.
-
-    >>> in_print(0.30000000000000004), in_print(None), in_print("sgd"), in_print(2.0)
-    ('0.3', 'none', 'sgd', '2')
-    """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "none"
-    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,3 +170,41 @@ def counted(count: int | None, thing: str) -> str:
     if count is None:
         return ""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def in_print(value: Any) -> str:
+    """A searched value as a label.
+
+    >>> in_print(0.30000000000000004), in_print(None), in_print("sgd"), in_print(True)
+    ('0.3', 'none', 'sgd', 'true')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "none"
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
+
+
+def edge(value: Any, tried: Sequence[Any]) -> str:
+    """Which edge of the numbers that were tried a value is at: "smallest", "largest", or "" for
+    none; of a single number, and of what is no number, it is none.
+
+    >>> edge(0.1, (0.1, 0.3, 1)), edge(0.3, (0.1, 0.3, 1)), edge(1, (0.1, 0.3, 1, "auto"))
+    ('smallest', '', 'largest')
+    """
+    numbers = {each for each in tried if type(each) in (int, float)}
+    if len(numbers) < 2 or value not in (min(numbers), max(numbers)) or isinstance(value, bool):
+        return ""
+    return "smallest" if value == min(numbers) else "largest"
+
+
+def beyond(values: Mapping[str, Any], edges: Mapping[str, str]) -> str:
+    """Which of the best values are at an edge of their grids, in a sentence; empty for none.
+
+    >>> beyond({"local.lr": 0.4, "bounding.bound": 1}, {"local.lr": "largest"})
+    'At the edge of its grid: local.lr 0.4 (largest). A value beyond it may be better.'
+    """
+    if not edges:
+        return ""
+    said = ", ".join(f"{key} {in_print(values[key])} ({which})" for key, which in edges.items())
+    return f"At the edge of its grid: {said}. A value beyond it may be better."

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -15,10 +16,15 @@ from rich.table import Table
 
 from raydpfl import storage
 from raydpfl.privacy import RIGOROUS
+from raydpfl.report.compared import labels
+from raydpfl.report.words import beyond
 from raydpfl.scores import named, words
 from raydpfl.tune.results import Result, epsilons, failures, score
 from raydpfl.tune.source import Trial
+from raydpfl.tune.spaces import Interval
 from raydpfl.tune.sweep import Setting, Sweep, short
+
+VALUES = 10  # of a field whose best settings are shown
 
 
 class Display:
@@ -76,12 +82,48 @@ class Display:
         best = result.best
         if best:
             self._say(f"Best: {best.named()}, {metric.replace('_', ' ')} {score(best, metric)}")
+            edges = beyond(best.values, result.summary["best"]["edges"])
+            if edges:
+                self._say(edges)
+        for key, rows in result.summary.get("best_for", {}).items():
+            if len(rows) <= VALUES:
+                self._console.print(for_each(key, rows, result.all, self._sweep))
         self._say(result.summary["choice"])
         for line in following(result):  # a command stays whole, however long
             self._console.print(line, markup=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
+
+
+def for_each(
+    key: str, rows: Sequence[Mapping[str, Any]], settings: Sequence[Setting], sweep: Sweep
+) -> Table:
+    """The best setting for each value of a field. `rows`: see `raydpfl.tune.results.best_for`."""
+    metric = sweep.search.metric
+    others = [name for name in sweep.spaces if name != key]
+    edged = any(row["edges"] for row in rows)
+    shown = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    shown.title = escape(f"Best for each {key}")
+    shown.add_column(escape(key))
+    shown.add_column(escape(named(metric)), justify="right")
+    for name in [*others, *(["at an edge"] if edged else [])]:
+        shown.add_column(escape(name))
+    for row in rows:
+        best = settings[row["setting"]]
+        cells = [label(sweep, key, row["value"]), score(best, metric)]
+        cells += [label(sweep, name, best.values[name]) for name in others]
+        cells += [", ".join(row["edges"])] if edged else []
+        shown.add_row(*map(escape, cells))
+    return shown
+
+
+def label(sweep: Sweep, key: str, value: Any) -> str:
+    """A value of a searched field in print: a section by what tells it from the others."""
+    space = sweep.spaces[key]
+    if isinstance(space, Interval) or not isinstance(value, Mapping):
+        return short(value)
+    return labels(space.options)[space.options.index(value)]
 
 
 def following(result: Result) -> list[str]:
@@ -118,7 +160,7 @@ def table(settings: Sequence[Setting], sweep: Sweep, rows: int | None = None) ->
         rounds = [_rounds(trial) for trial in setting.trials]
         states = Counter(trial.status for trial in setting.trials)
         shown.add_row(
-            *(escape(short(value)) for value in setting.values.values()),
+            *(escape(label(sweep, key, value)) for key, value in setting.values.items()),
             score(setting, metric),
             *([_largest(setting.trials, kind)] if kind else []),
             "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),

@@ -17,14 +17,17 @@ import pyarrow.parquet as pq
 
 from raydpfl import storage
 from raydpfl.privacy import column
+from raydpfl.report.words import edge
 from raydpfl.scores import CLIENT, TEST, VALIDATION, named, number, set_of
 from raydpfl.tracking import clear, replace_file, write_json
 from raydpfl.tune.folder import trained
 from raydpfl.tune.source import Trial
 from raydpfl.tune.spaces import Interval, Space
-from raydpfl.tune.sweep import Setting, Sweep
+from raydpfl.tune.sweep import Setting, Sweep, text_of
 
 _SHOWN = ("completed", "budget", "stopped", "failed")
+# Fields that set how much privacy is spent: of these more is better without a search.
+_PRIVACY = ("noise.epsilon", "noise.delta", "noise.multiplier", "noise.std", "privacy.budget")
 # What a row of results.parquet has of the trial's summary after the epsilons.
 _FACTS = {"model_sha256": pa.string(), "seconds": pa.float64()}
 
@@ -62,6 +65,57 @@ def best_of(settings: Sequence[Setting], sweep: Sweep) -> Setting | None:
     known = [(sweep.sign * mean, setting) for setting, mean in means if mean is not None]
     known = [(score, setting) for score, setting in known if setting.whole] or known
     return max(known, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def best_for(settings: Sequence[Setting], sweep: Sweep) -> dict[str, list[dict[str, Any]]]:
+    """The best setting for each value of a field, by the rules of `Result.best`.
+
+    Returns:
+        By each field that took several of finitely many values, where others varied too, a row for
+        each value with a best setting, in the order of the grid: `value`; the place of the setting
+        in settings.parquet, its mean and spread, and the fields at an edge of their grids
+        (`at_edges`), but for the field itself.
+    """
+    took: dict[str, dict[str, list[Setting]]] = {key: {} for key in sweep.spaces}
+    for setting in settings:
+        for key, value in setting.values.items():
+            took[key].setdefault(text_of(value), []).append(setting)
+    several = [key for key, inside in took.items() if len(inside) > 1]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key in several if len(several) > 1 else ():
+        space = sweep.spaces[key]
+        if isinstance(space, Interval):
+            continue
+        for value in space.options:
+            best = best_of(took[key].get(text_of(value), ()), sweep)
+            if best:
+                row = {"value": value, **_reached(best, settings, sweep)}
+                row["edges"].pop(key, None)
+                found.setdefault(key, []).append(row)
+    return found
+
+
+def _reached(setting: Setting, settings: Sequence[Setting], sweep: Sweep) -> dict[str, Any]:
+    """What a setting came to, as the summary has it."""
+    metric = sweep.search.metric
+    return {
+        "setting": settings.index(setting),
+        "mean": setting.mean(metric),
+        "spread": setting.spread(metric),
+        "edges": at_edges(setting, sweep),
+    }
+
+
+def at_edges(setting: Setting, sweep: Sweep) -> dict[str, str]:
+    """The fields of a setting whose values are the smallest or the largest number of their grid, so
+    that one beyond may be better, each with which of the two; but for what sets the privacy.
+    """
+    found = {}
+    for key, value in setting.values.items():
+        space = sweep.spaces[key]
+        if not isinstance(space, Interval) and key not in _PRIVACY:
+            found[key] = edge(value, space.options)
+    return {key: which for key, which in found.items() if which}
 
 
 def epsilons(trial: Trial) -> dict[str, float]:
@@ -153,13 +207,10 @@ def gather(
     summary = {"status": status, "reason": problem} | _summary(settings, sweep, folder)
     summary["choice"] = statement(settings, sweep, best is not None or not over)
     if best:
-        metric = sweep.search.metric
-        summary["best"] = {
-            "values": best.values,
-            "mean": best.mean(metric),
-            "spread": best.spread(metric),
-            "seeds": [trial.seed for trial in best.trials],
-        }
+        seeds = [trial.seed for trial in best.trials]
+        summary["best"] = {"values": best.values, **_reached(best, settings, sweep), "seeds": seeds}
+        if over:
+            summary["best_for"] = best_for(settings, sweep)
     tables = _trials(settings, sweep, folder), _settings(settings, sweep)
     return Result(folder, *tables, best, summary | more, list(settings), problem)
 

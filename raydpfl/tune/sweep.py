@@ -330,7 +330,7 @@ class Sweep:
         for values, experiment in zip(self.tried(), self.probes, strict=True):
             before = made.setdefault(name_of(experiment, self.spaces), values)
             if identity(before) != identity(values):
-                same = [key for key in values if _text(before[key]) == _text(values[key])]
+                same = [key for key in values if text_of(before[key]) == text_of(values[key])]
                 key = next(key for key in values if key not in same)
                 pair = f"{before[key]!r} and {values[key]!r}"
                 accepted = f"values that differ; {pair} make the same experiment"
@@ -377,7 +377,7 @@ def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str,
     return difference(here, there, CHANGEABLE)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """What tells values apart as they are written: 1 is not 1.0."""
     return identity({"value": value})
 

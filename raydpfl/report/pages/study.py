@@ -19,9 +19,9 @@ from raydpfl.report.page import Page, Section, Tile
 from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.pages.run import KINDS
 from raydpfl.report.reading import Case, Run, facets, json_of, labels_of, varying
-from raydpfl.report.searched import Tried, in_print, tuned
+from raydpfl.report.searched import Tried, tuned
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import accountant, counted, listed, number, quantity
+from raydpfl.report.words import accountant, counted, edge, in_print, listed, number, quantity
 from raydpfl.report.words import axis as in_words
 
 ENDED = ("completed", "budget", "stopped")
@@ -321,18 +321,8 @@ def _choice(tries: Sequence[Mapping[str, Any]], keys: Sequence[str], judge: str)
     found: list[Any] = [len(tries)]
     found += [in_print(values[key]) if key in values else "" for key in keys]
     found += [chosen[judge] if chosen else None, min(known, default=None), max(known, default=None)]
-    return [*found, listed([key for key in values if at_edge(values[key], every, key)])]
-
-
-def at_edge(value: Any, tries: Sequence[Mapping[str, Any]], key: str) -> bool:
-    """Whether a value is the least or the largest number that was tried.
-
-    >>> tries = [{"lr": 0.1}, {"lr": 0.3}, {"lr": 1}]
-    >>> at_edge(0.1, tries, "lr"), at_edge(0.3, tries, "lr"), at_edge(0.1, tries[:1], "lr")
-    (True, False, False)
-    """
-    known = {each[key] for each in tries if isinstance(each.get(key), (int, float))}
-    return len(known) > 1 and value in (min(known), max(known))
+    edges = [key for key in values if edge(values[key], [each.get(key) for each in every])]
+    return [*found, listed(edges)]
 
 
 def tried(studied: Studied, judge: str) -> list[Piece]:
