@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
@@ -484,3 +485,31 @@ def test_inputs_have_the_type_that_is_asked_for(dtype, tmp_path):
             ConfigError, match=r"data.dtype = 'int64': expected float32: x has other numbers"
         ):
             data.parse({**keys, "train": "b.npz"}).split(0, tmp_path)
+
+
+# Seen with normal sight, without green and without red (Machado et al. 2009), linear RGB.
+SIGHTS = (
+    np.eye(3),
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.96888]],
+    [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.0992], [-0.003882, -0.048116, 1.052]],
+)
+XYZ = [[0.4339, 0.3762, 0.1899], [0.2126729, 0.7151522, 0.0721750], [0.0178, 0.1095, 0.8727]]
+
+
+def lab(colour: str, sight) -> np.ndarray:
+    """A colour in CIELAB as one with this sight sees it."""
+    value = np.array(to_rgb(colour))
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    xyz = XYZ @ np.clip(np.array(sight) @ linear, 0, 1)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize(("classes", "neighbours", "any_two"), [(10, 55, 23), (20, 25, 0)])
+def test_classes_can_be_told_apart_by_the_colour_blind_too(classes, neighbours, any_two):
+    colours = [key.look.colour for key in dealt.drawing(np.eye(classes, dtype=int), []).keys]
+    for sight in SIGHTS:
+        seen = np.array([lab(colour, sight) for colour in colours])
+        apart = np.linalg.norm(seen[:, None] - seen, axis=-1)
+        assert np.diagonal(apart, 1).min() > neighbours
+        assert apart[np.triu_indices(classes, 1)].min() > any_two

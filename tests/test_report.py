@@ -26,7 +26,8 @@ from raydpfl.report.page import render
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run, arrange, facets
-from raydpfl.report.style import Drawn, Part, whole
+from raydpfl.report.style import Drawn, Key, Part, look, whole
+from raydpfl.report.style import render as drawn
 from raydpfl.report.tables import Table, csv_of, html_of, markdown
 
 ROUNDS = 6
@@ -773,6 +774,7 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
     assert said.strip() == f"Report: {tmp_path / 'o' / 'report' / 'index.html'}"
     left_out = page(tmp_path / "o").partition('id="left-out"')[2]
     assert set(re.findall(r"<li><strong>(.*?)</strong>", left_out)) == {
+        *(f"{what} by second" for what in ("Test accuracy", "Loss", "Epsilon")),  # under 5 s
         "Every client&#x27;s epsilon against its budget",
         "Probability of selection over the clients&#x27; budgets",
         "Probability of selection over the clients&#x27; sizes",
@@ -794,3 +796,73 @@ def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_pa
         width, _ = whole(drawing).get_size_inches()
         assert width <= most
     assert [len(row) for row in drawing.grid] == [2, 2]
+
+
+def test_figures_of_four_columns_are_two_by_two(tmp_path):
+    run = Run(made(tmp_path / "run"), "r")
+    labels = [(a, b) for a in "st" for b in "1234"][:7]
+    cases = [Case({"split": a, "size": b}, run) for a, b in labels]
+    (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
+    figure = whole(drawing)
+    width, _ = figure.get_size_inches()
+    assert drawing.across == 4 and width <= 7.16
+    titles = [each.get_title(loc="left") for each in figure.axes]
+    assert titles == [f"{a}, size {b}" for a, b in labels] + [""]
+    places = [each.get_subplotspec().get_geometry()[:2] for each in figure.axes]
+    assert {*places} == {(4, 2)}
+
+
+@pytest.mark.parametrize(("columns", "inches"), [(1, 3.5), (2, 7.16)])
+def test_figures_for_a_paper_are_as_wide_as_its_columns_with_text_of_eight_points(columns, inches):
+    def draw(axes):
+        axes.plot([0, 1], label="some")
+        axes.set_xlabel("round")
+
+    parts = [Part(f"panel {place}", draw) for place in range(4)]
+    found = drawn(Drawing("few", "Few", "", parts, [Key("some", look(0))]), columns)
+    svg = found.files["svg"].decode()
+    assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1]) == pytest.approx(72 * inches)
+    box = re.search(rb"/MediaBox \[([^\]]*)\]", found.files["pdf"])[1].split()
+    assert float(box[2]) == pytest.approx(72 * inches)
+    assert {*re.findall(r"font(?:-size)?: ([\d.]+)px", svg)} == {"8"}
+    assert re.search(r"font(-size)?: 10px", "".join(found.inline))  # the page is no paper
+
+
+def test_a_paper_has_one_column_or_two(tmp_path, complain):
+    said = complain(("report", str(tmp_path), "--columns", "3"))
+    assert said == "--columns = 3: expected 1 or 2, the columns of a paper"
+
+
+def test_what_bounding_left_is_named_only_where_it_is_drawn(tmp_path):
+    folder = made(tmp_path / "run")
+    assert pieces(folder)["norms"].title == "Norms before and after bounding"
+    (folder / "clients.parquet").unlink()
+    found = pieces(folder)["norms"]
+    assert found.title == "Norms before bounding"
+    assert "drawn of runs with measure: [clients]" in found.caption
+    assert [key.label for key in found.keys] == ["before bounding", "bound in force"]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_curves_by_second_need_a_run_of_some_seconds_unless_they_are_asked_for(seconds, tmp_path):
+    folder = made(tmp_path / "run")
+    table = pq.read_table(folder / "rounds.parquet").drop_columns("seconds")
+    table = table.append_column("seconds", pa.array([seconds] * ROUNDS))
+    pq.write_table(table, folder / "rounds.parquet")
+    shown = pieces(folder)
+    titles = {each.title: each for each in shown.values()}
+    assert isinstance(titles["Test accuracy by second"], Drawing) == (seconds == 1.0)
+    assert isinstance(titles["Test accuracy by round"], Drawing)
+    case = Case({"run": "r"}, Run(folder, "r"))
+    asked = parse({"curves": "test_accuracy", "x": "seconds"}, "show.0")
+    assert isinstance(asked.shown([case])[0], Drawing)
+
+
+@pytest.mark.parametrize(("first", "scale"), [(1.0, "linear"), (0.4, "log")])
+def test_an_axis_of_epsilon_is_logarithmic_from_a_factor_of_four(first, scale, tmp_path):
+    folder = made(tmp_path / "run")
+    table = pq.read_table(folder / "rounds.parquet").drop_columns("epsilon_pld")
+    spent = np.linspace(first, 3.0, ROUNDS)
+    spent[1] = first  # evaluations are at every second round
+    pq.write_table(table.append_column("epsilon_pld", pa.array(spent)), folder / "rounds.parquet")
+    assert whole(pieces(folder)["test_accuracy-by-epsilon"]).axes[0].get_xscale() == scale

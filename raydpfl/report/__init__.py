@@ -23,7 +23,7 @@ from raydpfl.report.page import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run
-from raydpfl.report.style import Drawn, whole
+from raydpfl.report.style import PAPER, Drawn, whole
 from raydpfl.report.style import render as drawn
 from raydpfl.report.tables import Table, csv_of, markdown
 from raydpfl.tracking import make_folder, replace_file
@@ -37,7 +37,9 @@ KEPT = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
 
 
-def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path | str:
+def write(
+    directories: Sequence[str | Path], out: str | Path | None = None, columns: int | None = None
+) -> Path | str:
     """Writes the report of a directory, or of several to compare.
 
     Args:
@@ -46,26 +48,34 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
         out: where it goes, a new or empty directory or that of an earlier report, which is
             replaced. Default: `report` within the one directory; of several, `report-` and their
             names, here.
+        columns: of a paper that the files of figures are for: 1 (3.5 inches wide) or 2 (7.16), with
+            text of 8 points; None: as wide as their panels take.
 
     Returns:
         The directory of the report, whose page is index.html.
 
     Raises:
-        ConfigError: for a directory that is none of these, for runs that cannot be compared, and
-            for an `out` that is something else or cannot be made.
+        ConfigError: for a directory that is none of these, for runs that cannot be compared, for
+            another number of columns, and for an `out` that is something else or cannot be made.
         FileError: where a file cannot be written.
     """
+    if columns not in (None, *PAPER):
+        raise ConfigError("--columns", columns, "1 or 2, the columns of a paper")
     if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
     if len(directories) > 1:
-        return compare(directories, out)[1]
+        return compare(directories, out, columns=columns)[1]
     with storage.reading(directories[0], "DIR", _read) as folder:
         page = page_of(folder)
-        return _put_page(page, storage.within(directories[0], "report") if out is None else out)
+        place = storage.within(directories[0], "report") if out is None else out
+        return _put_page(page, place, columns)
 
 
 def compare(
-    directories: Sequence[str | Path], out: str | Path | None = None, metric: str | None = None
+    directories: Sequence[str | Path],
+    out: str | Path | None = None,
+    metric: str | None = None,
+    columns: int | None = None,
 ) -> tuple[Compared, Path | str]:
     """Sets the runs of directories side by side, and writes the page that shows it.
 
@@ -73,6 +83,7 @@ def compare(
         directories: of runs, sweeps and studies. Paths or addresses.
         out: as for `write`; default: `report-` and their names, here.
         metric: the score that they are compared by; None: that by which they are followed.
+        columns: as for `write`.
 
     Returns:
         The runs by their settings, and the directory of the page, index.html.
@@ -86,7 +97,7 @@ def compare(
         read = [stack.enter_context(storage.reading(each, "DIR", _read)) for each in directories]
         found = compared(read, metric)
         page = page_of_several(found)
-        return found, _put_page(page, _beside(directories) if out is None else out)
+        return found, _put_page(page, _beside(directories) if out is None else out, columns)
 
 
 def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
@@ -117,14 +128,14 @@ def _read(name: str) -> bool:
     return not re.search(r"(^|/)round-\d+\.npz$", name) and not name.startswith("report/")
 
 
-def _put_page(page: Page, out: str | Path) -> Path | str:
+def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
     """Writes a page with its figures and tables into a directory, and says which that is."""
     with storage.at(out) as place:
-        _write(page, place)
+        _write(page, place, columns)
     return storage.named(out)
 
 
-def _write(page: Page, place: Path) -> None:
+def _write(page: Page, place: Path, columns: int | None) -> None:
     _clear(place)
     names = set[str]()
     figures: dict[str, Drawn] = {}
@@ -135,7 +146,7 @@ def _write(page: Page, place: Path) -> None:
     page = replace(page, sections=sections)
     for piece in (piece for section in sections for piece in section.pieces):
         if isinstance(piece, Drawing):
-            figures[piece.name] = drawn(piece)
+            figures[piece.name] = drawn(piece, columns)
             for suffix, content in figures[piece.name].files.items():
                 _put(place / "figures" / f"{piece.name}.{suffix}", content)
         elif isinstance(piece, Table):

@@ -47,9 +47,8 @@ class Page:
 def render(page: Page, drawn: dict[str, Drawn]) -> str:
     """The page as HTML. `drawn`: its figures, by the name of each."""
     sections = [section for section in page.sections if _shown(section)]
-    missing = [
-        piece for section in page.sections for piece in section.pieces if isinstance(piece, Missing)
-    ]
+    every = (piece for section in page.sections for piece in section.pieces)
+    missing = [*dict.fromkeys(piece for piece in every if isinstance(piece, Missing))]
     body = [_section(section, drawn) for section in sections]
     entries = [(_anchor(section.title), section.title) for section in sections]
     if missing or page.flaws:

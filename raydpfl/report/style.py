@@ -31,9 +31,12 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # inches of a panel
-NARROW = 3.5  # of one beside others, whose text is to be read where all have little room
+NARROW = 3.5  # of one beside another, whose text is to be read where both have little room
 HEIGHT = 3.0
 CHARACTERS = 42  # of a line of a panel's title
+PAPER = {1: 3.5, 2: 7.16}  # inches of one and two columns of a paper
+PRINT = 8  # points of text in a figure for a paper
+FACTOR = 4.0  # of labels and of epsilon across: as `DECADES`
 MARGIN = 0.05  # of an axis, beyond its values
 DECADES = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
 SETTINGS: Any = {
@@ -127,9 +130,7 @@ class Drawing:
         """
         places = {part.place: part for part in self.parts}
         if None in places or len(places) < len(self.parts):
-            across = min(len(self.parts), 2)
-            every: list[Part | None] = [*self.parts, *[None] * (-len(self.parts) % across)]
-            return [every[at : at + across] for at in range(0, len(every), across)]
+            return broken([[*self.parts]], 2)
         rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
         return [[places.get((row, column)) for column in columns] for row in rows]
 
@@ -137,6 +138,18 @@ class Drawing:
     def across(self) -> int:
         """How many parts stand beside one another; 0: as many as there is room for."""
         return len(self.grid[0]) if all(part.place for part in self.parts) else 0
+
+
+def broken(rows: Sequence[Sequence[Part | None]], most: int) -> list[list[Part | None]]:
+    """Rows of `most` places at most: of a longer one so many as it takes, none of them empty."""
+    across = min(most, max(map(len, rows)))
+    found = []
+    for row in rows:
+        for at in range(0, len(row), across):
+            piece = [*row[at : at + across]]
+            if any(piece):
+                found.append([*piece, *[None] * (across - len(piece))])
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,17 +163,24 @@ class Drawn:
     inline: Sequence[str] = ()
 
 
-def render(drawing: Drawing) -> Drawn:
-    """Draws a figure into its files, the same bytes each time, and into SVGs for the page."""
+def render(drawing: Drawing, columns: int | None = None) -> Drawn:
+    """Draws a figure into its files, the same bytes each time, and into SVGs for the page.
+
+    Args:
+        drawing: the figure.
+        columns: of a paper that its files are as wide as, 1 or 2, with text of 8 points; None: as
+            wide as it takes.
+    """
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of axes without room
-        together = _laid_out(_figure(drawing))
-        text = _svg(together)
-        files = {"svg": _alone(text).encode(), "pdf": _pdf(together), "png": _png(together)}
+        with matplotlib.rc_context(None if columns is None else _printed()):
+            together = _laid_out(_figure(drawing, columns))
+            text = _svg(together)
+            files = {"svg": _alone(text).encode(), "pdf": _pdf(together), "png": _png(together)}
         parts = [text]
-        if len(drawing.parts) > 1 or drawing.keys:
+        if len(drawing.parts) > 1 or drawing.keys or columns is not None:
             shown: list[Part | None] = [*drawing.parts]
             if drawing.across:
                 shown = [part for row in drawing.grid for part in row]
@@ -184,22 +204,38 @@ def whole(drawing: Drawing) -> Figure:
     return figure
 
 
-def _figure(drawing: Drawing) -> Figure:
-    """All parts in a grid, the legend below them."""
-    parts = drawing.grid
+def _printed() -> Any:
+    """What a figure for a paper has of its own: text and lines for its size."""
+    sizes = [name for name in SETTINGS if name.endswith(("titlesize", "labelsize", "fontsize"))]
+    lines = {"lines.linewidth": 1.2, "lines.markersize": 3.5}
+    return {**dict.fromkeys([*sizes, "font.size"], PRINT), **lines}
+
+
+def _figure(drawing: Drawing, columns: int | None = None) -> Figure:
+    """All parts in a grid of two beside one another at most, the legend below them. `columns`: see
+    `render`.
+    """
+    parts = broken(drawing.grid, columns or 2)
     across = len(parts[0])
     down = len(parts)
     width = across * (WIDTH if across == 1 else NARROW)
+    height = drawing.height
+    size = 10
+    if columns is not None:
+        width = PAPER[columns]
+        height *= min(1.0, width / across / WIDTH)
+        size = PRINT
     longest = max((len(key.label) for key in drawing.keys), default=0)
-    beside = max(1, int(width / (0.55 + 0.08 * longest)))
+    beside = max(1, int(width / ((0.55 + 0.08 * longest) * size / 10)))
     lines = math.ceil(len(drawing.keys) / beside)
-    figure = _empty(width, drawing.height * down + 0.2 * lines)
+    figure = _empty(width, height * down + 0.2 * lines)
     grid = figure.subplots(down, across, squeeze=False)
     for part, axes in zip(itertools.chain(*parts), grid.ravel(), strict=True):
         if part is None:
             axes.set_axis_off()
             continue
-        axes.set_title(textwrap.fill(part.title, round(CHARACTERS * width / across / WIDTH)))
+        room = CHARACTERS * width / across / WIDTH * 10 / size
+        axes.set_title(textwrap.fill(part.title, round(room)))
         part.draw(axes)
     if drawing.keys:
         figure.legend(

@@ -159,6 +159,10 @@ class Shown(Member):
         """The item, of these runs. It reads their directories and nothing else."""
         raise NotImplementedError
 
+    def unasked(self, cases: Sequence[Case]) -> Sequence[Piece]:
+        """As `make`, for a page that shows the item by itself: left out where it says nothing."""
+        return self.make(cases)
+
 
 class Panelled(Shown):
     """Base of items with panels.

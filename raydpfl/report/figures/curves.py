@@ -11,15 +11,17 @@ import numpy as np
 from raydpfl.privacy import Guarantee
 from raydpfl.report.figures.base import (
     Figure,
+    Missing,
     Names,
     Need,
+    Piece,
     Placed,
     group_keys,
     name_of,
     seeds_of,
 )
-from raydpfl.report.reading import Group, Panel, Run
-from raydpfl.report.style import Key, Look, look, scale
+from raydpfl.report.reading import Case, Group, Panel, Run, some
+from raydpfl.report.style import FACTOR, Key, Look, look, scale
 from raydpfl.report.words import Quantity, listed, quantity
 from raydpfl.scores import is_score
 
@@ -34,6 +36,7 @@ HINTS = {
     "epsilon": "noise that an accountant covers",
     "epsilon_*": "noise that an accountant covers",
 }
+SECONDS = 5.0  # that a run takes, from which curves by second say more than those by round
 MARKS = 12  # markers on a line at most
 # What a column is, in a sentence.
 ABOUT = {
@@ -100,6 +103,14 @@ class Curves(Figure):
     x: str = "round"
     main: str = ""
     log: bool | None = None
+
+    def unasked(self, cases: Sequence[Case]) -> Sequence[Piece]:
+        if self.x == "seconds":
+            longest = max((_last_second(case.run) for case in cases), default=0.0)
+            if longest < SECONDS:
+                why = f"needs a run of {SECONDS:g} s: the longest here took {longest:.2g} s"
+                return [Missing(self.title or self.headline(), why)]
+        return self.make(cases)
 
     @classmethod
     def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
@@ -175,7 +186,9 @@ class Curves(Figure):
                     marker=drawn.marker,
                     markevery=max(1, len(x) // MARKS),
                 )
-        scale(axes, "x", quantity(self.x), common["x"])
+        x = common["x"]
+        far = self.x.startswith("epsilon") and x.max() >= FACTOR * x.min()
+        scale(axes, "x", quantity(self.x), x, far or None)
         scale(axes, "y", self._measured(columns), common["y"], self.log)
 
     def _measured(self, columns: Sequence[str]) -> Quantity:
@@ -242,6 +255,11 @@ def _values(run: Run, name: str) -> np.ndarray:
     found = run.series(name)
     assert found is not None  # see `Run.has`
     return found
+
+
+def _last_second(run: Run) -> float:
+    seconds = run.series("seconds")
+    return float(np.nanmax(seconds)) if seconds is not None and some(seconds) else 0.0
 
 
 def _known(run: Run, name: str, x: str) -> np.ndarray:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Placed, first_seed
-from raydpfl.report.reading import Panel, Run
+from raydpfl.report.figures.base import Apart, Need, Piece, Placed, first_seed
+from raydpfl.report.reading import Case, Panel, Run
 from raydpfl.report.style import REFERENCE, Key, look, scale
 from raydpfl.report.words import quantity
 
@@ -35,6 +35,11 @@ class Norms(Apart):
 
     def headline(self) -> str:
         return "Norms before and after bounding"
+
+    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
+        known = self.title or any(_recorded(case.run) for case in cases)
+        item = self if known else self.model_copy(update={"title": "Norms before bounding"})
+        return super(Norms, item).make(cases)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         return {run: _lines(run) for run in (panel.groups[0].runs[0] for panel in panels)}
@@ -69,6 +74,8 @@ class Norms(Apart):
         if any(lines.after is not None for lines in common.values()):
             text += " After bounding: norm times factor, before any noise."
             files += " and clients.parquet"
+        elif not all(run.per_sample for run in common):
+            text += " What bounding left is drawn of runs with measure: [clients]."
         if any(run.per_sample for run in common):
             text += " Where samples are clipped, the bound is that of a sample's gradient at each"
             text += " step, and none is drawn beside the norms of updates."
@@ -109,15 +116,20 @@ def after(run: Run) -> tuple[np.ndarray, ...] | None:
     """Rounds, and three quantiles of what bounding left; None where clients were not recorded, or
     where no update is bounded.
     """
-    clients = run.table("clients")
-    if run.per_sample or not run.has("clients", ("round", "norm", "factor")):
+    if not _recorded(run):
         return None
+    clients = run.table("clients")
     known = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
     order = np.argsort(clients["round"][known], kind="stable")
     bounded = (clients["norm"] * clients["factor"])[known][order]
     rounds, first = np.unique(clients["round"][known][order], return_index=True)
     found = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
     return (rounds + 1, *np.array(found).T)
+
+
+def _recorded(run: Run) -> bool:
+    """Whether it is known what bounding left of each update."""
+    return not run.per_sample and run.has("clients", ("round", "norm", "factor"))
 
 
 def _bound(run: Run) -> np.ndarray | None:

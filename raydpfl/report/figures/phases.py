@@ -49,9 +49,9 @@ class Phases(Apart):
         axes.barh(places, [*seconds.values()], color=look(panel.groups[0].place).colour, height=0.6)
         for place, value in zip(places, seconds.values(), strict=True):
             said = f"{number(round(value, 4))} s, {value / total:.0%}"
-            axes.annotate(
-                said, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9
-            )
+            size = axes.xaxis.get_ticklabels()[0].get_fontsize()
+            given: Any = {"textcoords": "offset points", "va": "center", "fontsize": size}
+            axes.annotate(said, (value, place), (4, 0), **given)
         axes.set_yticks(places, [*seconds])
         axes.grid(axis="y", visible=False)
         scale(axes, "x", Quantity("total", "all rounds together", "s"), [0.0, common])

@@ -10,13 +10,12 @@ import numpy as np
 
 from raydpfl.report.figures.base import Missing, Panelled, Piece, name_of
 from raydpfl.report.reading import Case, facets, labels_of, varying
-from raydpfl.report.style import Drawing, Key, Look, Part, dots, look, scale
+from raydpfl.report.style import FACTOR, Drawing, Key, Look, Part, dots, look, scale
 from raydpfl.report.words import Quantity, axis, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FACTOR = 4.0  # between the ends of an axis of labels, from which it is logarithmic
 TICKS = 9  # numbers that each have a tick
 LONG = 34  # characters of all labels beyond which they are turned
 
@@ -109,8 +108,8 @@ def label_axis(axes: Axes, words: str, labels: Sequence[str], log: bool | None =
 
 
 def with_bars(axes: Axes, points: Any, drawn: Look) -> None:
-    """Points (pairs of numbers), a line through the means of those at one place, and at each mean an error bar of one
-    sample standard deviation, where there are several points.
+    """Points (pairs of numbers), a line through the means of those at one place, and at each mean
+    an error bar of one sample standard deviation, where there are several points.
     """
     x, y = np.array(points, np.float64).T
     at = np.unique(x)

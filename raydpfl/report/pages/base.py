@@ -56,7 +56,7 @@ def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[S
     places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(known)]
     for cls, place in sorted(places, key=lambda pair: pair[1].rank):
         item = cls.model_validate({**place.fields, "colour": "run"})
-        found[place.section] += item.make(cases)
+        found[place.section] += item.unasked(cases)
     return [Section(title, pieces) for title, pieces in found.items()]
 
 

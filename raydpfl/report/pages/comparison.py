@@ -44,7 +44,7 @@ def page_of_several(compared: Compared) -> Page:
     curves: list[Piece] = []
     for x in X_WORDS:
         item = Curves.model_validate({"of": compared.metric, "x": x, "colour": "run"})
-        curves += item.make(cases)
+        curves += item.unasked(cases)
     title = f"{quantity(compared.metric).words.capitalize()} by round, second and epsilon"
     sections = [Section("Results", [results(compared), differences(compared)])]
     sections.append(Section(title, curves))
