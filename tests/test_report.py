@@ -4,8 +4,10 @@ there is left out by name."""
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -27,8 +29,8 @@ from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run, arrange, facets
 from raydpfl.report.style import Drawn, Key, Part, look, whole
+from raydpfl.report.tables import Cell, Table, csv_of, html_of, markdown
 from raydpfl.report.style import render as drawn
-from raydpfl.report.tables import Table, csv_of, html_of, markdown
 
 ROUNDS = 6
 CLIENTS = 12
@@ -784,9 +786,32 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
 
 def test_tables_say_the_same_in_three_forms():
     table = Table("t", "T", "Of.", ("name", "share"), [["<a|b>", 0.5], ["c", None]], {1})
-    assert "| <a\\|b> | 50.00 % |" in markdown(table)
+    assert "| &lt;a\\|b&gt; | 50.00 % |" in markdown(table)
     assert csv_of(table) == "name,share\n<a|b>,0.5\nc,\n"
     assert "&lt;a|b&gt;" in html_of(table) and "50.00 %" in html_of(table)
+
+
+FORMULAS = ("=1+1", "+A1", "-A1", "@SUM(A1)", "\t=1", " =1", "\uff1d1+1", "-2+3", "\r=1", "\n=1")
+NUMBERS = (-0.5, np.float32(-2.0), -3, "-0.5", "+1e-3", "-inf", "a=1", "1-2", "", True)
+
+
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers():
+    rows = [[Cell(text, text), number] for text, number in zip(FORMULAS, NUMBERS, strict=True)]
+    table = Table("t", "T", "Of.", ("=cmd()", "-n"), rows, unit="@u")
+    inside = replace(table, rows=[[f"a{text}" for text in FORMULAS[:2]], ["a\r=1", "a\n=1"]])
+    assert all(row[0][0] == "a" for row in list(csv.reader(csv_of(inside).splitlines()))[1:])
+    head, *found = csv.reader(io.StringIO(csv_of(table), newline=""))
+    assert head == ["'=cmd()", "'-n", "unit"] and all(row[2] == "'@u" for row in found)
+    assert [row[0] for row in found] == [f"'{' '.join(text.splitlines())}" for text in FORMULAS]
+    assert [row[1] for row in found] == [str(number) for number in NUMBERS]
+
+
+def test_what_markdown_shows_is_neither_html_nor_a_link():
+    hostile = "<img src=x onerror=alert(1)> &lt; [a](javascript:b)"
+    table = Table("t", hostile, hostile, (hostile,), [[hostile]])
+    found = markdown(table)
+    assert "<" not in found and "](" not in found and found.count("&lt;img") == 4
+    assert "&amp;lt;" in found
 
 
 def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_page():

@@ -150,8 +150,7 @@ def _write(page: Page, place: Path, columns: int | None) -> None:
             for suffix, content in figures[piece.name].files.items():
                 _put(place / "figures" / f"{piece.name}.{suffix}", content)
         elif isinstance(piece, Table):
-            text = f"**{piece.title}.** {piece.caption}\n\n{markdown(piece)}\n"
-            _put(place / "tables" / f"{piece.name}.md", text.encode())
+            _put(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
             _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
     _put(place / "index.html", render(page, figures).encode())
 

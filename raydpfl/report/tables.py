@@ -1,7 +1,9 @@
 """A table in Markdown, CSV and HTML.
 
 >>> table = Table("means", "Means", "Of a run.", ("arm", "accuracy"), [["A|B", 0.5]], {1})
->>> print(markdown(table))
+>>> print(markdown(table).strip())
+**Means.** Of a run.
+<BLANKLINE>
 | arm | accuracy |
 | :-- | --: |
 | A\\|B | 50.00 % |
@@ -15,6 +17,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,29 +76,49 @@ def _value(value: Any) -> Any:
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown has it, without its caption."""
+    """The table as Markdown has it, under its title and caption; text is never HTML or a link."""
     lines = [[_escaped(name) for name in table.head]]
     lines.append(["--:" if right else ":--" for right in _right(table)])
     lines += [
         [_escaped(_shown(table, place, value)) for place, value in enumerate(row)]
         for row in table.rows
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{_escaped(table.title)}.** {_escaped(table.caption)}\n\n{rows}\n"
 
 
 def _escaped(text: str) -> str:
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").split())
+    plain = html.escape(text.replace("\\", "\\\\"), quote=False)
+    return " ".join(plain.replace("|", "\\|").replace("](", "]\\(").split())
+
+
+def _inert(value: Any) -> str:
+    """A value as a CSV field has it. Text that a spreadsheet would take for a formula is put behind an
+    apostrophe, as OWASP's "CSV Injection" asks, and is one line: a carriage return, which the
+    writer does not quote, would begin a row. Numbers stay as they are.
+    """
+    if value is None or value != value:
+        return ""
+    text = " ".join(str(value).splitlines())
+    # the first character in its usual form: some spreadsheets take the wide ones for the same
+    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    if first not in tuple("=+-@") and not text.startswith("\t"):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def csv_of(table: Table) -> str:
-    """The table as CSV, an empty field for none."""
+    """The table as CSV, an empty field for none. No field is a formula."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     unit = [table.unit] if table.unit else []
-    writer.writerow([*table.head, *(["unit"] if unit else [])])
+    writer.writerow([_inert(name) for name in [*table.head, *(["unit"] if unit else [])]])
     for row in table.rows:
-        values = [*(_value(value) for value in row), *unit]
-        writer.writerow(["" if value is None or value != value else value for value in values])
+        writer.writerow([_inert(_value(value)) for value in [*row, *unit]])
     return out.getvalue()
 
 
