@@ -1,12 +1,11 @@
 """Reading what comes back from a cluster: archives of run directories, and text that jobs have
 printed. Neither is trusted.
 
-An archive may hold only regular files and folders under one name: no links, no devices, no name
-that is absolute, leads up (`..`), differs from another only in case or Unicode form, or occurs
-twice, and no more than `Limits` allow. Destination folders are opened one by one, without following
-links, so that neither an archive nor what is already in the destination leads out of it. The
-gzipped tar archive is read by code of our own, because `tarfile` follows links while it unpacks and
-reads headers of any size.
+An archive may hold only regular files and folders under one name: no links, no devices, no path
+that leads elsewhere, and no more than `Limits` allow. It is unpacked by `tarfile` under its filter
+"data" (PEP 706) as it is read, so that what is too much is refused before it is written.
+Destination folders are opened one by one, without following links, so that what is already in the
+destination does not lead out of it.
 
 >>> clean = Plain()
 >>> clean("\\x1b[31mred\\x1b") + clean("[0m\\tand \\x1b]0;title\\x07plain\\r\\n")
@@ -18,17 +17,18 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import shutil
 import stat
-import unicodedata
+import tarfile
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import IO
 
-BLOCK = 512
-HEADER = 64 << 10  # bytes of a long name
+HEADER = 64 << 10  # bytes from one file to the next at most: a long name, padding
+LONG = 1024  # characters of a path at most
+DEEP = 32  # folders in one another at most
 PIECE = 1 << 20
 STRING = 4096  # characters of a title or the like, after which it is taken for text
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -40,16 +40,14 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much an archive may hold: bytes and files when unpacked, and, from `ratio_from` bytes on,
-    how many times its own size.
+    """How much an archive may hold: bytes and members when unpacked, and, from `ratio_from` bytes
+    on, how many times its own size.
     """
 
-    size: int = 64 * 10**9
-    files: int = 500_000
-    ratio: float = 200.0
-    ratio_from: int = 10**9
-    name: int = 1024  # bytes of a path
-    depth: int = 32
+    size: int = 10 * 10**9
+    files: int = 50_000
+    ratio: float = 100.0
+    ratio_from: int = 20 * 10**6
 
 
 class Plain:
@@ -108,36 +106,38 @@ def plain(text: object) -> str:
     return Plain()(str(text))
 
 
-@dataclass
 class _Source:
-    """The unpacked bytes of an archive, counted."""
+    """The unpacked bytes of an archive, counted: at most `header` of them from one member's content
+    to the next, as `tarfile` would read a name of any length into memory.
+    """
 
-    packed: IO[bytes]
-    limits: Limits
-    count: int = 0
-    stream: gzip.GzipFile = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stream = gzip.GzipFile(fileobj=self.packed)
+    def __init__(self, packed: IO[bytes], limits: Limits):
+        self._packed = packed
+        self._limits = limits
+        self._stream = gzip.GzipFile(fileobj=packed)
+        self._count = 0
+        self.allowed = HEADER
+        self.last = b""  # the last two blocks
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` bytes. Raises EOFError, or `ArchiveError` beyond the limits."""
-        found = self.stream.read(size)
-        if len(found) < size:
-            raise EOFError("it ended early")
-        self.count += size
-        if self.count > self.limits.size:
-            raise ArchiveError(f"it holds more than {self.limits.size / 1e9:g} GB")
-        packed = self.packed.tell()
-        if self.count > self.limits.ratio_from and self.count > self.limits.ratio * packed:
-            raise ArchiveError(f"it holds more than {self.limits.ratio:g} times its own size")
-        return found
+        """Up to `size` bytes. Raises `ArchiveError` beyond the limits."""
+        piece = self._stream.read(size)
+        self._count += len(piece)
+        self.allowed -= len(piece)
+        self.last = (self.last + piece)[-2 * tarfile.BLOCKSIZE :]
+        limits = self._limits
+        if self._count > limits.size:
+            raise ArchiveError(_too_large(limits))
+        most = limits.ratio * self._packed.tell()
+        if self._count > limits.ratio_from and self._count > most:
+            raise ArchiveError(f"it holds more than {limits.ratio:g} times its own size")
+        if self.allowed < 0:
+            raise ArchiveError(f"it holds more than {HEADER:,} bytes that are in no file")
+        return piece
 
-    def pieces(self, size: int) -> Iterator[bytes]:
-        while size:
-            part = min(size, PIECE)
-            yield self.read(part)
-            size -= part
+
+def _too_large(limits: Limits) -> str:
+    return f"it holds more than {limits.size / 1e9:g} GB"
 
 
 def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = None) -> None:
@@ -150,136 +150,62 @@ def unpack(packed: IO[bytes], name: str, into: Path, limits: Limits | None = Non
         limits: None: the defaults.
 
     Raises:
-        ArchiveError: it holds what it may not, or too much.
+        ArchiveError: it holds what it may not, or too much; also for the disk.
         ValueError: it is broken.
         EOFError: it is cut short.
         OSError: a file cannot be written.
     """
-    source = _Source(packed, limits or Limits())
+    limits = limits or Limits()
+    source = _Source(packed, limits)
     into.mkdir()
-    # by a name folded as any file system might: the name itself, and whether it is a folder
-    seen: dict[str, tuple[str, bool]] = {}
-    files = 0
-    for path, folder, size in _members(source):
-        parts = _parts(path, name, source.limits)
-        if not parts and not folder:
-            raise ArchiveError(f"{name} in it is a file")
-        _new(parts, folder, seen)
-        files += 1
-        if files > source.limits.files:
-            raise ArchiveError(f"it holds more than {source.limits.files:,} files")
-        target = into.joinpath(*parts)
-        (target if folder else target.parent).mkdir(parents=True, exist_ok=True)
-        if folder:
-            continue
-        with open(target, "xb") as file:
-            for piece in source.pieces(size):
-                file.write(piece)
-        source.read(-size % BLOCK)
-
-
-def _members(source: _Source) -> Iterator[tuple[str, bool, int]]:
-    """(path, whether it is a folder, size) of each member. The caller reads the bytes of a file
-    before the next member.
-    """
-    long: dict[str, str] = {}
-    while True:
-        header = source.read(BLOCK)
-        if not header.strip(b"\0"):
-            return
-        kind, size = _header(header)
-        if kind in ("L", "x"):
-            if size > HEADER:
-                raise ArchiveError("a name in it is too long")
-            text = source.read(size)
-            source.read(-size % BLOCK)
-            long |= {"path": _text(text.rstrip(b"\0"))} if kind == "L" else _pax(text)
-            continue
-        if kind not in ("0", "\0", "5"):
-            raise ArchiveError(f"it holds what is neither file nor folder (type {kind!r})")
-        path = long.get("path") or _path(header)
-        size = _number(long["size"]) if "size" in long else size
-        long = {}
-        yield path, kind == "5", 0 if kind == "5" else size
-
-
-def _header(header: bytes) -> tuple[str, int]:
-    """Type and size of a member. Raises `ArchiveError` for a block that is no header."""
-    told = header[148:156].strip(b"\0 ")
-    right = sum(header[:148]) + sum(header[156:]) + 8 * ord(" ")
-    if not told or not set(told) <= set(b"01234567") or int(told, 8) != right:
-        raise ValueError("it is no tar archive")
-    digits = header[124:136]
-    if digits[0] & 0x80:
-        return chr(header[156]), int.from_bytes(digits[1:], "big")
-    digits = digits.strip(b"\0 ") or b"0"
-    if not set(digits) <= set(b"01234567"):
-        raise ValueError("it is no tar archive")
-    return chr(header[156]), int(digits, 8)
-
-
-def _path(header: bytes) -> str:
-    name, prefix = (header[a:b].split(b"\0")[0] for a, b in ((0, 100), (345, 500)))
-    ustar = header[257:263] == b"ustar\0"
-    return _text(prefix + b"/" + name if ustar and prefix else name)
-
-
-def _pax(text: bytes) -> dict[str, str]:
-    """The keys and values of an extended header, a series of "length key=value\\n"."""
-    found: dict[str, str] = {}
-    while text:
-        digits = text.split(b" ", 1)[0]
-        length = _number(_text(digits))
-        record = text[len(digits) + 1 : length]
-        text = text[length:]
-        key, equals, value = record.partition(b"=")
-        if not equals or not value.endswith(b"\n") or length <= len(digits):
-            raise ValueError("it is no tar archive")
-        if key.startswith(b"GNU.sparse"):
-            raise ArchiveError("it holds a sparse file")
-        found[_text(key)] = _text(value[:-1])
-    return found
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,20}", text):
-        raise ValueError("it is no tar archive")
-    return int(text)
-
-
-def _text(name: bytes) -> str:
     try:
-        return name.decode()
-    except UnicodeDecodeError:
-        raise ArchiveError("a name in it is no UTF-8") from None
+        with tarfile.open(fileobj=source, mode="r|") as archive:  # type: ignore[call-overload]
+            _unpack(archive, source, name, into, limits)
+        while source.read(PIECE):  # to its checksum
+            pass
+    except tarfile.FilterError as error:
+        raise ArchiveError(f"it holds {error}") from None
+    except tarfile.TarError as error:
+        raise ValueError(f"it is no tar archive, or ends early ({error})") from None
+    if source.last.strip(b"\0"):
+        raise EOFError("it ended early")
 
 
-def _parts(path: str, name: str, limits: Limits) -> tuple[str, ...]:
-    """The parts of a path below `name`. Raises `ArchiveError` for one that does not stay there."""
-    parts = path.removesuffix("/").split("/")
-    while parts and parts[0] == ".":
-        parts = parts[1:]
-    odd = not all(parts) or "\\" in path or _CONTROL.search(path) or "\n" in path or "\t" in path
-    if odd or "." in parts or ".." in parts or parts[:1] != [name]:
-        raise ArchiveError(f"it holds {path[:100]!r}, which is no path below {name}")
-    long = len(path.encode()) > limits.name or len(parts) > limits.depth
-    if long or any(len(part.encode()) > 255 for part in parts):
-        raise ArchiveError(f"it holds a path that is too long: {path[:60]!r}...")
-    return tuple(parts[1:])
+def _unpack(
+    archive: tarfile.TarFile, source: _Source, name: str, into: Path, limits: Limits
+) -> None:
+    left = limits.size
+    free = shutil.disk_usage(into).free
+    for count, member in enumerate(archive, 1):
+        path = _checked(member, name)
+        left -= member.size
+        if count > limits.files:
+            raise ArchiveError(f"it holds more than {limits.files:,} files")
+        if left < 0:
+            raise ArchiveError(_too_large(limits))
+        if limits.size - left > free:
+            raise ArchiveError(f"it holds more than the disk of {into.parent} has room for")
+        source.allowed = member.size + HEADER
+        if path:
+            moved = member.replace(name=path, deep=False)
+            archive.extract(moved, into, set_attrs=False, filter="data")
 
 
-def _new(parts: tuple[str, ...], folder: bool, seen: dict[str, tuple[str, bool]]) -> None:
-    """Notes a path and its folders. Raises `ArchiveError` for one that is there already, or looks
-    the same as another.
+def _checked(member: tarfile.TarInfo, name: str) -> str:
+    """The path of a member below `name`. Raises `ArchiveError` for one that is elsewhere, or is
+    neither a file nor a folder.
     """
-    for depth in range(1, len(parts) + 1):
-        entry = "/".join(parts[:depth]), folder or depth < len(parts)
-        once = unicodedata.normalize("NFKC", entry[0]).casefold()
-        known = seen.setdefault(unicodedata.normalize("NFKC", once), entry)
-        again = known is not entry and depth == len(parts) and not folder
-        if known != entry or again:
-            twice = f"it holds {entry[0][:100]!r} twice"
-            raise ArchiveError(f"{twice}, or one that differs by case or Unicode form alone")
+    path = member.name.removeprefix("./")
+    parts = PurePosixPath(path).parts
+    if member.size < 0:
+        raise tarfile.ReadError("a negative size")
+    if parts[:1] != (name,) or ".." in parts or _CONTROL.search(path) or set("\n\t") & set(path):
+        raise ArchiveError(f"it holds {path[:100]!r}, which is no path below {name}")
+    if len(path) > LONG or len(parts) > DEEP:
+        raise ArchiveError(f"it holds a path that is too long: {path[:60]!r}...")
+    if not (member.isdir() or (member.isreg() and not member.issparse() and parts[1:])):
+        raise ArchiveError(f"it holds {path[:100]!r}, which is neither file nor folder")
+    return "/".join(parts[1:])
 
 
 def place(source: Path, folder: Path) -> None:

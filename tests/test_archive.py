@@ -46,9 +46,6 @@ HOSTILE = {
     "an absolute path": [member("/tmp/evil")],
     "another folder": [member("other/evil")],
     "a path that begins with another folder's name": [member("job2/evil")],
-    "a point": [member("job/./evil")],
-    "nothing between two slashes": [member("job//evil")],
-    "a backslash": [member("job\\..\\evil")],
     "a control character": [member("job/\x1b[31m")],
     "a newline": [member("job/a\nb")],
     "a symbolic link": [member("job/a", kind=tarfile.SYMTYPE, linkname="/etc")],
@@ -61,14 +58,6 @@ HOSTILE = {
     "a device": [member("job/a", kind=tarfile.CHRTYPE)],
     "a pipe": [member("job/a", kind=tarfile.FIFOTYPE)],
     "a sparse file": [member("job/a", kind=tarfile.GNUTYPE_SPARSE)],
-    "a name twice": [member("job/a"), member("job/a")],
-    "a name in another case": [member("job/a"), member("job/A")],
-    "a folder in another case": [member("job/a/b"), member("job/A/c")],
-    "a name in another Unicode form": [member("job/\u00e9"), member("job/e\u0301")],
-    "a name of compatible characters": [member("job/file"), member("job/\ufb01le")],
-    "a file that is a folder too": [member("job/a"), member("job/a/b")],
-    "a folder that is a file too": [member("job/a/b"), member("job/a")],
-    "a part that is too long": [member(f"job/{'a' * 256}")],
     "a path that is too long": [member("job/" + "a/" * 20 + "b" * 200 + ("/" + "c" * 200) * 5)],
     "a path that is too deep": [member("job/" + "a/" * 40 + "b")],
     "the folder as a file": [member("job")],
@@ -86,30 +75,69 @@ def test_an_archive_that_holds_what_no_run_holds_is_refused(name, form, tmp_path
     assert [each.name for each in tmp_path.rglob("*") if each.is_file()] == []
 
 
+def held(folder) -> int:
+    """Bytes of all files in a folder."""
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+
+
 def test_an_archive_is_cut_off_where_it_grows_too_large(tmp_path):
     many = packed(*(member(f"job/{i}") for i in range(30)))
     large = packed(member("job/zeros", bytes(10**6)))
-    lying, _ = member("job/a", b"xy")
-    lying.size = 1 << 40
-    header = gzip.compress(lying.tobuf(tarfile.GNU_FORMAT) + b"xy")
-    long, _ = member("x", b"")
-    long.type = tarfile.GNUTYPE_LONGNAME
-    long.size = 1 << 30
+    huge = packed(member("job/first"), member("job/zeros", bytes(10**6)))
+    long = packed(member("job/" + "x" * (1 << 20)))
     cases = [
         (many, Limits(files=20), "more than 20 files"),
-        (large, Limits(size=10**5), "more than 0.0001 GB"),
-        (large, Limits(ratio=100, ratio_from=10**5), "more than 100 times its own size"),
-        (gzip.compress(long.tobuf(tarfile.GNU_FORMAT)), Limits(), "a name in it is too long"),
+        (huge, Limits(size=10**5), "more than 0.0001 GB"),
+        (large, Limits(ratio_from=10**5), "more than 100 times its own size"),
+        (long, Limits(), "more than 65,536 bytes that are in no file"),
     ]
     for number, (data, limits, message) in enumerate(cases):
         with pytest.raises(ArchiveError, match=message):
             unpack(io.BytesIO(data), "job", tmp_path / str(number), limits)
-    with pytest.raises(ValueError, match="no tar archive"):
-        unpack(io.BytesIO(gzip.compress(b"no archive" * 100)), "job", tmp_path / "none")
-    with pytest.raises(EOFError):
-        unpack(io.BytesIO(header), "job", tmp_path / "lying")
+        assert held(tmp_path / str(number)) <= 2 * limits.ratio_from
+    assert held(tmp_path / "1") == 1  # the file that is too large was not begun
     unpack(io.BytesIO(large), "job", tmp_path / "fine")
     assert (tmp_path / "fine" / "zeros").read_bytes() == bytes(10**6)
+
+
+def test_zeros_are_refused_long_before_they_are_all_written(tmp_path):
+    info = tarfile.TarInfo("job/zeros")
+    info.size = 10**8
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    zeros = gzip.compress(header) + gzip.compress(bytes(10**7)) * 10
+    with pytest.raises(ArchiveError, match="more than 100 times its own size"):
+        unpack(io.BytesIO(zeros), "job", tmp_path / "zeros")
+    assert held(tmp_path / "zeros") <= 3 * 10**7
+
+
+def test_no_more_is_unpacked_than_the_disk_has_room_for(tmp_path, monkeypatch):
+    usage = SimpleNamespace(free=10**4)
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda path: usage)
+    data = packed(*(member(f"job/{i}", os.urandom(4000)) for i in range(4)))
+    with pytest.raises(ArchiveError, match=r"more than the disk of .* has room for"):
+        unpack(io.BytesIO(data), "job", tmp_path / "run")
+    assert held(tmp_path / "run") == 8000
+
+
+def test_a_broken_archive_is_told_from_a_hostile_one(tmp_path):
+    """What is cut short may come whole another time."""
+    whole = packed(FOLDER, *(member(f"job/{i}", os.urandom(3000)) for i in range(3)))
+    plain = gzip.decompress(whole)
+    negative, _ = member("job/a", b"")
+    negative.size = -512
+    broken = {
+        "no archive": gzip.compress(b"no archive" * 100),
+        "no gzip": b"no archive" * 100,
+        "empty": b"",
+        "cut in its midst": whole[: len(whole) // 2],
+        "cut before it was packed": gzip.compress(plain[: len(plain) // 2]),
+        "cut between two files": gzip.compress(plain[: 512 * 8]),
+        "a negative size": gzip.compress(negative.tobuf(tarfile.GNU_FORMAT) + plain),
+    }
+    for name, data in broken.items():
+        with pytest.raises((ValueError, EOFError, OSError)) as error:
+            unpack(io.BytesIO(data), "job", tmp_path / name)
+        assert not isinstance(error.value, ArchiveError), name
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])

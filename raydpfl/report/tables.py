@@ -93,8 +93,8 @@ def _escaped(text: str) -> str:
 
 
 def _inert(value: Any) -> str:
-    """A value as a CSV field has it. Text that a spreadsheet would take for a formula is put behind an
-    apostrophe, as OWASP's "CSV Injection" asks, and is one line: a carriage return, which the
+    """A value as a CSV field has it. Text that a spreadsheet would take for a formula is put behind
+    an apostrophe, as OWASP's "CSV Injection" asks, and is one line: a carriage return, which the
     writer does not quote, would begin a row. Numbers stay as they are.
     """
     if value is None or value != value:
