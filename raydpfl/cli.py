@@ -13,7 +13,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -36,7 +36,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Differentially private federated learning, simulated on Ray. A config is code where it "
     "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
-    "Run no config that you have not read.",
+    "Run no config that you have not read. Commands that read a run directory (export, budget, "
+    "data describe, audit) import what it names with --trust-code alone; report, compare and show "
+    "import nothing.",
 )
 MERGED = "Add adapters to the weights of their layers, and write these under their own names."
 EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
@@ -137,6 +139,8 @@ DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPF
 Address = Annotated[str | None, _option(CLUSTER)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TRUSTED = "Import the code that a run directory names, which runs it; else such a run is refused."
+Trust = Annotated[bool, typer.Option("--trust-code", help=TRUSTED)]
 
 
 @app.command()
@@ -153,29 +157,30 @@ def run(
     """Run one experiment."""
     compiling.ahead()
     _load()
-    from raydpfl import runner, shown
+    from raydpfl import origin, runner, shown
 
-    experiment, folder = _read("run", config, overrides)
-    if resume and out is None:
-        if folder is None:
-            accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
-            raise ConfigError("--resume", config, accepted)
-        out = folder
-    out = out or str(_new_folder(config))
-    console = Console(quiet=quiet, highlight=False)
-    with shown.Display(console, experiment.rounds, _started()) as display, _resumable(out):
-        result = runner.run(
-            experiment,
-            out,
-            resume=resume,
-            fresh_noise=fresh_noise,
-            data_root=data_root,
-            address=address,
-            on_stage=display.stage,
-            on_start=display.start,
-            on_rows=display.rows,
-            on_measure=display.measure,
-        )
+    with origin.kept(out or config if resume else config, first=resume and not fresh_noise):
+        experiment, folder = _read("run", config, overrides)
+        if resume and out is None:
+            if folder is None:
+                accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, accepted)
+            out = folder
+        out = out or str(_new_folder(config))
+        console = Console(quiet=quiet, highlight=False)
+        with shown.Display(console, experiment.rounds, _started()) as display, _resumable(out):
+            result = runner.run(
+                experiment,
+                out,
+                resume=resume,
+                fresh_noise=fresh_noise,
+                data_root=data_root,
+                address=address,
+                on_stage=display.stage,
+                on_start=display.start,
+                on_rows=display.rows,
+                on_measure=display.measure,
+            )
     shown.report(console, result, display.took())
 
 
@@ -199,13 +204,14 @@ def export(
     folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
     out: Annotated[Path | None, _option(EXPORTED)] = None,
     merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
+    trust_code: Trust = False,
 ) -> None:
     """Write the model of a run to a file: of one with adapters what was trained."""
     _load()
     from raydpfl import saved
 
     with directed("export", folder):
-        print(saved.export(folder, out, merged))
+        print(saved.export(folder, out, merged, trust_code))
 
 
 @app.command()
@@ -452,6 +458,7 @@ CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
 CONSTANT = "The constant that the formula of 000 and 001 leaves open. Default: 4."
 SAMPLE = "With --unit sample"
+NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculator
 
 
 @app.command()
@@ -478,15 +485,17 @@ def budget(
     steps: Annotated[int | None, _count("Local steps Q of a round.", SAMPLE)] = None,
     as_json: Json = False,
     data_root: DataRoot = None,
+    trust_code: Trust = False,
 ) -> None:
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
     from raydpfl import budget as calculator
 
-    apart = ("config", "overrides", "as_json")
-    options = {name: value for name, value in context.params.items() if name not in apart}
+    options = {name: value for name, value in context.params.items() if name not in NO_OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
     if config:
-        found = calculator.of_config(_of_privacy(config, overrides, given), data_root)
+        with _kept(config, trust_code):
+            asked = _of_privacy(config, overrides, given, trust_code)
+            found = calculator.of_config(asked, data_root)
     else:
         found = calculator.from_options(**given)
     if as_json:
@@ -495,7 +504,9 @@ def budget(
         Console(highlight=False).print(found.render())
 
 
-def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any]) -> Experiment:
+def _of_privacy(
+    config: str, overrides: list[str] | None, given: dict[str, Any], trust_code: bool
+) -> Experiment:
     """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
     option is `given` besides, other than where data sets lie.
     """
@@ -507,7 +518,7 @@ def _of_privacy(config: str, overrides: list[str] | None, given: dict[str, Any])
             accepted = "none with a CONFIG; change its fields, as in noise.epsilon=3"
             raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
     imports = set(Experiment.model_fields) - {"model", "server"}
-    return _read("budget", config, overrides, imports)[0]
+    return _read("budget", config, overrides, imports, trust_code)[0]
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
@@ -525,6 +536,7 @@ def audit(
     delta: Annotated[float | None, _option(CLAIMED)] = None,
     as_json: Json = False,
     data_root: DataRoot = None,
+    trust_code: Trust = False,
 ) -> None:
     """Run an experiment with canaries in it: what they prove of its privacy, beside what is
     claimed. Exit code 1: not as claimed.
@@ -532,10 +544,10 @@ def audit(
     _load()
     from raydpfl import audit as auditor
 
-    experiment, _ = _read("audit", config, overrides)
     out = out or str(_new_folder(config, "-audit"))
     console = _console()
-    with _bar(console, hidden=as_json) as on_round:
+    with _kept(config, trust_code), _bar(console, hidden=as_json) as on_round:
+        experiment, _ = _read("audit", config, overrides, trust_code=trust_code)
         found = auditor.audit(
             experiment,
             out,
@@ -712,7 +724,12 @@ def data_fetch(
 
 
 @datasets.command("describe")
-def data_describe(files: Described, out: Picture = None, data_root: DataRoot = None) -> None:
+def data_describe(
+    files: Described,
+    out: Picture = None,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
     """What each client of a config gets, in numbers, and with --out as a picture; or what is
     understood of data files, as a config that trains on them. `data.y=NAME` and the like say what
     else to take.
@@ -731,8 +748,9 @@ def data_describe(files: Described, out: Picture = None, data_root: DataRoot = N
         from raydpfl.report import dealt
 
         dealt.check(out)
-    experiment = _read("data describe", config, overrides, imports=("data",))[0]
-    found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+    with _kept(config, trust_code):
+        experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
+        found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
     for name, value in found.describe().items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {each:g}" for key, each in value.items())
@@ -775,16 +793,29 @@ def _read(
     config: str,
     overrides: list[str] | None,
     imports: Collection[str] | None = None,
+    trust_code: bool = True,
 ) -> tuple[Experiment, str | None]:
     """The experiment that a command was given, and the run directory it was read from, if it was.
-    `imports`: see `Experiment.from_dict`."""
+    `imports`: see `Experiment.from_dict`; with `trust_code` also of what a run directory names.
+    """
     from raydpfl.config import Experiment
+    from raydpfl.member import refuse_code
 
     reading = storage.reading(config, "config", CONFIGS.__contains__)
     with directed(command, config), reading as place:
         folder = os.path.isdir(place)
         path = place / "config.yaml" if folder else place
+        if folder and not trust_code:
+            experiment = Experiment.from_yaml(path, overrides or (), ())
+            refuse_code(config, experiment.code(imports))
         return Experiment.from_yaml(path, overrides or (), imports), config if folder else None
+
+
+def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
+    """Within, what a run directory keeps of the code that it names can be imported."""
+    from raydpfl import origin
+
+    return origin.kept(config) if trust_code else nullcontext()
 
 
 def _new_folder(config: str, what: str = "") -> Path:

@@ -65,6 +65,7 @@ from raydpfl.member import (
     imports,
     is_path,
     load,
+    unread,
     validate,
     within,
 )
@@ -471,6 +472,13 @@ class Experiment(Section):
             if member.unread():
                 found.setdefault(section.partition(".")[0], member.kind)
         return found
+
+    def code(self, sections: Iterable[str] | None = None) -> list[str]:
+        """The import paths in these sections (None: all), where nothing of them was imported."""
+        names = type(self).model_fields if sections is None else sections
+        found = [path for name in names for path in unread(getattr(self, name))]
+        own_accountants = [each for each in self.privacy.accountants if ":" in each]
+        return found + (own_accountants if "privacy" in names else [])
 
     def named_files(self) -> set[tuple[str, str]]:
         """The files that the config names, each with the field that does: where members say so, and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from typing import Any
 
 from raydpfl.errors import contained
@@ -12,6 +11,7 @@ from raydpfl.loading import quickly
 with quickly():
     from raydpfl import coordinator
     from raydpfl.local import tune_allocator
+    from raydpfl.origin import search
     from raydpfl.placement import Pool
 
 
@@ -23,7 +23,7 @@ class Coordinator(coordinator.Coordinator):
 
     def warm(self, plan: bytes, path: tuple[str, ...]) -> None:
         """Computes what `begin` will need and this process then knows."""
-        sys.path.extend(entry for entry in path if entry not in sys.path)
+        search(path)
         known = pickle.loads(plan)
         known.curves(known.counted_draws())
 
@@ -37,7 +37,7 @@ class Coordinator(coordinator.Coordinator):
         anew: bool,
     ) -> tuple[int, list[str]]:
         """As `start`, of a plan that is pickled. `path`: where modules of the user's own are."""
-        sys.path.extend(entry for entry in path if entry not in sys.path)
+        search(path)
         tune_allocator()
         super().__init__(pickle.loads(plan), out, pool, resume, anew)
         with contained():

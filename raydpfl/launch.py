@@ -32,7 +32,7 @@ from raydpfl.config import Experiment
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError, FileError, RunError, contained, told
 from raydpfl.hardware import cores, threads
-from raydpfl.origin import of_capability, of_device
+from raydpfl.origin import of_capability, of_code, of_device
 from raydpfl.placement import Moving, Pool
 from raydpfl.plan import Plan
 from raydpfl.slots import wanted
@@ -281,7 +281,7 @@ class Places:
     def _tell(self) -> None:
         plan = self._plan
         assert plan is not None and self.clients is not None
-        platform = of_capability(plan.platform) | of_device(plan.platform)
+        platform = of_capability(plan.platform) | of_device(plan.platform) | of_code(plan.platform)
         self.clients.told(plan.experiment, str(plan.shards), platform)
         warm = None
         if self._host is not None:

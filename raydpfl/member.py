@@ -322,6 +322,23 @@ def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
             yield from within(each, section)
 
 
+def unread(value: Any) -> list[str]:
+    """The import paths that a member, a section or an experiment names and that were not
+    imported."""
+    return [member.kind for _, member in within(value, "") if member.unread()]
+
+
+def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
+    """Raises `ConfigError` where a run directory names code by these import paths, which would be
+    imported to answer.
+    """
+    names = ", ".join(dict.fromkeys(paths))
+    if names:
+        accepted = f"the directory of a run that needs no import of {names}, which runs its code; "
+        accepted += "where you trust it: --trust-code (in Python trust_code=True)"
+        raise ConfigError("run", str(run), accepted)
+
+
 def fields_of(found: Any) -> dict[str, Any] | None:
     """The fields of a class of members, by name; None for anything else."""
     if isinstance(found, type) and issubclass(found, Member):

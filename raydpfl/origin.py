@@ -17,19 +17,24 @@ of the GPU, the versions of CUDA and cuDNN, and the workspace of cuBLAS.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import os
 import platform
 import re
+import shutil
+import stat
 import sys
-import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from operator import methodcaller
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -38,15 +43,19 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from raydpfl import device
-from raydpfl.errors import RunError
+from raydpfl import device, storage
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.member import is_path
+from raydpfl.tracking import make_folder, replace_file
 
+log = logging.getLogger("raydpfl")
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 # packages whose version may change a model's bits
 COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
 # packages with models that a config may name, whose version stands for their code
 LIBRARIES = ("transformers",)
+KEPT = "code"  # the folder of a run directory with its user-defined modules
+UNREAD = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
 # types whose text determines the value
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 SETTINGS = (
@@ -96,6 +105,23 @@ def of_device(facts: Mapping[str, str]) -> dict[str, str]:
     return {name: facts[name] for name in ("device", "cuda", "cudnn", "cublas") if name in facts}
 
 
+def of_code(facts: Mapping[str, str]) -> dict[str, str]:
+    """The part of `of` that comes from `sources`."""
+    return {name: digest for name, digest in facts.items() if name.startswith("code ")}
+
+
+def check_code(host: str, expected: Mapping[str, str] | None, experiment: BaseModel) -> None:
+    """Raises `RunError` if the user-defined code of an experiment, as this process of the node
+    `host` has imported it, is not that of the facts that the run expects; None: of none.
+    """
+    stated = of_code(expected or {})
+    here = sources(experiment) if stated else {}
+    other = [name for name, digest in stated.items() if here.get(name) != digest]
+    if other:
+        what = f"node {host} has other source than the run for {', '.join(other)}"
+        raise RunError(f"{what}; every node must see the same modules")
+
+
 def check_node(
     host: str, expected: Mapping[str, str] | None, gpu: Mapping[str, str] | None = None
 ) -> None:
@@ -112,7 +138,10 @@ def check_node(
         here |= of_bfloat16()
     if gpu and expected and of_device(expected):
         here |= gpu
-    if expected is None or expected == here:
+    if expected is None:
+        return
+    expected = {name: value for name, value in expected.items() if name not in of_code(expected)}
+    if expected == here:
         return
     names = [
         name for name in dict.fromkeys([*expected, *here]) if expected.get(name) != here.get(name)
@@ -166,13 +195,13 @@ def _computed() -> Iterator[np.ndarray]:
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user's own code that the experiment names.
+    """Digests of the user-defined code that the experiment names.
 
-    A digest covers the file of the module and all of the user's own modules that it imports, even
-    if only when a function runs. Own modules are neither in the standard library nor installed,
-    except those of the package that the member itself belongs to. For code without a file, typed
-    into an interpreter, the digest covers the code itself and what it names, and for a model of
-    transformers the version.
+    A digest covers the module and all user-defined modules that it imports, even if only when a
+    function runs: their statements, without comments, docstrings and formatting. User-defined
+    modules are neither in the standard library nor installed, except those of the package that the
+    member itself belongs to. For code without a file, typed into an interpreter, the digest covers
+    the code itself and what it names, and for a model of transformers the version.
 
     Returns:
         16 hexadecimal digits by "code MODULE:NAME".
@@ -190,11 +219,128 @@ def _code_parts(module: ModuleType | None, member: Any) -> list[bytes]:
         top = module.__name__.partition(".")[0]
         if top in LIBRARIES:
             return [importlib.metadata.version(top).encode()]
-        path = Path(getattr(module, "__file__", None) or "")
-        files = sorted(_files(module.__name__, path))
+        files = sorted(_files(module.__name__, _file(module)).items())
         if files:
-            return [file.read_bytes() for file in files]
+            return [part for name, path in files for part in (name.encode(), _digest(path))]
     return [] if member is None else [_code(member)]
+
+
+def modules(experiment: BaseModel) -> dict[str, Path]:
+    """The files of the user-defined modules that the experiment names, and of those that they
+    import, by their places below a folder of `sys.path`; what is installed is left out.
+    """
+    found = {}
+    for _, module, _ in _own(experiment):
+        if module is None or _installed(_file(module)):
+            continue
+        for name, file in _files(module.__name__, _file(module)).items():
+            parts = name.split(".")
+            whole = parts if file.stem == "__init__" else parts[:-1]
+            if not _installed(file):
+                found["/".join([*whole, file.name])] = file
+    return found
+
+
+def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
+    """Writes the user-defined modules that the experiments name to `code/` in a run directory.
+
+    Args:
+        experiments: of the run, or of a sweep.
+        folder: the directory.
+        fresh: in the place of what is kept there.
+    """
+    files: dict[str, Path] = {}
+    for experiment in experiments:
+        files |= modules(experiment)
+    for name, path in files.items():
+        place = folder / KEPT / name
+        if fresh or not place.exists():
+            make_folder(place.parent)
+            replace_file(place, methodcaller("write", path.read_bytes()))
+
+
+@contextmanager
+def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
+    """Within, the user-defined modules that a run directory keeps are imported where there are no
+    others of their names.
+
+    Args:
+        run: the directory, or its address.
+        first: they are also imported where others of their names differ, which is warned of.
+
+    Raises:
+        ConfigError: another user can write them, or one that differs has been imported.
+    """
+    with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
+        place = (folder / KEPT).absolute()
+        for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
+            shutil.rmtree(cache, ignore_errors=True)
+        files = sorted(path for path in place.rglob("[!.]*") if path.is_file())
+        _check_private([place, *place.rglob("*")] if files else [])
+        other = [path for path in files if not _same(path, place)]
+        if first and other:
+            _warn(other, place)
+        if not other:
+            yield None
+            return
+        sys.path.insert(0 if first else len(sys.path), str(place))
+        importlib.invalidate_caches()
+        try:
+            yield place
+        finally:
+            sys.path.remove(str(place))
+
+
+def search(path: Sequence[str]) -> None:
+    """Imports in this process from where another does, whose `sys.path` is given: from what a run
+    keeps first, if that comes first there.
+    """
+    ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
+    sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
+
+
+def _check_private(paths: Sequence[Path]) -> None:
+    """Raises `ConfigError` for a link, and for what another user owns or anyone can write."""
+    for path in paths:
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & 0o002:
+            accepted = "kept code that is yours, that not everyone can write, and no link; "
+            raise ConfigError("code", str(path), f"{accepted}read it, then take a copy of it")
+
+
+def _named(path: Path, place: Path) -> str:
+    """The module of a kept file."""
+    parts = path.relative_to(place).parts
+    whole = parts[:-1] if path.stem == "__init__" else (*parts[:-1], path.name.partition(".")[0])
+    return ".".join(whole)
+
+
+def _same(path: Path, place: Path) -> bool:
+    """Whether the module of a kept file is also found elsewhere, with the same code."""
+    here = _place(_named(path, place))
+    return here is not None and here.is_file() and _digest(here) == _digest(path)
+
+
+def _warn(paths: Sequence[Path], place: Path) -> None:
+    """Warns of modules here that differ from what is kept. Raises `ConfigError` for one that has
+    been imported.
+    """
+    names = {_named(path, place): path for path in paths}
+    for name in names.keys() & sys.modules.keys():
+        accepted = f"a process that has not imported another {name} ({_place(name)})"
+        raise ConfigError("code", str(names[name]), accepted)
+    differ = [str(here) for here in map(_place, names) if here]
+    if differ:
+        log.warning(
+            "%s differs from what the run began with, kept in %s: that is used; "
+            "--fresh-noise would take the new code",
+            ", ".join(differ),
+            place,
+        )
+
+
+def _file(module: ModuleType | None) -> Path:
+    return Path(getattr(module, "__file__", None) or "")
 
 
 def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
@@ -232,38 +378,77 @@ def _shipped(module: str) -> bool:
     return module.partition(".")[0] in {*COMPUTING, "pydantic", "builtins"}
 
 
-def _files(name: str, path: Path, seen: set[str] | None = None) -> set[Path]:
-    """The file `path` of the module `name`, and those of the user's own modules that it imports, at
-    any depth.
+def _files(name: str, path: Path, seen: dict[str, Path] | None = None) -> dict[str, Path]:
+    """The file `path` of the module `name`, and those of the packages that it is in and of the
+    user-defined modules that it imports, at any depth, by module.
     """
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     if name in seen or not path.is_file():
-        return set()
-    seen.add(name)
-    files = {path}
+        return seen
+    seen[name] = path
     if path.suffix == ".py":
-        for other in _imported(path, name):
+        parents = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        for other in [*parents, *_imported(path, package)]:
             place = None if _shipped(other) else _place(other)
             if place is not None and _follows(other, place, name):
-                files |= _files(other, place, seen)
-    return files
+                _files(other, place, seen)
+    return seen
 
 
-def _imported(path: Path, name: str) -> Iterator[str]:
-    """Names of the modules that a file may import anywhere in it, also within packages."""
-    package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_bytes())):
+def _imported(path: Path, package: str) -> Iterator[str]:
+    """Names of the modules that a file of a package may import anywhere in it."""
+    for level, module, names in _parsed(path.read_bytes())[1]:
+        base = importlib.util.resolve_name("." * level + module, package) if level else module
+        parts = base.split(".")
+        yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+        yield from (f"{base}.{name}" for name in names)
+
+
+def _digest(path: Path) -> bytes:
+    """Of what a module does; of one that is not Python of its bytes."""
+    source = path.read_bytes()
+    return _parsed(source)[0] if path.suffix == ".py" else hashlib.sha256(source).digest()
+
+
+@functools.lru_cache(maxsize=512)
+def _parsed(source: bytes) -> tuple[bytes, tuple[tuple[int, str, tuple[str, ...]], ...]]:
+    """A digest of the statements of a module, and its imports: level, module, and the names that
+    are taken from it.
+
+    Statements that do nothing (docstrings, `pass`) are left out, and so are fields of the syntax
+    tree that are empty, as later versions of Python have more of them.
+    """
+    tree = ast.parse(source)
+    imports: list[tuple[int, str, tuple[str, ...]]] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+            imports += [(0, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = importlib.util.resolve_name("." * node.level + base, package)
-            parts = base.split(".")
-            yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names = tuple(alias.name for alias in node.names)
+            imports.append((node.level, node.module or "", names))
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(node, name, [each for each in value if not _idle(each)])
+    digest = hashlib.sha256()
+    for node in ast.walk(tree):  # breadth first: a node is known by its fields and their number
+        fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+        shown = [
+            (name, [*map(_shown, value)] if isinstance(value, list) else _shown(value))
+            for name, value in fields
+        ]
+        digest.update(f"{type(node).__name__}{shown}\n".encode())
+    return digest.digest(), tuple(imports)
+
+
+def _idle(node: Any) -> bool:
+    """Whether a statement does nothing."""
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, ast.Pass)
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, ast.AST) else repr(value)
 
 
 def _place(name: str) -> Path | None:
@@ -287,14 +472,12 @@ def _place(name: str) -> Path | None:
 
 def _follows(other: str, place: Path, name: str) -> bool:
     top = other.partition(".")[0]
-    if top == name.partition(".")[0]:
-        return True
-    installed = [
-        sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")
-    ]
-    return top not in sys.stdlib_module_names and not any(
-        place.is_relative_to(each) for each in installed
-    )
+    own = top == name.partition(".")[0]
+    return own or not (top in sys.stdlib_module_names or _installed(place))
+
+
+def _installed(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _code(member: Any) -> bytes:
@@ -310,7 +493,7 @@ def _code(member: Any) -> bytes:
             continue
         seen.add(id(each))
         if isinstance(each, type):
-            values = sorted(vars(each).items())
+            values = [pair for pair in sorted(vars(each).items()) if pair[0] not in UNREAD]
             waiting += [base for base in each.__bases__ if base.__module__ == each.__module__]
             values = [
                 (name, getattr(value, "fget", None) or getattr(value, "__func__", value))
@@ -321,9 +504,11 @@ def _code(member: Any) -> bytes:
         elif inspect.isfunction(each):
             found.append(f"{each.__qualname__}{each.__defaults__!r}{each.__kwdefaults__!r}")
             for code in _parts(each.__code__):
-                constants = [value for value in code.co_consts if not inspect.iscode(value)]
-                names = f"{code.co_names}{code.co_varnames}{code.co_freevars}"
-                found.append(f"{code.co_code.hex()}{constants!r}{names}")
+                found += [  # a docstring is in none of the steps
+                    f"{step.opname} {step.argval!r}"
+                    for step in dis.get_instructions(code)
+                    if isinstance(step.argval, PLAIN)
+                ]
                 used = [(name, each.__globals__.get(name)) for name in code.co_names]
                 found += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
                 waiting += [

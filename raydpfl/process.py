@@ -116,14 +116,14 @@ class Process:
             shards: the folder of its data.
             path: where the process that started the run has found modules of the user's own.
             capability: of the run (`raydpfl.origin.capability`), what its node has to compute like,
-                and its GPU (`raydpfl.device.facts`), where the run knows that.
+                its GPU (`raydpfl.device.facts`), where known, and `raydpfl.origin.of_code`.
             source: Ray's id of the node that has the data, which sends them where they are not
                 (`raydpfl.delivery`); empty: they are here.
 
         Raises:
             ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
         """
-        sys.path.extend(entry for entry in path if entry not in sys.path)
+        origin.search(path)
         host = place()
         if source:
             shards = str(delivery.prepared(shards, source))
@@ -133,6 +133,7 @@ class Process:
         device.chosen(gpus, f"node {host}")
         self._make_here(experiment, shards, host)
         gpu = device.facts(gpus)
+        origin.check_code(host, capability, experiment)
         origin.check_node(host, capability, gpu)
         self.check()
         import ray

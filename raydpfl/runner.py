@@ -31,7 +31,7 @@ from raydpfl.files import LOCK, holding
 from raydpfl.hardware import single_blas
 from raydpfl.launch import Call, Places
 from raydpfl.member import choose
-from raydpfl.origin import versions
+from raydpfl.origin import KEPT, keep, versions
 from raydpfl.plan import FREE, SHOWS, Plan
 from raydpfl.privacy import Guarantee
 from raydpfl.process import peak_rss_mb
@@ -188,7 +188,7 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
             name for name in ("ledger.jsonl", "summary.json") if os.path.lexists(folder / name)
         ]
         if not resume and not saved and not ended:
-            for name in ("tensorboard", "checkpoints"):
+            for name in ("tensorboard", "checkpoints", KEPT):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (*WRITTEN, FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
@@ -266,6 +266,7 @@ class _Drive:
         with alone(folder), _undone(folder, made, resume), _settings_kept():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
+            keep([plan.experiment], folder, fresh_noise)
             self.on_start(plan)
             self.began = time.monotonic()
             self.anew = fresh_noise

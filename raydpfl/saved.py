@@ -2,6 +2,9 @@
 
 A run that ends leaves `model.safetensors`: the parameters and buffers of its module, with what is
 needed to make the module again without the data, and the guarantees that hold for it.
+
+What a run directory names by import path is code that runs as it is imported, and a directory may
+come from anyone: so nothing of it is imported unless `trust_code` asks for it.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl import models, storage, tasks
+from raydpfl import models, origin, storage, tasks
 from raydpfl.config import Experiment
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.files import read_json
+from raydpfl.member import importing, refuse_code, unread
 from raydpfl.models import weights
 from raydpfl.rounds import OWN
 from raydpfl.tasks import Form, Target
@@ -34,7 +38,8 @@ READ = ("config.yaml", "summary.json", weights.SAVED)
 @dataclass(frozen=True)
 class Saved:
     """What a run has trained. `module` has its weights and is in evaluation mode; `config` is its
-    experiment, complete; `summary` is what `summary.json` holds.
+    experiment, complete (without `trust_code` its user-defined members are not imported);
+    `summary` is what `summary.json` holds.
     """
 
     module: nn.Module
@@ -64,23 +69,26 @@ def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -
     replace_file(path, lambda file: file.write(held))
 
 
-def load(run: str | Path, client: int | None = None) -> Saved:
+def load(run: str | Path, client: int | None = None, trust_code: bool = False) -> Saved:
     """What a run has trained, from its directory alone, a path or an address.
 
     Args:
         run: the directory.
         client: one that has a model of its own (`model.local`, `personal`): `module` is that, from
             the last checkpoint. None: the model that was sent to all.
+        trust_code: import the user-defined classes that the run names, from here or as the run has
+            kept their source. That runs their code.
 
     Raises:
-        ConfigError: it is no directory of a run that has ended, or the client has no such model.
+        ConfigError: it is no directory of a run that has ended, the client has no such model, or
+            the model or task is user-defined and `trust_code` is not set.
         RunError: the weights in it are not those of its summary.
     """
     if client is None:
-        with storage.reading(run, wanted=READ.__contains__) as folder:
-            return _load(run, folder)
-    with storage.reading(run, wanted=lambda name: name in READ or CHECKPOINTS in name) as folder:
-        found = _load(run, folder)
+        with storage.reading(run, wanted=_read) as folder:
+            return _load(run, folder, trust_code)
+    with storage.reading(run, wanted=lambda name: _read(name) or CHECKPOINTS in name) as folder:
+        found = _load(run, folder, trust_code)
         own = _own(folder, client, run)
     if not found.config.personal:  # else it is the whole model
         shared = models.flatten(found.module)
@@ -101,16 +109,30 @@ def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     return torch.from_numpy(last.memory[OWN][int(place[0])])
 
 
-def _load(run: str | Path, folder: Path) -> Saved:
+def _read(name: str) -> bool:
+    """Whether a file of a run directory is needed for its model."""
+    return name in READ or name.startswith(f"{origin.KEPT}/")
+
+
+def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
+    if trust_code:
+        with origin.kept(folder, first=True):
+            return _made(run, folder, None)
+    return _made(run, folder, ())
+
+
+def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
     path = _file(folder)
-    experiment = Experiment.from_yaml(folder / "config.yaml")
+    experiment = Experiment.from_yaml(folder / "config.yaml", imports=imports)
     try:
         summary = read_json(folder / "summary.json")
         said = weights.facts(path)
-        form = _form(json.loads(said["form"]))
+        with importing(imports):
+            form = _form(json.loads(said["form"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError("run", str(run), f"the directory of a run ({reason})") from None
+    refuse_code(run, [each for part in (experiment.model, form.task) for each in unread(part)])
     fresh = experiment.model.model_copy(update={"init": None})
     module = models.build(fresh, form, experiment.seed)
     weights.fill(module, str(path))
@@ -121,7 +143,12 @@ def _load(run: str | Path, folder: Path) -> Saved:
     return Saved(module.eval(), experiment, summary)
 
 
-def export(run: str | Path, out: str | Path | None = None, merged: bool = False) -> Path | str:
+def export(
+    run: str | Path,
+    out: str | Path | None = None,
+    merged: bool = False,
+    trust_code: bool = False,
+) -> Path | str:
     """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix:
     of one with adapters what was trained.
 
@@ -130,21 +157,23 @@ def export(run: str | Path, out: str | Path | None = None, merged: bool = False)
         out: the file; None: the run's own is named, which holds all.
         merged: adapters are added to the weights of their layers, and all is written, as it would
             be of the module without them.
+        trust_code: as for `load`.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: the run has no adapters to merge, or there is no file to write them to.
+        ConfigError: as `load`; or the run has no adapters to merge, or there is no file to write
+            them to.
     """
-    with storage.reading(run, wanted=READ.__contains__) as folder:
+    with storage.reading(run, wanted=_read) as folder:
         path = _file(folder)
         if out is None and not merged:
             return storage.named(storage.within(run, path.name))
         if out is None:
             raise ConfigError("--out", None, "a file for the merged weights")
         file = Path(out)
-        module = _load(run, folder).module
+        module = _load(run, folder, trust_code).module
         held = weights.packed(_exported(module, merged), file.suffix, weights.facts(path))
     replace_file(file, lambda part: part.write(held))
     return file

@@ -7,6 +7,7 @@ Sent are, of the folder where the command is run,
   compiled modules, whether a
   package has an `__init__.py` or not, and the data that `[tool.setuptools.package-data]` of
   `pyproject.toml` declares for them;
+- of a run directory, the modules that it keeps and that are not in that folder;
 - every file that the config names, and every folder (of images, of a data set) with its files,
   under a name of its contents, which the config that is sent has in its place. (Another file of the
   old name may lie on the cluster.)
@@ -39,15 +40,20 @@ Files = dict[str, Path]  # where each goes, relative -> where it is
 
 
 def packed(
-    tree: Mapping[str, Any], experiments: Iterable[Experiment], here: Path, *, there: bool = False
+    tree: Mapping[str, Any],
+    experiments: Iterable[Experiment],
+    here: Path,
+    *,
+    kept: Path | None = None,
+    there: bool = False,
 ) -> tuple[dict[str, Any], Files]:
     """The config to send in the place of `tree`, and the files to send with it.
 
-    `experiments`: all that the config describes, imported from the folder `here`. `there`: the
-    files that it names lie on the cluster and are not sent. Raises `ConfigError` for a file that is
-    not here, or that is not sent.
+    `experiments`: all that the config describes, imported from the folder `here`, or from what a
+    run directory has kept in the folder `kept`. `there`: the files that it names lie on the cluster
+    and are not sent. Raises `ConfigError` for a file that is not here, or that is not sent.
     """
-    files = own_modules(here)
+    files = own_modules(here, *([kept] if kept else []))
     _checked(files)
     named = set() if there else {each for one in experiments for each in one.named_files()}
     found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
@@ -88,8 +94,17 @@ def package(folder: Path) -> Files:
     return {path.relative_to(folder).as_posix(): path for path in _walk(folder)}
 
 
-def own_modules(here: Path) -> Files:
-    """The files of the modules and packages of the folder `here` that have been imported."""
+def own_modules(*folders: Path) -> Files:
+    """The files of the modules and packages of these folders that have been imported."""
+    files: Files = {}
+    for here in folders:
+        files |= _modules_of(here)
+    for here in folders:
+        _all_there(here, files)
+    return files
+
+
+def _modules_of(here: Path) -> Files:
     files: Files = {}
     declared = _declared(here)
     for name in sorted({name.partition(".")[0] for name in sys.modules} - {"raydpfl"}):
@@ -104,7 +119,6 @@ def own_modules(here: Path) -> Files:
                     files[path.relative_to(here).as_posix()] = path
         elif source and _same(Path(source).parent, here) and _plain(Path(source)):
             files[Path(source).name] = Path(source)
-    _all_there(here, files)
     return files
 
 

@@ -157,18 +157,18 @@ class JobServer:
         Args:
             config: the path of its file.
             overrides: of the config.
-            out: where `fetch` will bring the run directory; None: runs/ID. An address is where the
-                job writes it, from where nothing is brought back.
+            out: where `fetch` brings the run directory; None: runs/ID. To an address the job writes.
             resume: a run of this cluster to continue.
             there: whether the files that the config names are already on the cluster.
 
         Raises:
             ConfigError: for what can be refused without the data; the job refuses the rest.
         """
-        from raydpfl import staging  # loads torch, which following a job can do without
+        from raydpfl import origin  # loads torch, which following a job can do without
 
-        asked = _read(config, overrides)
-        tree, files = staging.packed(asked.tree, asked.experiments, Path.cwd(), there=there)
+        with origin.kept(config, first=resume is not None) as kept:
+            asked = _read(config, overrides)
+            tree, files = asked.packed(kept, there)
         run = self._run(resume) if resume else None
         job = _new_id(asked.path, run)
         run = run or job
@@ -502,6 +502,12 @@ class _Asked:
     inline: bool  # it does without Ray
     experiments: list[Experiment]  # all that the config describes
     tree: dict[str, Any]  # the config with the overrides in it
+
+    def packed(self, kept: Path | None, there: bool) -> tuple[dict[str, Any], dict[str, Path]]:
+        """As `raydpfl.staging.packed`, from the folder where the command is run."""
+        from raydpfl import staging
+
+        return staging.packed(self.tree, self.experiments, Path.cwd(), kept=kept, there=there)
 
 
 def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:

@@ -23,7 +23,7 @@ ORDER = [
     "surveying", "position", "account", "memory", "placement", "actors", "dealing", "slots",
     "remote", "client", "evaluator", "personal", "resident", "process", "delivery", "cluster",
     # no Ray from here on
-    "plan", "parts", "origin", "saved", "defaults", "config", "track", "measure", "scores",
+    "plan", "parts", "saved", "origin", "defaults", "config", "track", "measure", "scores",
     "histogram", "tables", "tracking", "heterogeneity", "compare", "selection", "local", "bounding",
     "noise", "weights", "server", "sums", "privacy", "models", "data", "metrics", "tasks", "member",
     "own", "rounds", "rates", "arrow", "keys", "native", "compiling", "storage",

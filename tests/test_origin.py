@@ -234,7 +234,7 @@ def test_the_source_of_the_users_own_code_is_part_of_the_origin(mine, name):
     before = origin.sources(experiment(**OWN))
     assert list(before) == ["code mine_origin:Tanh"] and before == origin.sources(experiment(**OWN))
     with open(mine / name, "a") as file:
-        file.write("\n# changed\n")
+        file.write("\nCHANGED = 1\n")
     assert origin.sources(experiment(**OWN)) != before
     assert origin.sources(experiment()) == {}
 
@@ -475,7 +475,7 @@ def test_parts_of_a_package_are_found_before_they_are_imported(mine):
     found = {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
     for name in ("__init__.py", "part.py"):
         with open(mine / "mine_package" / name, "a") as file:
-            file.write("\n# changed\n")
+            file.write("\nCHANGED = 1\n")
         found |= {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
     assert len(found) == 3 and "mine_package" not in sys.modules
 
@@ -488,6 +488,7 @@ from raydpfl.bounding import Bounding
 import torch
 GAIN = {gain}
 def squash(x):
+    {said}
     return (lambda y: math.{function}(y))(x)
 class Typed(Bounding):
     bound: float = Field(default=0.5, gt=0)
@@ -504,7 +505,7 @@ print(json.dumps(origin.sources(Experiment.from_dict(tree))))
 def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
     tree = json.dumps(experiment().to_dict())
 
-    usual = {"gain": "0.5", "function": "tanh", "classes": 10, "tree": tree}
+    usual = {"gain": "0.5", "function": "tanh", "classes": 10, "tree": tree, "said": ""}
 
     def found(*changes):
         """Of one interpreter, into which the code is typed with each of these changes in turn."""
@@ -516,6 +517,7 @@ def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
     assert set(here) == {"code __main__:Typed", "code __main__:net"}
     again, gain, function, net = found({}, {"gain": "0.25"}, {"function": "sin"}, {"classes": 11})
     assert again == here
+    assert found({"said": "'Squashes.'"}, {"said": "'Else.'"}) == [here, here]
     for other in (gain, function):
         assert other["code __main__:Typed"] != here["code __main__:Typed"]
     assert net["code __main__:net"] != here["code __main__:net"]

@@ -58,7 +58,7 @@ def same(one, other) -> bool:
 def test_a_run_is_loaded_from_its_directory_alone(finished, tmp_path, monkeypatch):
     folder, result = finished
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))  # no prepared data
-    found = raydpfl.load(folder)
+    found = raydpfl.load(folder, trust_code=True)
     assert same(found.module.state_dict(), result.model.state_dict())
     assert not found.module.training
     assert found.module.twice is found.module.again
@@ -71,7 +71,7 @@ def test_a_run_is_loaded_from_its_directory_alone(finished, tmp_path, monkeypatc
 def test_a_model_is_exported_with_all_that_it_has(finished, tmp_path, name):
     folder, result = finished
     file = tmp_path / name
-    done = CliRunner().invoke(app, ["export", str(folder), "--out", str(file)])
+    done = CliRunner().invoke(app, ["export", str(folder), "--out", str(file), "--trust-code"])
     assert done.exit_code == 0 and done.stdout.strip() == str(file)
     read = load_file(file) if name.endswith("safetensors") else torch.load(file, weights_only=True)
     assert same(read, result.model.state_dict())
@@ -101,7 +101,7 @@ def test_training_starts_from_the_weights_that_are_given(finished, tmp_path, sou
     e = Experiment.from_dict({**e.to_dict(), "noise": {"kind": "none"}})
     found = run(e, tmp_path / "run")
     assert same(found.model.state_dict(), state)
-    assert os.path.isabs(raydpfl.load(tmp_path / "run").config.model.init)
+    assert os.path.isabs(raydpfl.load(tmp_path / "run", trust_code=True).config.model.init)
 
 
 def test_what_a_run_starts_from_is_named_as_not_counted_and_keys_its_noise(finished, tmp_path):
@@ -179,9 +179,9 @@ def test_a_directory_that_is_no_finished_run_is_refused(finished, tmp_path):
     summary = json.loads((damaged / "summary.json").read_text())
     (damaged / "summary.json").write_text(json.dumps({**summary, "model_sha256": "0"}))
     with pytest.raises(RunError, match=r"is not the model of"):
-        raydpfl.load(damaged)
+        raydpfl.load(damaged, trust_code=True)
     with pytest.raises(ConfigError, match=r"--out"):
-        saved.export(folder, tmp_path / "model.onnx")
+        saved.export(folder, tmp_path / "model.onnx", trust_code=True)
 
 
 # --- more rounds ---

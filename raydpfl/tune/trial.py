@@ -28,6 +28,7 @@ from raydpfl.delivery import Asking
 from raydpfl.errors import ConfigError, RunError, told
 from raydpfl.files import LOCK, cache_root
 from raydpfl.files import data_root as data_folder
+from raydpfl.origin import search
 from raydpfl.tables import read_log
 from raydpfl.tune.folder import settled
 from raydpfl.tune.source import FINISHED, Source, Trial
@@ -144,7 +145,7 @@ class TrialActor(tune.Trainable):
             if mark:
                 accepted = f"{every} {place()}: {error.strerror}"
                 raise ConfigError("working directory", home, accepted) from None
-        sys.path.extend(entry for entry in self._work["path"] if entry not in sys.path)
+        search(self._work["path"])
         if mark and not os.path.exists(mark):
             accepted = f"{every} {place()} it is not what it is where it was started from"
             raise ConfigError("--out", os.path.dirname(mark), accepted)

@@ -124,7 +124,8 @@ class Data(Member):
     @classmethod
     def _task(cls, value: Any) -> Task:
         found = parse_task(value)
-        cls.gives(found)
+        if not found.unread():
+            cls.gives(found)
         return found
 
     @classmethod

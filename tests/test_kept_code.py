@@ -1,0 +1,315 @@
+"""The source of user-defined classes: what a run keeps of it and goes on with, which changes of it
+count, and that nothing of a stranger's run directory is imported unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import forks
+import pytest
+import yaml
+from conftest import SMALL
+from safetensors.torch import load_file, save_file
+
+import raydpfl
+from raydpfl import origin, staging
+from raydpfl.config import Experiment, overridden
+from raydpfl.errors import ConfigError
+
+MINE = '''"""Of mine."""
+from pkg.helper import bound_of
+from raydpfl.bounding import Clip
+
+
+class Half(Clip):
+    """Half of a clip."""
+
+    def factor(self, norm, bound):
+        import late  # when it is called
+
+        return late.HALF * super().factor(norm, bound_of(bound))
+'''
+FILES = {
+    "mine.py": MINE,
+    "late.py": "HALF = 0.5\n",
+    "pkg/__init__.py": "ONE = 1.0\n",
+    "pkg/helper.py": "from . import ONE\n\n\ndef bound_of(bound):\n    return bound * ONE\n",
+    "unused.py": "",
+}
+KEPT = {"mine.py", "late.py", "pkg/__init__.py", "pkg/helper.py"}
+CONFIG = {**SMALL, "bounding": {"kind": "mine:Half", "bound": 0.5}, "rounds": 6}
+STOPPED = """
+from raydpfl import Experiment, run
+e = Experiment.from_yaml("c.yaml")
+run(e, "run", on_rows=lambda rows: rows[0]["round"] == 2)
+"""
+
+
+def written(folder: Path, **changes: str) -> Path:
+    """The files in a folder, some of them with other text."""
+    for name, text in {**FILES, **changes}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    return folder
+
+
+def command(folder: Path, *words: object, code: int = 0) -> str:
+    """What a command that is run in a folder says on its standard error."""
+    told = [sys.executable, *map(str, words)]
+    done = forks.run(told, cwd=folder, ray=False)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def sha(run: Path) -> str:
+    return json.loads((run / "summary.json").read_text())["model_sha256"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run that was stopped after half of its rounds, and what it would have come to."""
+    folder = written(tmp_path_factory.mktemp("home"))
+    command(folder, "-m", "raydpfl", "run", "c.yaml", "--out", "whole", "--quiet")
+    command(folder, "-c", "import sys; sys.path.insert(0, '')" + STOPPED)
+    return folder / "run", sha(folder / "whole")
+
+
+def moved(begun: tuple[Path, str], place: Path) -> Path:
+    return Path(shutil.copytree(begun[0], place))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_source_of_what_it_names_and_of_what_that_imports(begun):
+    code = begun[0] / "code"
+    files = {path.relative_to(code).as_posix() for path in code.rglob("*.py")}
+    assert files == KEPT
+    assert all((code / name).read_text() == FILES[name] for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actors", [0, 2])
+def test_it_goes_on_where_there_is_no_such_module_to_the_same_bits(begun, tmp_path, actors):
+    run = moved(begun, tmp_path / "elsewhere")
+    change = f"client.actors={actors}"
+    said = command(tmp_path, "-m", "raydpfl", "run", run, change, "--resume", "--quiet")
+    assert sha(run) == begun[1] and "differs" not in said
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_what_it_began_with_and_says_that_other_code_is_here(begun, tmp_path):
+    run = moved(begun, tmp_path / "run")
+    here = written(tmp_path / "here", **{"late.py": "HALF = 0.25\n"})
+    said = command(here, "-m", "raydpfl", "run", run, "--resume", "--quiet")
+    assert sha(run) == begun[1]
+    assert said.count("\n") == 1 and str(here / "late.py") in said and "mine.py" not in said
+
+
+@pytest.mark.slow
+def test_fresh_noise_takes_the_code_that_is_here_and_keeps_it(begun, tmp_path):
+    run = moved(begun, tmp_path / "run")
+    here = written(tmp_path / "here", **{"late.py": "HALF = 0.25\n"})
+    options = ("--resume", "--fresh-noise", "--quiet")
+    command(here, "-m", "raydpfl", "run", run, *options)
+    assert sha(run) != begun[1] and (run / "code" / "late.py").read_text() == "HALF = 0.25\n"
+
+
+@pytest.mark.slow
+def test_what_another_user_could_have_written_is_not_gone_on_with(begun, tmp_path):
+    run = moved(begun, tmp_path / "run")
+    (run / "code" / "mine.py").chmod(0o666)
+    options = ("-m", "raydpfl", "run", run, "--resume")
+    assert "take a copy of it" in command(tmp_path, *options, code=2)
+    (run / "code" / "mine.py").unlink()
+    (run / "code" / "mine.py").symlink_to(begun[0] / "code" / "mine.py")
+    assert "take a copy of it" in command(tmp_path, *options, code=2)
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """Imports from this folder, forgotten after the test."""
+    before = set(sys.modules)
+    path = list(sys.path)
+    yield lambda folder: monkeypatch.syspath_prepend(str(folder))
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("mine", "late", "pkg", "evil"):
+            del sys.modules[name]
+
+
+def digest_of(tmp_path, forgotten, **changes: str) -> str:
+    folder = written(tmp_path, **changes)
+    forgotten(folder)
+    (found,) = origin.sources(Experiment.from_dict(CONFIG)).values()
+    return found
+
+
+SAME = {
+    "a comment": ("mine.py", MINE + "\n# more\n"),
+    "a docstring": ("mine.py", MINE.replace("Half of a clip.", "One half.")),
+    "no docstring": ("mine.py", MINE.replace('    """Half of a clip."""\n\n', "")),
+    "a docstring where there was none": (
+        "pkg/helper.py",
+        FILES["pkg/helper.py"].replace(":\n    return", ":\n    '''Of it.'''\n    return"),
+    ),
+    "parentheses, quotes and lines": ("late.py", "HALF = (\n    0.50\n)\n"),
+    "a module that nothing imports": ("unused.py", "x = 1"),
+}
+OTHER = {
+    "a number": ("late.py", "HALF = 0.51\n"),
+    "an operator": ("mine.py", MINE.replace("late.HALF *", "late.HALF +")),
+    "a name": (
+        "mine.py",
+        MINE.replace("class Half(Clip)", "class Half(Other)").replace(
+            "import Clip", "import Clip as Other"
+        ),
+    ),
+    "a package": ("pkg/__init__.py", "ONE = 1.5\n"),
+    "a list for a tuple": ("late.py", "HALF = 0.5\nMORE = [1]\n"),
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_a_change_that_does_nothing_is_no_changed_code(change, tmp_path, forgotten):
+    name, text = SAME[change]
+    before = digest_of(tmp_path, forgotten)
+    assert digest_of(tmp_path, forgotten, **{name: text}) == before
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_a_change_of_what_is_computed_is_another_code(change, tmp_path, forgotten):
+    name, text = OTHER[change]
+    before = digest_of(tmp_path, forgotten)
+    assert digest_of(tmp_path, forgotten, **{name: text}) != before
+
+
+def test_a_digest_tells_trees_apart_that_have_the_same_nodes():
+    pairs = [("a(b(c))", "a(b, c)"), ("x = [1]", "x = (1,)"), ("f(a=1)", "f(b=1)"),
+             ("x = 'a'", "x = b'a'"), ("if a:\n f()\ng()", "if a:\n f()\n g()"),
+             ("x = 1", "x = True"), ("a - (b - c)", "a - b - c")]  # fmt: skip
+    for one, other in pairs:
+        assert origin._parsed(one.encode())[0] != origin._parsed(other.encode())[0], one
+
+
+def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
+    written(tmp_path / "code")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with origin.kept(tmp_path, first=True) as kept:
+        experiment = Experiment.from_dict(CONFIG)
+        _, files = staging.packed(CONFIG, [experiment], here, kept=kept)
+    assert set(files) == KEPT - {"late.py"} and str(kept) not in sys.path
+
+
+def test_kept_code_does_not_stand_in_for_another_that_is_imported(tmp_path, forgotten):
+    forgotten(written(tmp_path / "here"))
+    Experiment.from_dict(CONFIG)
+    written(tmp_path / "run" / "code", **{"mine.py": MINE.replace("norm, bound_of", "2, bound_of")})
+    refused = pytest.raises(ConfigError, match="a process that has not imported another mine")
+    with refused, origin.kept(tmp_path / "run", first=True):
+        pass
+
+
+# ---- a stranger's run directory ----
+
+EVIL = "from pathlib import Path\nPath({mark!r}).touch()\nraise RuntimeError('imported')\n"
+# where a config may name code
+PLACES = [
+    "model.kind", "selection.kind", "local.kind", "bounding.kind", "noise.kind", "weights.kind",
+    "server.kind", "data.kind", "data.task", "data.partition", "personal", "measure", "track",
+    "privacy.accountants", "evaluate.metrics", "evaluate.fine_tune",
+]  # fmt: skip
+READS = (
+    ["report"], ["compare"], ["show"], ["export", "--out", "m.pt"], ["budget"], ["audit"],
+    ["data", "describe"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    raydpfl.run(Experiment.from_dict({**SMALL, "rounds": 1, "track": []}), folder)
+    return folder
+
+
+def hostile(finished: Path, place: Path, field: str) -> Path:
+    """A run directory that names `evil:Thing`, in itself and in what it says of its model."""
+    shutil.copytree(finished, place)
+    tree = yaml.safe_load((place / "config.yaml").read_text())
+    value: object = {"kind": "evil:Thing"}
+    if field.endswith(".kind"):
+        value = "evil:Thing"
+    elif field in ("measure", "track", "evaluate.metrics"):
+        value = [value]
+    elif field == "privacy.accountants":
+        value = ["evil:Thing"]
+    tree = overridden(tree, [f"{field}={json.dumps(value)}"])
+    (place / "config.yaml").write_text(yaml.safe_dump(tree))
+    (place / "code").mkdir()
+    (place / "code" / "evil.py").write_text(EVIL.format(mark=str(place / "code" / "ran")))
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", PLACES)
+def test_no_command_that_reads_a_run_directory_imports_what_it_names(
+    field, finished, tmp_path, typed, monkeypatch, forgotten
+):
+    run = hostile(finished, tmp_path / "run", field)
+    mark = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.chdir(tmp_path)
+    pages = field in ("bounding.kind", "data.task")  # which take the longest
+    for words in READS if pages else READS[2:]:
+        code, out, said = typed(
+            *words[:1], *words[1:2][: words[0] == "data"], run, *words[1 + (words[0] == "data") :]
+        )
+        assert not mark.exists() and not (run / "code" / "ran").exists(), words
+        if code:
+            assert code == 2 and said.count("\n") == 1 and "Traceback" not in out + said, words
+        if words[0] == "audit" and field != "evaluate.fine_tune":
+            assert "no import of evil:Thing, which runs its code" in said, said
+            assert "--trust-code" in said
+    with pytest.raises(ConfigError) if field == "model.kind" else suppress(ConfigError):
+        raydpfl.load(run)
+    assert not mark.exists() and "evil" not in sys.modules
+
+
+def test_a_task_that_only_the_weights_name_is_not_imported(finished, tmp_path, forgotten):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "evil.py").write_text(EVIL.format(mark=str(tmp_path / "ran")))
+    forgotten(tmp_path)
+    path = tmp_path / "run" / "model.safetensors"
+    from raydpfl.models import weights
+
+    said = dict(weights.facts(path))
+    form = json.loads(said["form"]) | {"task": {"kind": "evil:Thing"}}
+    save_file(load_file(path), path, {**said, "form": json.dumps(form)})
+    with pytest.raises(ConfigError, match=r"no import of evil:Thing, .* --trust-code"):
+        raydpfl.load(tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+def test_with_trust_a_model_of_user_defined_code_comes_from_what_the_run_keeps(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+    )
+    tree = {**SMALL, "rounds": 1, "model": {"kind": "net:Net"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    command(tmp_path, "-m", "raydpfl", "run", "c.yaml", "--out", "run", "--quiet")
+    os.remove(tmp_path / "net.py")
+    words = ("-m", "raydpfl", "export", "run", "--out", "m.pt")
+    assert "net:Net" in command(tmp_path, *words, code=2)
+    command(tmp_path, *words, "--trust-code")
+    assert (tmp_path / "m.pt").exists()
