@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user,
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
+    from raydpfl.tune import Sweep
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -230,30 +231,35 @@ def sweep(
     Tune.
     """
     _load()
-    from raydpfl import tune
+    from raydpfl import origin, tune
 
-    reading = storage.reading(config, "config", CONFIGS.__contains__)
-    with directed("sweep", config, overrides=overrides or ()), reading as place:
-        folder = os.path.isdir(place)
-        if resume and folder:
-            asked = tune.Sweep.stored(place, overrides or ())
-        else:
-            path = place / "sweep.yaml" if folder else place
-            asked = tune.Sweep.from_yaml(path, overrides or ())
-    if resume and out is None:
-        if not folder:
-            accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
-            raise ConfigError("--resume", config, accepted)
-        out = config
-    out = out or str(_new_folder(config))
-    console = _console(quiet)
-    with tune.Display(console, asked) as display, _resumable(out, "sweep"):
-        result = tune.run(
-            asked, out, resume=resume, data_root=data_root, address=address, on_change=display.show
-        )
+    with origin.kept(out or config if resume else config, first=resume):
+        asked, folder = _swept(config, overrides or (), resume)
+        if resume and out is None:
+            if not folder:
+                accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, accepted)
+            out = config
+        out = out or str(_new_folder(config))
+        given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+        with tune.Display(_console(quiet), asked) as display, _resumable(out, "sweep"):
+            result = tune.run(asked, out, on_change=display.show, **given)
     display.report(result)
     if result.problem:
         raise RunError(result.problem)
+
+
+def _swept(config: str, overrides: Sequence[str], resume: bool) -> tuple[Sweep, bool]:
+    """The sweep that a command was given, and whether it was read from a directory."""
+    from raydpfl.tune import Sweep
+
+    reading = storage.reading(config, "config", CONFIGS.__contains__)
+    with directed("sweep", config, overrides=overrides), reading as place:
+        if not os.path.isdir(place):
+            return Sweep.from_yaml(place, overrides), False
+        if resume:
+            return Sweep.stored(place, overrides), True
+        return Sweep.from_yaml(place / "sweep.yaml", overrides), True
 
 
 REPRODUCED = (

@@ -157,7 +157,7 @@ class JobServer:
         Args:
             config: the path of its file.
             overrides: of the config.
-            out: where `fetch` brings the run directory; None: runs/ID. To an address the job writes.
+            out: where `fetch` brings the run directory; None: runs/ID. An address: written there.
             resume: a run of this cluster to continue.
             there: whether the files that the config names are already on the cluster.
 

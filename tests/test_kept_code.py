@@ -313,3 +313,17 @@ def test_with_trust_a_model_of_user_defined_code_comes_from_what_the_run_keeps(
     assert "net:Net" in command(tmp_path, *words, code=2)
     command(tmp_path, *words, "--trust-code")
     assert (tmp_path / "m.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_where_there_are_no_such_modules(tmp_path):
+    here = written(tmp_path / "here")
+    tree = {**CONFIG, "rounds": 2, "bounding": {"kind": "mine:Half", "bound": {"grid": [0.5, 1.0]}}}
+    (here / "c.yaml").write_text(yaml.safe_dump(tree))
+    command(here, "-m", "raydpfl", "sweep", "c.yaml", "--out", tmp_path / "sweep", "--quiet")
+    assert (tmp_path / "sweep" / "code" / "mine.py").read_text() == MINE
+    trials = sorted((tmp_path / "sweep" / "trials").iterdir())
+    before = sha(trials[0])
+    (trials[0] / "summary.json").unlink()
+    command(tmp_path, "-m", "raydpfl", "sweep", "sweep", "--resume", "--quiet")
+    assert len(trials) == 2 and sha(trials[0]) == before

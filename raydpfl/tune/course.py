@@ -21,7 +21,7 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from raydpfl import interrupts, storage
+from raydpfl import interrupts, origin, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.plan import Plan
 from raydpfl.scores import set_of
@@ -122,6 +122,7 @@ class Course(Source):
             else [self._add(values) for values in sweep.listed()]
         )
         replace_file(self.folder / self.mark, lambda file: file.write(sweep.to_yaml().encode()))
+        origin.keep(sweep.probes, self.folder)
         storage.push(self.folder)
         proposals = proposed(self, room)
         if proposals.waiting():  # what an earlier result says holds no more
