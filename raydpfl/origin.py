@@ -273,10 +273,10 @@ def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
     """
     with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
         place = (folder / KEPT).absolute()
+        _check_private([place, *place.rglob("*")] if place.is_dir() else [])
         for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
             shutil.rmtree(cache, ignore_errors=True)
         files = sorted(path for path in place.rglob("[!.]*") if path.is_file())
-        _check_private([place, *place.rglob("*")] if files else [])
         other = [path for path in files if not _same(path, place)]
         if first and other:
             _warn(other, place)

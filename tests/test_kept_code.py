@@ -208,6 +208,15 @@ def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
     assert set(files) == KEPT - {"late.py"} and str(kept) not in sys.path
 
 
+def test_nothing_is_touched_where_kept_code_is_a_link(tmp_path, forgotten):
+    cache = written(tmp_path / "away") / "__pycache__"
+    cache.mkdir()
+    (tmp_path / "code").symlink_to(tmp_path / "away")
+    with pytest.raises(ConfigError, match="take a copy of it"), origin.kept(tmp_path):
+        pass
+    assert cache.exists()
+
+
 def test_kept_code_does_not_stand_in_for_another_that_is_imported(tmp_path, forgotten):
     forgotten(written(tmp_path / "here"))
     Experiment.from_dict(CONFIG)
