@@ -29,8 +29,8 @@ from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.reading import Case, Run, arrange, facets
 from raydpfl.report.style import Drawn, Key, Part, look, whole
-from raydpfl.report.tables import Cell, Table, csv_of, html_of, markdown
 from raydpfl.report.style import render as drawn
+from raydpfl.report.tables import Cell, Table, csv_of, html_of, markdown
 
 ROUNDS = 6
 CLIENTS = 12
