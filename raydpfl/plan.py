@@ -412,8 +412,8 @@ class Plan:
         """
         if not self.mechanism:
             return {}
-        if draws is None and self.mechanism.by_draws:
-            draws = self.draws(self.experiment.rounds)
+        if draws is None:
+            draws = self.counted_draws()
         composed = self.exposures + self.repeated
         return self.mechanism.curves(self.named, draws, composed, self.terms, self.surveys)
 
@@ -443,9 +443,12 @@ class Plan:
 
     def counted_draws(self) -> list[np.ndarray] | None:
         """`draws` of the whole run, where what clients spend depends on these; else None."""
-        if self.mechanism is None or not self.mechanism.by_draws:
+        mechanism = self.mechanism
+        if mechanism is None:
             return None
-        return self.draws(self.experiment.rounds)
+        # how often the clients of a virtual cohort are drawn is unknown
+        by_known = mechanism.unproved and self.experiment.noise.simulated()
+        return self.draws(self.experiment.rounds) if mechanism.by_draws or by_known else None
 
     def participations(self, rounds: int) -> Counter:
         """How often the seed draws each client in the releases up to round `rounds`; where losses

@@ -222,6 +222,43 @@ def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_
     assert {each["kind"] for each in stored} == set(kinds.values())
 
 
+@pytest.mark.parametrize(
+    "clients, placement",
+    [
+        ({"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "client"),
+        ({"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, "server"),
+        ({"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}}, "client"),
+    ],
+)
+def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
+    noise = {"kind": "gaussian", "multiplier": 2.0, "placement": placement}
+    plan = Plan.make(experiment(**clients, noise=noise, rounds=6))
+    for t in range(6):
+        proved = min(
+            one.epsilon
+            for one in plan.guarantees(t + 1, plan.participations(t + 1))
+            if one.kind == "rigorous"
+        )
+        assert plan.curves()["rdp"][t] == pytest.approx(proved, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
+        {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
+        {"model": {"kind": "linear", "local": ["bias"]}, "evaluate": {"test": False}},
+    ],
+)
+def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
+    noise = {"kind": "gaussian", "epsilon": 8.0}
+    with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0: none here, as no proof holds"):
+        Plan.make(experiment(**clients, noise=noise))
+    proved = {"selection": {"kind": "poisson", "cohort": 20}}
+    if "bounding" in clients:
+        assert Plan.make(experiment(**clients, noise=noise, **proved)).mechanism.private
+
+
 def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
     plan = Plan.make(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
     assert "scaffold" in plan.mechanism.unproved

@@ -118,13 +118,13 @@ class Question:
     def _scale(self, name: str, view: View) -> float:
         """The factor on the noise multiplier that an accountant asks for against an observer, who
         sees a fixed multiple of the mechanism's own noise; infinite where a survey alone spends
-        more against it.
+        more against it, or no proof is known.
         """
         seen = view.mechanism
         try:
             z = privacy.noise_for(self.target, seen, view.relation, self.delta, name, view.rounds)
         except ConfigError as refusal:
-            if seen.survey is None or refusal.field != "target":
+            if refusal.field != "target" or not (seen.survey or seen.unproved):
                 raise
             return math.inf
         return z / seen.noise_multiplier

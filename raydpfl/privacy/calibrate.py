@@ -67,9 +67,15 @@ def noise_for(
 
     Raises:
         ConfigError: the target is out of range, the accountant does not cover the mechanism, no
-            noise is enough, or any noise is.
+            proof is known for the mechanism, no noise is enough, or any noise is.
     """
     _check(target)
+    if mechanism.unproved:
+        accepted = (
+            f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
+            "guarantees say what is proved"
+        )
+        raise ConfigError("target", target, accepted)
     rounds = mechanism.rounds if rounds is None else rounds
     asked = (target, mechanism, relation, delta, accountant, rounds, v)
     # the name of a user's own does not say what its code computes

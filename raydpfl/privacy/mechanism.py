@@ -270,7 +270,7 @@ class Release:
         Args:
             accountants: their names.
             draws: for every release its clients, int64, a client drawn twice listed twice; only
-                read if `by_draws`.
+                read if `by_draws` or `unproved`. The last of them are the rounds of `exposures`.
             exposures: int64 [rounds], the number of releases composed after each round.
             terms: relation, delta and v.
             surveys: int64 [rounds], how often all clients were asked until then; None: never.
@@ -505,17 +505,47 @@ class Mechanism(Release):
     ) -> dict[str, np.ndarray]:
         """See `Release.curves`; infinite for an accountant that does not cover the mechanism.
 
-        Of many surveys an epsilon may count some before they are released, never too few.
+        Of many surveys an epsilon may count some before they are released, never too few. Where the
+        mechanism is `unproved`, a rigorous accountant's epsilons are those against the first
+        observer against whom there is a proof; without `draws` a client may be in every round.
         """
         found = {name: np.full(len(exposures), np.inf) for name in accountants}
         asked = _in_groups(np.zeros(len(exposures), int) if surveys is None else surveys)
+        as_is = (self, exposures, terms)
+        proved = self._proved(draws, exposures, terms) if self.unproved else as_is
         for name in accountants:
-            if self.uncovered(name, terms.relation):
+            known = proved if accounting.rigorous([name]) else as_is
+            if known is None or known[0].uncovered(name, known[2].relation):
                 continue
+            seen, counts, at_terms = known
             for times in np.unique(asked).tolist():
                 at = asked == times
-                found[name][at] = self.asking(times)._curve(name, exposures[at], terms)
+                found[name][at] = seen.asking(times)._curve(name, counts[at], at_terms)
         return found
+
+    def _proved(
+        self, draws: Sequence[ArrayLike] | None, exposures: np.ndarray, terms: Terms
+    ) -> tuple[Mechanism, np.ndarray, Terms] | None:
+        """What the observer sees against whom guarantees are proved: its mechanism, how many
+        rounds of it are composed after each round, int64 [rounds], and its terms. None: no
+        guarantee is proved.
+        """
+        most: list[int | None] = [None] * len(exposures)
+        if draws is not None:
+            counts = np.zeros(self.sampling.population, np.int64)
+            largest = []
+            for drawn in draws:
+                np.add.at(counts, np.asarray(drawn, np.int64), 1)
+                largest.append(int(counts[drawn].max(initial=largest[-1] if largest else 0)))
+            most = [*largest[-len(exposures) :]]
+        composed = np.zeros(len(exposures), np.int64)
+        for t, (rounds, times) in enumerate(zip(exposures.tolist(), most, strict=True)):
+            views = self.place.views(self, terms.relation, rounds, times)
+            view = next((each for each in views if not each.mechanism.unproved), None)
+            if view is None:
+                return None
+            composed[t] = view.rounds
+        return view.mechanism, composed, replace(terms, relation=view.relation)
 
     def _curve(self, accountant: str, exposures: np.ndarray, terms: Terms) -> np.ndarray:
         """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
