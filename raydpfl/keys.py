@@ -33,6 +33,7 @@ test of both holds that the bits are the same.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ class Purpose(IntEnum):
     CLIENT_NOISE = 7
     SERVER_NOISE = 8
     # noise of a side query, by step: 0 is the count of clients below the bound, 1 the losses of
-    # candidates (see raydpfl.noise.drawn)
+    # candidates; of any other by its name (see raydpfl.noise.drawn)
     QUERY_NOISE = 9
     DROPOUT = 10  # which clients fail after training
     RESPONSE = 11  # response times
@@ -82,7 +83,7 @@ class _Key(ISeedSequence):
 
 
 def _philox(
-    seed: int, purpose: Purpose, t: int, client: int, draw: int, step: int
+    seed: int, purpose: int, t: int, client: int, draw: int, step: int
 ) -> np.random.Philox:
     # numpy takes `counter` and the key as little-endian words, the low one first.
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
@@ -109,6 +110,20 @@ def stream(
         ValueError: draw or step is negative, or does not fit in 32 bits.
     """
     return np.random.Generator(_philox(seed, purpose, t, client, draw, step))
+
+
+def named_stream(
+    seed: int, purpose: Purpose, name: str, *, t: int = 0, client: int = 0, draw: int = 0
+) -> np.random.Generator:
+    """The stream of this name, where a purpose has streams of any name: those of two names are the
+    same with probability 2^-95, and none is one of `stream`.
+
+    95 bits of the name's SHA-256 stand in the places of the purpose, whose numbers are below 2^63,
+    and of the step. The other arguments are those of `stream`.
+    """
+    words = np.frombuffer(hashlib.sha256(f"{purpose:d} {name}".encode()).digest(), "<u8")
+    step = int(words[1]) >> 32
+    return np.random.Generator(_philox(seed, int(words[0]) | 1 << 63, t, client, draw, step))
 
 
 def bit_streams(

@@ -23,7 +23,8 @@ class Query:
     answers is released too.
 
     Args:
-        name: of the query.
+        name: of the query. No two queries of a class have one name, and none is called `updates`,
+            `losses`, `loss` or `survey`: noise is drawn by the name.
         bound: the largest absolute value of an answer, the same in every round. An answer that
             grows with the bound in force is given as a fraction of it. One from 0 to 1 is given
             minus 1/2, with a bound of 1/2.

@@ -7,15 +7,14 @@ deviations) and scaled in float64.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from raydpfl.keys import Purpose, clients_normals, normals, stream
+from raydpfl.keys import Purpose, clients_normals, named_stream, normals, stream
 
-QUERIES = ("count", "losses")  # their streams are numbered in this order
+QUERIES = ("count", "losses")  # their streams are numbered in this order, all others are named
 _TOGETHER = 4096  # clients whose noise on a histogram is added up at once
 
 
@@ -55,11 +54,14 @@ def query_noise(
     seed: int, t: int, std: float, client: int = 0, draw: int = 0, query: str = "count"
 ) -> float:
     """The noise on the number that one client gives in a side query of round t, or the server's
-    noise on the sum of all (client 0), of this std.
+    noise on the sum of all (client 0), of this std. `query` is its name, and all of it counts.
     """
-    step = _number(query)
-    key = {"t": t, "client": client, "draw": draw, "step": step}
-    return float(stream(seed, Purpose.QUERY_NOISE, **key).standard_normal() * std)
+    key = {"t": t, "client": client, "draw": draw}
+    if query in QUERIES:
+        drawn = stream(seed, Purpose.QUERY_NOISE, step=QUERIES.index(query), **key)
+    else:
+        drawn = named_stream(seed, Purpose.QUERY_NOISE, query, **key)
+    return float(drawn.standard_normal() * std)
 
 
 def survey_noise(
@@ -84,13 +86,6 @@ def survey_noise(
         drawn = clients_normals(seed, Purpose.SURVEY_NOISE, bins, t=t, clients=some, draws=nth)
         total += drawn.numpy().sum(axis=0, dtype=np.float64)
     return total * (std / math.sqrt(clients))
-
-
-def _number(query: str) -> int:
-    """The number of a query's stream: its place in `QUERIES`, or a digest of its name."""
-    if query in QUERIES:
-        return QUERIES.index(query)
-    return len(QUERIES) + zlib.crc32(query.encode()) % (1 << 20)
 
 
 def _scaled(drawn: torch.Tensor, std: float) -> np.ndarray:

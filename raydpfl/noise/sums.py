@@ -27,6 +27,8 @@ PERSONAL = (
 COMMON = (
     "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
 )
+# what a round releases besides a bounding's queries, and what the ledger calls its noise
+RESERVED = ("updates", "losses", "loss", "survey")
 RELATIONS: tuple[Relation, ...] = ("replace_one", "add_remove", "zero_out")
 T = TypeVar("T")
 
@@ -41,8 +43,18 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
 
     Returns:
         Queries whose bound and std are per unit of the bound in force.
+
+    Raises:
+        ConfigError: two queries have one name, by which their noise is drawn.
     """
     asked = experiment.bounding.queries()
+    names = [each.name for each in asked]
+    if len({*names, *RESERVED}) < len(names) + len(RESERVED):
+        accepted = (
+            f"a class whose queries have names that differ, none of them "
+            f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
+        )
+        raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
     rest = 1 - sum(each.share for each in asked)
     found = [Query("updates", 1.0, z / math.sqrt(rest))]
     for each in asked:
