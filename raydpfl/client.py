@@ -131,6 +131,7 @@ class ClientActor(Process):
         precision = experiment.client.precision
         device.settle(self.device, gpus, tf32=precision == "tf32")
         self.own = own_code(experiment)
+        self.any_own = any_own(experiment)
         self._build()
 
     def _build(self) -> None:
@@ -170,7 +171,7 @@ class ClientActor(Process):
         or a module, may draw from, and a file that it reads.
         """
         e = self.experiment
-        if self.device.type != "cpu" or any_own(e) or self.shards.made_by_own:
+        if self.device.type != "cpu" or self.any_own or self.shards.made_by_own:
             return False
         others = e.personal is not None or e.evaluate.fine_tune is not None
         draws = WAYS[e.client.way].draws or others
@@ -366,7 +367,8 @@ class ClientActor(Process):
             sums.check_range(math.inf, work.grid)
         slots = np.flatnonzero(lane.members >= 0)
         norms, factors, _ = self.known[:, slots]
-        self._check_factors(work, np.where(np.isfinite(norms), norms, 0), factors)
+        clients = lane.clients[slots]
+        self._check_factors(work, clients, np.where(np.isfinite(norms), norms, 0), factors)
         self._know(tally, lane, slots)
         return True
 
@@ -477,12 +479,14 @@ class ClientActor(Process):
         noise = self._noise(tally, lane, slots)
         measured = self._measured(tally, lane, block, vectors, noise)
         left = bounding.remember(unbounded, vectors, view)
+        if self.any_own:
+            self._check_sent(tally.work, lane, slots, vectors)
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local = self.experiment.local
         own = None
         if local.remembers:
-            moved = bounding.moved(vectors, view)
+            moved = bounding.moved(vectors.clone() if self.any_own else vectors, view)
             own = local.remember(moved, self._view(tally, lane, "local", slots))
         # at last, as what comes before may be done again where memory is short
         self.known[:, slots] = norms, factors.numpy(), block.losses
@@ -604,10 +608,12 @@ class ClientActor(Process):
             # a copy, as the norms that what is left is checked by may not be changed
             factors = bounding.factors(torch.from_numpy(lengths.copy()), bound)
         _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
-        self._check_factors(work, lengths, factors.numpy())
+        self._check_factors(work, lane.clients[slots], lengths, factors.numpy())
         return factors
 
-    def _check_factors(self, work: Work, lengths: np.ndarray, factors: np.ndarray) -> None:
+    def _check_factors(
+        self, work: Work, clients: np.ndarray, lengths: np.ndarray, factors: np.ndarray
+    ) -> None:
         """Raises `RunError` where vectors of these norms, times the factors, pass the bound."""
         if work.bound is None:
             return
@@ -616,8 +622,25 @@ class ClientActor(Process):
         if not (left.min() >= 0 and left.max() <= most):
             place = int(np.argmin((left >= 0) & (left <= most)))
             raise RunError(
-                f"bounding.kind {self.experiment.bounding.kind} lets norm {lengths[place]:g} times "
-                f"factor {factors[place]:g} pass its bound of {work.bound:g}"
+                f"bounding.kind {self.experiment.bounding.kind} lets client {clients[place]} send "
+                f"norm {lengths[place]:g} times factor {factors[place]:g} in round {work.t}, above "
+                f"its bound of {work.bound:g}"
+            )
+
+    def _check_sent(self, work: Work, lane: Lane, slots: np.ndarray, vectors: torch.Tensor) -> None:
+        """Raises `RunError` where what clients send, weighted and without noise, float64 [k, d], is
+        longer than the bound: code from outside that was given it may have changed it.
+        """
+        if work.bound is None:
+            return
+        lengths = self._lengths(vectors).numpy()
+        within = lengths <= work.bound * np.abs(lane.weights[slots]) * (1 + 1e-9)
+        if not within.all():
+            place = int(np.argmin(within))
+            sent = lengths[place] / abs(lane.weights[slots[place]])
+            raise RunError(
+                f"client {lane.clients[slots[place]]} sends norm {sent:g} in round {work.t}, above "
+                f"the bound of {work.bound:g} of bounding.kind {self.experiment.bounding.kind}"
             )
 
     def _view(self, tally: Tally, lane: Lane, member: str, slots: np.ndarray) -> View:

@@ -82,9 +82,7 @@ class _Key(ISeedSequence):
         return self.words
 
 
-def _philox(
-    seed: int, purpose: int, t: int, client: int, draw: int, step: int
-) -> np.random.Philox:
+def _philox(seed: int, purpose: int, t: int, client: int, draw: int, step: int) -> np.random.Philox:
     # numpy takes `counter` and the key as little-endian words, the low one first.
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")

@@ -105,6 +105,19 @@ def mentioned(cls: type, base: type) -> set[str]:
     return set(_fields(base)) if COMPUTED & names else names
 
 
+def numbers(cls: type, base: type) -> set[float]:
+    """The finite numbers in the code of a user's own class, as constants or global names."""
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    found: set[float] = set()
+    for _, function in _walked(own):
+        codes = [function.__code__]
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+            values = [*code.co_consts, *(function.__globals__.get(name) for name in code.co_names)]
+            found |= {float(each) for each in values if isinstance(each, (int, float))}
+    return {each for each in found if abs(each) < 1e300}
+
+
 def complete(cls: type, section: str, kind: str) -> None:
     """Raises `ConfigError` for a class without a method that its base leaves to it."""
     for name in sorted(dir(cls)):
@@ -173,7 +186,18 @@ def _named(signature: inspect.Signature) -> str:
 
 
 def _code(classes: list[type]) -> Code:
-    """All functions of these classes, and those that they use by global names, each once."""
+    """What the functions of these classes mention."""
+    found: Code = []
+    for name, function in _walked(classes):
+        names, texts = _mentioned(function.__code__)
+        found.append((name, names | texts, texts))
+    return found
+
+
+def _walked(classes: list[type]) -> Iterator[tuple[str, FunctionType]]:
+    """All functions of these classes, by name, and those that they use by global names, each
+    once.
+    """
     waiting = [
         (name, function)
         for each in classes
@@ -181,16 +205,14 @@ def _code(classes: list[type]) -> Code:
         for function in _functions(value)
     ]
     seen: set[int] = set()
-    found: Code = []
-    while waiting and len(found) < MOST:
+    while waiting and len(seen) < MOST:
         name, function = waiting.pop()
         if id(function) in seen or (function.__module__ or "").startswith("pydantic"):
             continue
         seen.add(id(function))
-        names, texts = _mentioned(function.__code__)
-        found.append((name, names | texts, texts))
+        yield name, function
+        names, _ = _mentioned(function.__code__)
         waiting += [("", each) for each in _reached(function, names)]
-    return found
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

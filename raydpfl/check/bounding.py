@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from raydpfl import own
+from raydpfl.bounding import Bounding
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.errors import ConfigError
@@ -18,6 +21,14 @@ ABSOLUTE = (0.0, 1e-300, 1e-12, 1e12, 1e300)
 RELATIVE = (0.5, 1.0, 1 + 1e-12, 1.5, 2.0, 7.0)  # of the bound
 TOGETHER = 25
 RANDOM = 200
+# norms of a scan: over all of SPAN, and over the middle of it, each way from the bound
+POINTS = 1 << 21
+SPAN = 1e30
+MIDDLE = 1e3
+PARTS = 64  # of a scan, each of which is spread over all of it
+PATIENCE = 5.0  # seconds of one scan; a slow member is looked at in fewer parts
+ZOOM = 1000  # norms between two neighbours of a scan, around a jump or a largest length
+CLOSER = 200  # such places
 
 
 def norms(bound: float) -> torch.Tensor:
@@ -54,22 +65,90 @@ def _bounds(case: Case) -> list[float]:
     return [first, 1e-3, 1.0, 50.0] if case.member.adapts else [first]
 
 
+def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
+    """What vectors of these norms are sent with, float64 [k], over the bound. Raises `Broken` for
+    factors that are none, and where that is above 1.
+    """
+    factors = _factors(case, torch.from_numpy(given), bound)
+    shape = list(factors.shape)
+    hold(shape == [len(given)], f"{len(given)} norms get {shape} factors")
+    hold(factors.dtype == torch.float64, f"factors are {factors.dtype}, not float64")
+    found = factors.numpy()
+    fine = np.isfinite(found) & (found >= 0)
+    place = int(np.argmin(fine))
+    hold(fine.all(), f"the factor of norm {given[place]:g} is {found[place]:g}")
+    with np.errstate(over="ignore"):
+        lengths = given * found / bound
+    place = int(lengths.argmax())
+    hold(
+        lengths[place] <= 1 + 1e-12,
+        f"norm {given[place]:.9g} is sent with length {lengths[place] * bound:.9g}, "
+        f"{lengths[place]:.9g} times the bound of {bound:g}",
+    )
+    return lengths
+
+
+def _written(case: Case, bound: float) -> np.ndarray:
+    """Norms at which the member's code may do otherwise, by the numbers in it and its settings: at
+    these, on both sides of them, and between them, float64 [k].
+    """
+    fields = case.member.model_dump().values()
+    numbers = own.numbers(type(case.member), Bounding)
+    numbers |= {float(each) for each in fields if isinstance(each, (int, float))}
+    some = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])
+    with np.errstate(over="ignore"):
+        marks = [some, some * bound, some + bound, np.abs(some - bound), np.exp(some), 10.0**some]
+        marks += [bound * (1 + some), np.outer(some[:40], some[:40]).ravel() * bound]
+        places = np.unique(np.concatenate([*marks, bound * 2.0 ** np.arange(-60, 61)]))
+        places = np.unique(places[(places > 1e-300) & (places < 1e300)])
+        near = [places * (1 + sign * 10.0**-k) for k in (1, 2, 3, 5, 7, 9, 12) for sign in (1, -1)]
+    ulps = [np.nextafter(places, 0), np.nextafter(places, np.inf)]
+    return np.concatenate([places, *near, *ulps, (places[1:] + places[:-1]) / 2])
+
+
+def _scan(case: Case, bound: float, span: float, points: int) -> float:
+    """Looks at so many norms from bound / span to bound span, and closer where lengths jump or are
+    largest. Returns the logarithm of the ratio of neighbours.
+    """
+    began = time.monotonic()
+    reach = np.log(span)
+    grid = bound * np.exp(np.linspace(-reach, reach, points))
+    lengths = np.full(points, np.nan)
+    order = sorted(range(PARTS), key=lambda k: int(f"{k:06b}"[::-1], 2))  # halves what is left
+    done = 0
+    for part in order:
+        lengths[part::PARTS] = _lengths(case, grid[part::PARTS], bound)
+        done += 1
+        if time.monotonic() - began > PATIENCE:
+            break
+    seen = np.flatnonzero(~np.isnan(lengths))
+    found = lengths[seen]
+    jumps = np.abs(np.diff(np.log(np.maximum(found, 1e-300))))
+    peaks = np.maximum(found[1:], found[:-1])
+    places = np.union1d(jumps.argsort()[-CLOSER:], peaks.argsort()[-CLOSER:])
+    low, high = np.log(grid[seen[places]]), np.log(grid[seen[places + 1]])
+    closer = np.exp(low[:, None] + (high - low)[:, None] * np.linspace(0, 1, ZOOM))
+    if done == PARTS:
+        _lengths(case, closer.ravel(), bound)
+    return 2 * reach / points * PARTS / done
+
+
 def bound(case: Case) -> str:
     """Nothing that a client sends is longer than the bound, whatever it would have sent."""
-    for most in _bounds(case):
-        given = norms(most)
-        factors = _factors(case, given, most)
-        hold(factors.shape == given.shape, f"{len(given)} norms get {list(factors.shape)} factors")
-        hold(factors.dtype == torch.float64, f"factors are {factors.dtype}, not float64")
-        left = (factors * given).tolist()
-        for norm, factor, length in zip(given.tolist(), factors.tolist(), left, strict=True):
-            hold(np.isfinite(factor), f"the factor of norm {norm:g} is {factor}")
-            hold(factor >= 0, f"the factor of norm {norm:g} is {factor:g}")
-            hold(
-                length <= most * (1 + 1e-12),
-                f"norm {norm:g} is sent with length {length:.6g}, above the bound of {most:g}",
-            )
-    return f"{len(norms(1.0))} norms from 0 to 1e300" if _bounds(case) else "bounds nothing"
+    bounds = _bounds(case)
+    steps = []
+    for nth, most in enumerate(bounds):
+        _lengths(case, norms(most).numpy(), most)
+        _lengths(case, _written(case, most), most)
+        points = POINTS >> (4 if nth else 0)  # the bound is first what the config says
+        steps.append((_scan(case, most, SPAN, points), _scan(case, most, MIDDLE, points)))
+    if not bounds:
+        return "bounds nothing"
+    whole, middle = steps[0]
+    return (
+        f"norms from {1 / SPAN:g} to {SPAN:g} of the bound, {whole:.1g} of a norm apart, and "
+        f"{middle:.1g} from {1 / MIDDLE:g} to {MIDDLE:g}; a narrower range of norms is not seen"
+    )
 
 
 def each_alone(case: Case) -> str:
@@ -129,7 +208,9 @@ def memory(case: Case) -> str:
     """What clients remember is a vector for each, and finite."""
     view = _view(case)
     sent = tensor(TOGETHER, case.d) * 0.1
-    kept = case.member.remember(3 * sent, sent.clone(), view)
+    given = sent.clone()
+    kept = case.member.remember(3 * sent, given, view)
+    hold(torch.equal(given, sent), "remember changes what is sent")
     if kept is None:
         return "clients remember nothing"
     hold(kept.shape == sent.shape, f"remember gives {list(kept.shape)}, for {list(sent.shape)}")

@@ -7,7 +7,6 @@ import math
 import numpy as np
 from scipy.stats import chi2
 
-from raydpfl import privacy
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import FALSE_ALARM, Look, equal, hold
 from raydpfl.check.runs import Watched
@@ -100,11 +99,18 @@ def epsilon(case: Case) -> str:
         std = plan.side_stds[query.name] / share
         released.append(Query(query.name, query.bound, std))
     asked = plan.experiment.selection.loss_query
-    held = Mechanism(told, (*released, *([asked] if asked else [])), plan.experiment.rounds)
+    held = Mechanism(
+        told,
+        (*released, *([asked] if asked else [])),
+        plan.experiment.rounds,
+        placement=plan.experiment.noise.drawn_by(),
+        memory=plan.experiment.stateful.kind if plan.experiment.stateful else "",
+        remembers_noise=plan.experiment.local.remembers and plan.experiment.noise.least(1) > 0,
+    )
     terms = plan.terms
-    composed = int(plan.exposures[-1])
-    for name in plan.rigorous:
-        true = privacy.epsilon(held, terms.relation, terms.delta, composed, name)
+    true_curves = held.curves(plan.rigorous, plan.counted_draws(), plan.exposures, terms)
+    for name, curve in true_curves.items():
+        true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
         hold(math.isclose(spent[name], true, rel_tol=1e-6), says)
     return f"{least:.4g} at delta {terms.delta:g}, {told}"

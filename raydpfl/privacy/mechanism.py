@@ -533,19 +533,19 @@ class Mechanism(Release):
         most: list[int | None] = [None] * len(exposures)
         if draws is not None:
             counts = np.zeros(self.sampling.population, np.int64)
-            largest = []
-            for drawn in draws:
+            for place, drawn in enumerate(draws, len(exposures) - len(draws)):
                 np.add.at(counts, np.asarray(drawn, np.int64), 1)
-                largest.append(int(counts[drawn].max(initial=largest[-1] if largest else 0)))
-            most = [*largest[-len(exposures) :]]
+                if place >= 0:
+                    most[place] = int(counts.max())
         composed = np.zeros(len(exposures), np.int64)
+        seen, relation = self, terms.relation
         for t, (rounds, times) in enumerate(zip(exposures.tolist(), most, strict=True)):
             views = self.place.views(self, terms.relation, rounds, times)
             view = next((each for each in views if not each.mechanism.unproved), None)
             if view is None:
                 return None
-            composed[t] = view.rounds
-        return view.mechanism, composed, replace(terms, relation=view.relation)
+            seen, relation, composed[t] = view.mechanism, view.relation, view.rounds
+        return seen, composed, replace(terms, relation=relation)
 
     def _curve(self, accountant: str, exposures: np.ndarray, terms: Terms) -> np.ndarray:
         """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
