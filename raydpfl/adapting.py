@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 
+from raydpfl import witnessing
 from raydpfl.errors import RunError
 from raydpfl.noise import SideQuery
+from raydpfl.noise.tested import Drawing
 from raydpfl.plan import Plan
 from raydpfl.rounds import Columns, State
 from raydpfl.selection import Cohort
 
 
 def next_bound(
-    plan: Plan, bound: float | None, state: State, t: int, cohort: Cohort, columns: Columns
+    plan: Plan,
+    bound: float | None,
+    state: State,
+    t: int,
+    cohort: Cohort,
+    columns: Columns,
+    noise: Drawing | None = None,
 ) -> float | None:
     """The bound of round t + 1, from that of round t, `bound`. `state` is the bounding's own, which
-    it may change.
+    it may change; `noise` draws that on the answers.
 
-    Raises `RunError` for one out of range, or an answer beyond its own bound.
+    Raises `RunError` for one out of range, an answer beyond its own bound, or noise that is not
+    what was accounted for.
     """
     bounding = plan.experiment.bounding
     if bound is None or not bounding.adapts:
@@ -25,7 +34,7 @@ def next_bound(
     clients = plan.experiment.selection.counted(cohort, plan.population)
     if not clients:
         return bound
-    sums = _answers(plan, bound, t, cohort, columns)
+    sums = _answers(plan, bound, t, cohort, columns, noise or witnessing.noise(plan, t))
     following = bounding.adapt(bound, sums, clients, state)
     if not 0 < following <= 1e15:
         left = f"the adaptive bound left its range ({following:g} after round {t})"
@@ -34,7 +43,12 @@ def next_bound(
 
 
 def _answers(
-    plan: Plan, bound: float, t: int, cohort: Cohort, columns: Columns
+    plan: Plan,
+    bound: float,
+    t: int,
+    cohort: Cohort,
+    columns: Columns,
+    noise: Drawing,
 ) -> dict[str, float]:
     """The noised sums of what the clients answer, by query."""
     bounding = plan.experiment.bounding
@@ -58,5 +72,6 @@ def _answers(
         asked = SideQuery(
             query.name, plan.noise_seed, t, std, clients, cohort.draws, plan.survivors
         )
-        sums[query.name] = float(answers.sum()) + plan.experiment.noise.on_query(asked)
+        exact = float(answers.sum())
+        sums[query.name] = exact + noise.on_query(asked, exact)
     return sums

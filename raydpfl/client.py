@@ -53,6 +53,7 @@ from raydpfl.local.way import Block, Sum
 from raydpfl.local.ways import WAYS
 from raydpfl.measure import Sent
 from raydpfl.models.state import changed, kept
+from raydpfl.noise.tested import numbers
 from raydpfl.process import Process, Progress, any_own, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
@@ -75,6 +76,8 @@ class Tally:
     failed: set[tuple[int, int]] = field(default_factory=set)
     # the size of the largest coordinate that a block's clients send, where that is on a device
     largest: list[torch.Tensor] = field(default_factory=list)
+    # of noise by a class from outside, see `raydpfl.noise.tested`
+    drawn: dict[str, list[np.ndarray]] = field(default_factory=dict)
     # the lane that was trained again for its measures, and what came of it (see `_again`)
     again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
 
@@ -108,7 +111,11 @@ class Tally:
             columns = {name: values[order] for name, values in columns.items()}
             memory = {name: vectors[order] for name, vectors in memory.items()}
         dropped = sorted(self.dropped, key=lambda each: each[0])
-        return LaneResult(total, columns, memory, dropped, seconds, peak_rss_mb())
+        drawn = {
+            name: np.sum(each, axis=0) if name == "sum" else np.concatenate(each)
+            for name, each in self.drawn.items()
+        }
+        return LaneResult(total, columns, memory, dropped, drawn, seconds, peak_rss_mb())
 
 
 class ClientActor(Process):
@@ -376,7 +383,8 @@ class ClientActor(Process):
         """Where the way is to add up what the clients of a lane send; None: it is not."""
         e = self.experiment
         plain = self._scaled and not self.own and not self.personal.own
-        drawn = work.client_std == 0 or e.noise.keyed
+        # what a class from outside draws is looked at, vector by vector
+        drawn = work.client_std == 0 or (e.noise.keyed and not e.noise.is_own)
         if not (self.adds and self.trainer.adds and plain and drawn):
             return None
         members = lane.members[lane.members >= 0]
@@ -454,6 +462,7 @@ class ClientActor(Process):
         factors = self._factors(tally, lane, slots, lengths).numpy()
         self.known[:, slots] = norms, factors, block.losses
         noise = self._noise(tally, lane, slots)
+        self._look(tally, lane, slots, noise, block.updates)
         scale = factors * lane.weights[slots]
         sums.add(found.numpy(), block.updates.numpy(), tally.work.grid, scale, noise)
 
@@ -481,6 +490,7 @@ class ClientActor(Process):
         left = bounding.remember(unbounded, vectors, view)
         if self.any_own:
             self._check_sent(tally.work, lane, slots, vectors)
+        exact = vectors.clone() if self.experiment.noise.is_own else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local = self.experiment.local
@@ -490,6 +500,7 @@ class ClientActor(Process):
             own = local.remember(moved, self._view(tally, lane, "local", slots))
         # at last, as what comes before may be done again where memory is short
         self.known[:, slots] = norms, factors.numpy(), block.losses
+        self._look(tally, lane, slots, noise, exact)
         tally.add(measured)
         tally.keep("bounding", left, (len(slots), tally.d))
         tally.keep("local", own, (len(slots), tally.d))
@@ -581,6 +592,32 @@ class ClientActor(Process):
             return None
         _check_shape(f"noise.kind {noise.kind} draws", drawn, (len(slots), d))
         return np.ascontiguousarray(drawn, np.float64)
+
+    def _look(
+        self,
+        tally: Tally,
+        lane: Lane,
+        slots: np.ndarray,
+        noise: np.ndarray | None,
+        sent: torch.Tensor,
+    ) -> None:
+        """Takes note of what clients draw by a class from outside, and send without it. Raises
+        `RunError` where no noise is drawn that was accounted for.
+        """
+        std = tally.work.client_std
+        if not std:
+            return
+        kind = self.experiment.noise.kind
+        if noise is None:
+            raise RunError(
+                f"noise.kind {kind} draws no noise of client {lane.clients[slots[0]]} in round "
+                f"{tally.work.t}, where N(0, {std:.6g}^2) was accounted for"
+            )
+        if self.experiment.noise.is_own:
+            hidden = sent.cpu().numpy().astype(np.float64)
+            found = {**numbers(noise, std, [hidden]), "client": lane.clients[slots]}
+            for name, values in {**found, "sum": noise.sum(0)}.items():
+                tally.drawn.setdefault(name, []).append(values)
 
     def _double(self, updates: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cpu":

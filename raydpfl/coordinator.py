@@ -67,14 +67,14 @@ class Coordinator:
         self.ledger = self.accounts.ledger
         self.problem = Problem(self.experiment, self.shards, self.plan.population)
         self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
-        self.noise = self.experiment.noise.source(self.plan.noise_seed, self.plan.d)
+        self.noise = witnessing.noise(self.plan, self.at.t)
         self.witness = witnessing.of(self.plan, self.at.t, self.accounts.draws)
         if self._anew or not self.at.t:  # what the bits depend on, before anything is released
             self.record.snapshot(self.at)
         # This may be a worker of Ray's, under other settings than the run's.
         origin.check_node(platform.node(), origin.of_capability(self.plan.platform))
         self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
-        self.record.begin(self.plan, self.pool, self.at, self.problem)
+        self.record.begin(self.plan, self.pool, self.at, self.problem, self.noise)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
 
     def round(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Coordinator:
         row = self.record.row(seen, results, self.accounts.spent(t), at)
         row["lost"] = cohort.lost
         state = at.states["bounding"]
-        at.bound = adapting.next_bound(self.plan, at.bound, state, t, cohort, columns)
+        at.bound = adapting.next_bound(self.plan, at.bound, state, t, cohort, columns, self.noise)
         at.participations.update(cohort.clients.tolist())
         at.t = t + 1
         return self.record.take(row, clock, at)
@@ -136,6 +136,7 @@ class Coordinator:
         grid = Grid.of(len(cohort), most, std)
         work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
         total, results = sums.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
+        self.noise.of_clients(work, len(cohort), results, total)
         at.memory.keep(results)
         return total, results
 
@@ -150,7 +151,7 @@ class Coordinator:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,
         where the server draws any.
         """
-        self._added = self.noise.on_sum(t, self.plan.sum_std(self.at.bound))
+        self._added = self.noise.on_sum(t, self.plan.sum_std(self.at.bound), total)
         return total if self._added is None else total + self._added
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.measure import Afterwards, Finished, Problem, Round
 from raydpfl.metrics import Metric
+from raydpfl.noise.tested import Drawing
 from raydpfl.origin import capability
 from raydpfl.placement import Pool
 from raydpfl.plan import Plan
@@ -56,7 +58,6 @@ class Record:
         self.probes = plan.experiment.measure
         self.scores = plan.experiment.scores
         self.given = plan.experiment.given
-        self.survey = surveying.counted
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
         known = self._known()
@@ -82,11 +83,13 @@ class Record:
         noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
         return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
 
-    def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem) -> None:
+    def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem, noise: Drawing) -> None:
         """Opens what grows with the run, at its position `at`. `plan` is that of the rounds to
-        come.
+        come, and `noise` draws theirs.
         """
         self.plan = plan
+        self.survey: Callable[[Plan, int, np.ndarray], np.ndarray]
+        self.survey = partial(surveying.counted, noise=noise)
         self.pool = pool
         self._pace = Pace()
         self._after: dict[str, Afterwards] | None = None

@@ -162,6 +162,8 @@ class LaneResult:
     columns: Columns
     memory: Mapping[str, np.ndarray]  # what clients remember from now on, float32 [r, d]
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
+    # of noise by a class from outside, see `raydpfl.noise.tested.Tested.clients`; empty: none
+    drawn: Mapping[str, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
@@ -169,7 +171,8 @@ class LaneResult:
         """The same with arrays of its own, but for the total."""
         columns = {name: values.copy() for name, values in self.columns.items()}
         memory = {name: rows.copy() for name, rows in self.memory.items()}
-        return replace(self, columns=columns, memory=memory)
+        drawn = {name: values.copy() for name, values in self.drawn.items()}
+        return replace(self, columns=columns, memory=memory, drawn=drawn)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""The witness of a run: what looks at every draw, with what the plan says of them."""
+"""The witness of a run: what looks at every draw, with what the plan says of them, and what draws
+its noise.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from raydpfl.noise.tested import Drawing
 from raydpfl.plan import Plan
 from raydpfl.selection.witness import Witness, fingerprint
 
@@ -12,17 +15,17 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     """The witness of a run that has done `t` rounds. `draws` are the clients of all releases, where
     the accountants counted these.
     """
-    noise = plan.experiment.noise
+    member = plan.experiment.noise
     selection = plan.experiment.selection
     plan.check_law()
     exposures = plan.exposures + max(plan.repeated, 0)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
-    apart = noise.apart()
+    apart = member.apart()
     planned = None
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
         planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
-    least = noise.least(plan.survivors)
+    least = member.least(plan.survivors)
     witness = Witness(selection, plan.population, exposures, least, secret, apart, planned)
     seed = plan.cohort_seed()
     for before in range(t if selection.asks else 0):
@@ -30,3 +33,10 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     for before in range(max(0, t - apart + 1), t):
         witness.took(selection.exposed(seed, before, plan.population))
     return witness
+
+
+def noise(plan: Plan, t: int) -> Drawing:
+    """What draws the noise of a run from round `t` on."""
+    member = plan.experiment.noise
+    accounted = plan.sum_std if plan.mechanism else None
+    return Drawing(member, plan.noise_seed, plan.d, t, accounted)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import experiment
+from scipy.special import ndtr
 from test_noise_law import TINY
 
 from raydpfl.bounding import Query
 from raydpfl.bounding.clip import Clip
 from raydpfl.bounding.quantile_clip import QuantileClip
 from raydpfl.check import bounding as looks
+from raydpfl.check import noise as noise_looks
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Broken
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, stream
-from raydpfl.noise.drawn import query_noise
+from raydpfl.noise import Noise, SideQuery, Source, tested
+from raydpfl.noise.banded_gaussian import BandedGaussian
+from raydpfl.noise.drawn import query_noise, server_noise, survey_noise
+from raydpfl.noise.gaussian import Gaussian
 from raydpfl.plan import Plan
 from raydpfl.runner import run
 
@@ -81,9 +87,8 @@ class Narrow(Clip):
     computed: bool = False  # its range is in no number of its code
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        low, high = self.low, self.high
-        if self.computed:
-            low, high = math.exp(math.sin(low)), math.exp(math.sin(low)) * (1 + high)
+        low = math.exp(math.sin(self.low)) if self.computed else self.low
+        high = low * (1 + self.high) if self.computed else self.high
         within = (norms >= low) & (norms <= high)
         return torch.where(within, 1.0, super().factors(norms, bound))
 
@@ -140,3 +145,222 @@ def test_a_run_ends_where_a_client_sends_more_than_the_bound(kind, message, tmp_
     plain = {"noise": {"kind": "none"}, "weights": {"kind": "uniform"}, "client": {"actors": 0}}
     with pytest.raises(RunError, match=message):
         run(experiment(**{**TINY, **plain, "bounding": bounding}, rounds=3), tmp_path / "run")
+
+
+# --- noise ---
+
+
+class Wrong(Source):
+    """The server's noise, changed by `how`."""
+
+    def __init__(self, seed: int, d: int, how: str):
+        self.seed = seed
+        self.d = d
+        self.how = how
+
+    def on_sum(self, t: int, std: float) -> np.ndarray | None:
+        z = server_noise(self.seed, t, 1.0, self.d)
+        before = server_noise(self.seed, max(t - 1, 0), 1.0, self.d)
+        made = {
+            "sound": lambda: z,
+            "none": lambda: None,
+            "zero": lambda: 0 * z,
+            "nan": lambda: z * math.nan,
+            "decays": lambda: z * 0.97**t,
+            "less after 8": lambda: z * (1 if t < 8 else 0.7),
+            "less": lambda: z * 0.97,
+            "more": lambda: z * 1.03,
+            "uniform": lambda: math.sqrt(3) * (2 * ndtr(z) - 1),
+            "laplace": lambda: -np.sign(z) * np.log(2 * ndtr(-np.abs(z))) / math.sqrt(2),
+            "cut off": lambda: np.clip(z, -2.5, 2.5),
+            "moved": lambda: z + 0.05,
+            "again": lambda: server_noise(self.seed, t % 20, 1.0, self.d),
+            "follows": lambda: 0.1 * before + math.sqrt(0.99) * z,
+            "tiled": lambda: np.resize(z[: self.d // 5], self.d),
+            "one length": lambda: z * math.sqrt(self.d) / np.linalg.norm(z),
+            "some": lambda: np.where(np.arange(self.d) < 10, 0, z),
+        }[self.how]()
+        return made if made is None else made * std
+
+
+class OnSums(Noise):
+    """Noise of the server, changed by `how`; that on queries by `on`."""
+
+    how: str = "sound"
+    on: str = "sound"
+
+    def size(self, outline: Any, facts: Any) -> float:
+        return 2.0
+
+    def source(self, seed: int, d: int) -> Source:
+        return Wrong(seed, d, self.how)
+
+    def on_query(self, query: SideQuery) -> float:
+        key = (query.seed, query.t, query.std)
+        made = {
+            "sound": lambda: query_noise(*key, query=query.name),
+            "none": lambda: 0.0,
+            "of one name": lambda: query_noise(*key),
+            "less": lambda: 0.6 * query_noise(*key, query=query.name),
+            "again": lambda: query_noise(query.seed, query.t % 5, query.std, query=query.name),
+        }
+        return made[self.on]()
+
+    def on_survey(self, seed: int, t: int, std: float, bins: int, clients: int) -> np.ndarray:
+        share = 0.1 if self.on == "less" else 1.0
+        return survey_noise(seed, t, share * std, bins)
+
+
+class OfClients(Gaussian):
+    """Noise of clients, changed by `how`."""
+
+    kind: str = "of clients"
+    how: str = "sound"
+
+    @property
+    def keyed(self) -> bool:
+        return True
+
+    def client_std(self, std: float, survivors: int) -> float:
+        return super().client_std(std, survivors) * (0.9 if self.how == "declared" else 1)
+
+    def on_clients(self, seed, t, clients, draws, std, d) -> np.ndarray | None:
+        sound = super().on_clients(seed, t, clients, draws, std, d)
+        made = {
+            "sound": lambda: sound,
+            "declared": lambda: sound,
+            "none": lambda: None,
+            "decays": lambda: sound * 0.97**t,
+            "less after 8": lambda: sound * (1 if t < 8 else 0.7),
+            "one for all": lambda: np.broadcast_to(server_noise(seed, t, std, d), sound.shape),
+            "one client": lambda: sound * np.where(clients % 3 == 0, 0.8, 1.0)[:, None],
+            "again": lambda: super(OfClients, self).on_clients(seed, 0, clients, draws, std, d),
+        }
+        return made[self.how]()
+
+
+def looked(kind: str, tmp_path: Path, rounds: int, **fields: Any) -> Any:
+    noise = {"kind": f"{__name__}:{kind}"} | {k: v for k, v in fields.items() if k in NOISE}
+    rest = {name: value for name, value in fields.items() if name not in NOISE}
+    tree = {**TINY, "evaluate": {"every": 1000}, **rest, "noise": noise}
+    return run(experiment(**tree, rounds=rounds), tmp_path / "run")
+
+
+NOISE = ("how", "on", "multiplier", "placement", "epsilon", "bands", "coefficients")
+SERVER = (
+    "none", "zero", "nan", "decays", "less after 8", "less", "more", "uniform", "laplace",
+    "cut off", "moved", "again", "follows", "tiled", "one length", "some",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SERVER)
+def test_noise_of_the_server_that_is_not_what_was_accounted_for_ends_the_run(how, tmp_path):
+    with pytest.raises(RunError, match=r"noise\.kind .*OnSums.* in round \d+ .* accounted for"):
+        looked("OnSums", tmp_path, 260, how=how)
+
+
+@pytest.mark.parametrize(
+    "how", ["declared", "none", "decays", "less after 8", "one for all", "one client", "again"]
+)
+@pytest.mark.parametrize("way", ["noop", "auto"])
+def test_noise_of_clients_that_is_not_what_was_accounted_for_ends_the_run(how, way, tmp_path):
+    client = {**TINY["client"], "way": way}
+    with pytest.raises(RunError, match=r"noise\.kind .*OfClients.* in round \d+.* accounted for"):
+        looked(
+            "OfClients", tmp_path, 40, how=how, multiplier=2.0, placement="client", client=client
+        )
+
+
+@pytest.mark.parametrize("on", ["none", "of one name", "less", "again"])
+def test_noise_on_queries_that_is_not_what_was_accounted_for_ends_the_run(on, tmp_path):
+    bounding = {"kind": f"{__name__}:Asking", "bound": 0.5, "names": ["q"]}
+    with pytest.raises(RunError, match=r"the noise on the query \w+ in round \d+ .* accounted for"):
+        looked("OnSums", tmp_path, 260, on=on, bounding=bounding)
+
+
+def test_noise_on_a_histogram_that_is_not_what_was_accounted_for_ends_the_run(tmp_path):
+    histogram = {"bins": 20, "std": 3.0, "low": 0.0, "high": 1.0}
+    evaluate = {"every": 1, "per_client": "accuracy", "histogram": histogram}
+    with pytest.raises(RunError, match=r"the noise on the histogram in round \d+ .* accounted for"):
+        looked("OnSums", tmp_path, 9, on="less", evaluate=evaluate)
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("OnSums", {"bounding": {"kind": f"{__name__}:Asking", "bound": 0.5, "names": ["q"]}}),
+        ("OfClients", {"multiplier": 2.0, "placement": "client"}),
+    ],
+)
+def test_sound_noise_is_let_pass(kind, fields, tmp_path):
+    """A false alarm has probability 1e-6; the seed is fixed."""
+    assert looked(kind, tmp_path, 150, **fields).summary["status"] == "completed"
+
+
+class Banded(BandedGaussian):
+    """Correlated noise, some of it."""
+
+    kind: str = "banded"
+    how: str = "sound"
+
+    def source(self, seed: int, d: int) -> Source:
+        source = super().source(seed, d)
+        if self.how == "white":  # what accountants count on is less than this
+            return Wrong(seed, d, "sound")
+        return source
+
+    def carried(self) -> tuple[float, ...]:
+        factors = super().carried()
+        return tuple(2 * each for each in factors) if self.how == "longer" else factors
+
+
+BANDED = {
+    "bounding": {"kind": "clip", "bound": 0.5},
+    "selection": {"kind": "cyclic", "period": 3},
+    "multiplier": 1.0,
+    "bands": 3,
+}
+
+
+def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(tmp_path):
+    sound = looked("Banded", tmp_path, 40, **BANDED)
+    assert sound.summary["status"] == "completed"
+    for how, message in (("white", "accounted for"), ("longer", r"carried\(\) has norm 2 over 3")):
+        with pytest.raises(RunError, match=message):
+            looked("Banded", tmp_path / how, 40, how=how, **BANDED)
+
+
+def test_a_resumed_run_goes_on_with_the_same_looks(tmp_path):
+    """Also where the noise of a round takes back that of rounds before."""
+    tree = {**TINY, **BANDED, "evaluate": {"every": 1000}}
+    noise = {"kind": f"{__name__}:Banded", "multiplier": tree.pop("multiplier")}
+    tree["noise"] = noise | {"bands": tree.pop("bands")}
+    whole = experiment(**tree, rounds=12)
+    stop = iter(range(100))
+    run(whole, tmp_path / "run", on_rows=lambda rows: next(stop) == 6)
+    assert run(whole, tmp_path / "run", resume=True).summary["rounds"] == 12
+
+
+def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
+    """At a rate of 1 in 5 a run, of 60 runs: 30 or more have a probability of 1e-7 at most."""
+    monkeypatch.setattr(tested, "FALSE_ALARM", 0.4)  # of the first kind of draws half of it
+    alarms = 0
+    for again in range(60):
+        draws = tested.Draws("the noise", 0)
+        rng = np.random.default_rng(again)
+        try:
+            for t in range(12):
+                z = rng.standard_normal((1, 40))
+                draws.see(t, 1.0, {**tested.numbers(z, 1.0, [z * 0 + 1]), "z": z[0]})
+        except RunError:
+            alarms += 1
+    assert alarms < 30
+
+
+@pytest.mark.parametrize("how", ["decays", "less after 8", "again"])
+def test_noise_that_is_wrong_in_late_rounds_alone_fails_its_check(how):
+    case = Case("noise", {"kind": f"{__name__}:OnSums", "how": how})
+    with pytest.raises(Broken):
+        for look in (noise_looks.late_rounds, noise_looks.on_sums):
+            look(case)
+    assert "p = " in noise_looks.late_rounds(Case("noise", {"kind": f"{__name__}:OnSums"}))

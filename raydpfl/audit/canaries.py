@@ -181,7 +181,7 @@ class PlantedCoordinator(Coordinator):
         return released
 
     def _survey(self, plan: Plan, t: int, values: np.ndarray) -> np.ndarray:
-        released = surveying.counted(plan, t, values)
+        released = surveying.counted(plan, t, values, self.noise)
         histogram = self.experiment.evaluate.histogram
         assert histogram is not None
         self.seen.surveyed(released - histogram.counts(values))

@@ -126,7 +126,8 @@ def _scan(case: Case, bound: float, span: float, points: int) -> float:
     jumps = np.abs(np.diff(np.log(np.maximum(found, 1e-300))))
     peaks = np.maximum(found[1:], found[:-1])
     places = np.union1d(jumps.argsort()[-CLOSER:], peaks.argsort()[-CLOSER:])
-    low, high = np.log(grid[seen[places]]), np.log(grid[seen[places + 1]])
+    low = np.log(grid[seen[places]])
+    high = np.log(grid[seen[places + 1]])
     closer = np.exp(low[:, None] + (high - low)[:, None] * np.linspace(0, 1, ZOOM))
     if done == PARTS:
         _lengths(case, closer.ravel(), bound)

@@ -12,6 +12,8 @@ from scipy.stats import chi2, kstest
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import FALSE_ALARM, Look, hold
 from raydpfl.noise import SideQuery
+from raydpfl.noise.banded_gaussian import Whitening
+from raydpfl.noise.tested import products
 
 D = 2000
 ROUNDS = 5
@@ -120,6 +122,45 @@ def independent(case: Case) -> str:
     return f"the largest of {len(pairs[0]):,} correlations is {worst:.1f} standard errors"
 
 
+# of runs of many rounds: seed, std, parameters, rounds
+MANY = ((0, 1e-6, 50, 2000), (2**63 + 5, 1.7, 2, 2000), (3, 1e6, 1, 2000), (11, 3.0, 20_000, 40))
+TOGETHER = 32  # rounds whose noise is looked at as one
+
+
+def late_rounds(case: Case) -> str:
+    """Noise has its law in late rounds too, whatever the seed, the std and the model are."""
+    noise = case.plan.experiment.noise
+    who = WHO[:1]
+    first = np.zeros(1, np.int64)
+    chance = 1.0
+    for seed, size, d, rounds in MANY:
+        source = noise.source(seed, d)
+        whiten = Whitening(noise.carried())
+        of_server = [source.on_sum(t, size) for t in range(rounds)]
+        of_client = [noise.on_clients(seed, t, who, first, size, d) for t in range(rounds)]
+        for drawn, says in ((of_server, "the server"), (of_client, "a client")):
+            rows = [np.ravel(each) / size for each in drawn if each is not None]
+            if not rows:
+                continue
+            hold(len(rows) == rounds, f"{says} draws none in some of {rounds} rounds")
+            z = np.stack([whiten(row) for row in rows] if says == "the server" else rows)
+            squares = (z * z).sum(1)
+            sums = np.add.reduceat(squares, np.arange(0, rounds, TOGETHER))
+            dof = d * np.diff([*range(0, rounds, TOGETHER), rounds])
+            for found, degrees in ((squares, np.full(rounds, d)), (sums, dof)):
+                tails = np.minimum(chi2.cdf(found, degrees), chi2.sf(found, degrees))
+                t = int(tails.argmin()) * (rounds // len(found))
+                share = math.sqrt(found[tails.argmin()] / degrees[tails.argmin()])
+                least = 2 * len(found) * float(tails.min())
+                chance = min(chance, least)
+                hold(least >= FALSE_ALARM, f"{says} draws {share:.4g} of its std from round {t} on")
+            least = min(float(kstest(z.ravel(), "norm").pvalue), products(z[:, 0]))
+            least = min(least, products(z[:, -1]), products(z[::7].ravel()[:50_000]))
+            chance = min(chance, least)
+            hold(least >= FALSE_ALARM, f"{says} draws no independent normals in {rounds} rounds")
+    return f"p = {min(1.0, chance):.2g} over up to {max(rounds for *_, rounds in MANY)} rounds"
+
+
 def as_accounted(case: Case) -> str:
     """The sum of a round carries as much noise as the accountants are told."""
     plan = case.plan
@@ -163,6 +204,7 @@ PROMISES: tuple[Look, ...] = (
     std,
     gaussian,
     independent,
+    late_rounds,
     as_accounted,
     on_queries,
 )

@@ -79,7 +79,9 @@ class Noise(Member):
     A member gives `size`, and what it draws. If the server draws on the sum, that is `source`, and
     `on_query` for boundings that ask for numbers besides updates. If each client draws on what it
     sends, it is `on_clients`, `client_std` and `least`, and `drawn_by` is "client". Whatever is
-    drawn must be Gaussian and have the std asked for, as accountants assume.
+    drawn must be Gaussian and have the std asked for, as accountants assume: a run holds every draw
+    of a class from outside the package against that law before it is released
+    (`raydpfl.noise.tested`).
 
     >>> from raydpfl.noise.drawn import server_noise
     >>> class Plain(Source):

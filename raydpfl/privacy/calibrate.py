@@ -69,13 +69,7 @@ def noise_for(
         ConfigError: the target is out of range, the accountant does not cover the mechanism, no
             proof is known for the mechanism, no noise is enough, or any noise is.
     """
-    _check(target)
-    if mechanism.unproved:
-        accepted = (
-            f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
-            "guarantees say what is proved"
-        )
-        raise ConfigError("target", target, accepted)
+    _check(target, mechanism)
     rounds = mechanism.rounds if rounds is None else rounds
     asked = (target, mechanism, relation, delta, accountant, rounds, v)
     # the name of a user's own does not say what its code computes
@@ -101,7 +95,7 @@ def rounds_for(
         mechanism: what runs, with its noise. The other arguments, and the errors, are those of
             `noise_for`.
     """
-    _check(target)
+    _check(target, mechanism)
 
     def fits(rounds: int) -> bool:
         return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
@@ -195,6 +189,12 @@ def _bracket(
     return low, high
 
 
-def _check(target: float) -> None:
+def _check(target: float, mechanism: Mechanism) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("target", target, "a positive finite number")
+    if mechanism.unproved:
+        accepted = (
+            f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
+            "guarantees say what is proved"
+        )
+        raise ConfigError("target", target, accepted)

@@ -538,14 +538,15 @@ class Mechanism(Release):
                 if place >= 0:
                     most[place] = int(counts.max())
         composed = np.zeros(len(exposures), np.int64)
-        seen, relation = self, terms.relation
+        seen = None
         for t, (rounds, times) in enumerate(zip(exposures.tolist(), most, strict=True)):
             views = self.place.views(self, terms.relation, rounds, times)
             view = next((each for each in views if not each.mechanism.unproved), None)
             if view is None:
                 return None
-            seen, relation, composed[t] = view.mechanism, view.relation, view.rounds
-        return seen, composed, replace(terms, relation=relation)
+            seen = view
+            composed[t] = view.rounds
+        return seen and (seen.mechanism, composed, replace(terms, relation=seen.relation))
 
     def _curve(self, accountant: str, exposures: np.ndarray, terms: Terms) -> np.ndarray:
         """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
