@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl import witnessing
 from raydpfl.errors import RunError
 from raydpfl.noise import SideQuery
 from raydpfl.noise.tested import Drawing
@@ -20,7 +19,7 @@ def next_bound(
     t: int,
     cohort: Cohort,
     columns: Columns,
-    noise: Drawing | None = None,
+    noise: Drawing,
 ) -> float | None:
     """The bound of round t + 1, from that of round t, `bound`. `state` is the bounding's own, which
     it may change; `noise` draws that on the answers.
@@ -34,7 +33,7 @@ def next_bound(
     clients = plan.experiment.selection.counted(cohort, plan.population)
     if not clients:
         return bound
-    sums = _answers(plan, bound, t, cohort, columns, noise or witnessing.noise(plan, t))
+    sums = _answers(plan, bound, t, cohort, columns, noise)
     following = bounding.adapt(bound, sums, clients, state)
     if not 0 < following <= 1e15:
         left = f"the adaptive bound left its range ({following:g} after round {t})"

@@ -396,7 +396,7 @@ def noise_of_the_next_bound(patch):
 
     def late(self, t, total):
         bound = self.at.bound
-        self.at.bound = next_bound(self.plan, bound, {}, t, *self.before)
+        self.at.bound = next_bound(self.plan, bound, {}, t, *self.before, self.noise)
         released = release(self, t, total)
         self.at.bound = bound
         return released

@@ -200,7 +200,8 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
     found = []
     columns = {"norm": np.array([0.1] * 4 + [0.9] * 4)}
     for t in range(2500):
-        below = 0.4 - math.log(next_bound(plan, 0.5, {}, t, cohort, columns) / 0.5) / 0.2
+        following = next_bound(plan, 0.5, {}, t, cohort, columns, coordinator.noise)
+        below = 0.4 - math.log(following / 0.5) / 0.2
         found.append((below - 0.5) * 8)  # four of eight lie below: the centred count is 0
     assert coordinator.plan.side_stds["count"] == pytest.approx(0.1 / (2 * math.sqrt(0.05)))
     check_law(np.reshape(found, (50, 50)) / coordinator.plan.side_stds["count"])

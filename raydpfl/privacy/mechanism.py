@@ -546,7 +546,8 @@ class Mechanism(Release):
                 return None
             seen = view
             composed[t] = view.rounds
-        return seen and (seen.mechanism, composed, replace(terms, relation=seen.relation))
+        assert seen is not None
+        return seen.mechanism, composed, replace(terms, relation=seen.relation)
 
     def _curve(self, accountant: str, exposures: np.ndarray, terms: Terms) -> np.ndarray:
         """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
