@@ -7,30 +7,24 @@ would not hold. So every cohort is checked before anything is released from it:
   cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
   fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
   accountants counted those;
-- where the cohort is a secret, for what the law hardly ever gives: a client drawn too often;
-  Poisson cohorts that are too large or too small over all rounds; too many or too few clients in
-  common with the cohort before; and sizes of Poisson cohorts, or numbers in common, that vary too
-  much from round to round (clients that come in groups, not independently) or too little.
+- where the cohort is a secret, for what the law hardly ever gives: see `raydpfl.selection.bets`.
 
 >>> from raydpfl.selection.base import Cohort, Population
 >>> from raydpfl.selection.uniform import Uniform
 >>> member, clients = Uniform(cohort=90), Population.balanced(900)
 >>> witness = Witness(member, clients, exposures=np.arange(1, 101), least=90, secret=True)
->>> for t in range(100):
-...     witness.see(t, member.draw(0, t, clients), Counter())
->>> witness.see(0, Cohort.of(np.arange(89)), Counter())
+>>> counts = Counter()
+>>> for t in range(99):
+...     cohort = member.draw(0, t, clients)
+...     witness.see(t, cohort, counts)
+...     counts.update(cohort.clients.tolist())
+>>> witness.see(99, Cohort.of(np.arange(89)), counts)
 Traceback (most recent call last):
-raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 0, where its law \
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its law \
 (fixed size 90 of 900) gives 90: no accountant covers what it does
 
-A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long: each of
-the seven statistical checks spends FALSE_ALARM / (7 (t + 1) (t + 2)) in round t. Tails are exact
-binomial ones. For clients in common it is Chernoff's bound, since their number is hypergeometric
-and so less spread than a binomial one (Hoeffding 1963, Theorem 4). How much numbers vary is judged
-by the exact probabilities of being as far from the mean, and as near, in each round, combined as
-Fisher does: minus the sum of their logarithms is at most a Gamma variable with as many degrees of
-freedom as there were rounds. Draws that follow the law but are no secret (they can be predicted)
-pass: no sequence of draws shows that.
+A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long. Draws that
+follow the law but are no secret (they can be predicted) pass: no sequence of draws shows that.
 """
 
 from __future__ import annotations
@@ -45,8 +39,17 @@ import numpy as np
 
 from raydpfl.errors import RunError
 from raydpfl.selection.base import Cohort, Population, Selection
+from raydpfl.selection.bets import Bets, Drawn
 
 FALSE_ALARM = 1e-6  # of a whole run with a sound selection
+WORDS = {  # what a bet that has won says of the draws
+    "counts": "drew some clients again and again more often than others",
+    "client": "drew one client too often or too seldom",
+    "sizes": "drew cohorts of sizes",
+    "overlap": "drew numbers of clients in common with the cohort before",
+    "pairs": "drew some clients together too often",
+    "repeats": "drew clients several times a round, more often",
+}
 
 
 class Witness:
@@ -58,6 +61,8 @@ class Witness:
         exposures: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
         least: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
+        pairs: whether to look for pairs of clients that come together.
+        false_alarm: the probability that a sound member fails by chance.
         apart: the fewest rounds from one participation of a client to its next that the noise needs
             (it does where it is correlated over the rounds).
         planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
@@ -73,26 +78,22 @@ class Witness:
         secret: bool,
         apart: int = 1,
         planned: Mapping[int, bytes] | None = None,
+        pairs: bool = False,
+        false_alarm: float = FALSE_ALARM,
     ):
         self._kind = selection.kind
         self._law = selection.sampling(population)
         self._count = len(population)
         self._exposures = exposures
         self._least = least
-        self._secret = secret and self._law.hidden
-        self._selected = 0  # over all rounds seen
-        self._rounds = 0
+        hidden = secret and self._law.hidden
+        self._bets = Bets(self._law, self._count, pairs) if hidden else None
+        self._most = -math.log(false_alarm)
         self._apart = apart
         self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
-        self._before: np.ndarray | None = None  # the clients of the last cohort
-        self._common = 0
-        self._trials = 0
-        self._expected = 0.0
         self._planned = planned or {}
         self._asked = Counter[int]()
         self._candidates: np.ndarray | None = None  # who was asked in this round
-        self._sizes = _Variation()
-        self._overlaps = _Variation()
 
     def asks(self, t: int, clients: np.ndarray) -> None:
         """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
@@ -147,17 +148,34 @@ class Witness:
         self._size(t, cohort)
         if candidates is None:
             self._as_planned(t, cohort.clients)
-        clients = cohort.clients
-        before = list(map(participations.get, clients.tolist(), repeat(0)))
-        # the last draw of a client drawn twice has them all
-        counts = np.array(before, np.int64) + cohort.draws + 1
-        self._exposed(t, clients, counts)
-        self._separate(t, clients)
-        if self._secret:
-            limit = FALSE_ALARM / (7 * (t + 1) * (t + 2))
-            self._often(t, clients, counts, limit)
-            self._total(t, cohort, limit)
-            self._in_common(t, clients, limit)
+        before = self._before(cohort, participations)
+        self._exposed(t, cohort.clients, before + 1)
+        self._separate(t, cohort.clients)
+        self._bet(t, cohort, before)
+
+    def drew(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
+        """Takes up the cohort of a round before this process began; called for all of them, in
+        order. Arguments and errors are those of `see`.
+        """
+        self._bet(t, cohort, self._before(cohort, participations))
+
+    def cannot_bet(self) -> None:
+        """Earlier cohorts are not known, so that later ones cannot be held against them."""
+        self._bets = None
+
+    def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
+        """How often each client was drawn before this draw, int64 [r]."""
+        counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
+        return np.array(counts, np.int64) + cohort.draws
+
+    def _bet(self, t: int, cohort: Cohort, before: np.ndarray) -> None:
+        if self._bets is None:
+            return
+        size = len(cohort) + cohort.lost
+        bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._exposures[t])))
+        if wealth >= self._most:
+            law = f"which its law ({self._law}) hardly ever gives"
+            raise self._wrong(f"{WORDS[bet]} by round {t}, {law}")
 
     def _members(self, t: int, cohort: Cohort, candidates: np.ndarray | None) -> None:
         clients = np.asarray(cohort.clients)
@@ -215,179 +233,10 @@ class Witness:
                 raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
         self._recent.append(clients)
 
-    def _often(self, t: int, clients: np.ndarray, counts: np.ndarray, limit: float) -> None:
-        """The largest count of any client, by a binomial law and a union bound over the clients."""
-        if not len(counts):
-            return
-        law = self._law
-        worst = int(counts.argmax())
-        trials, chance, others = law.law.most(law, t + 1, int(self._exposures[t]))
-        if (
-            max(others, self._count if law.rule else 0) * _tail(int(counts[worst]), trials, chance)
-            < limit
-        ):
-            times = f"{counts[worst]} times in {t + 1} rounds"
-            raise self._wrong(
-                f"drew client {clients[worst]} {times}, which its law ({law}) hardly ever gives"
-            )
-
-    def _total(self, t: int, cohort: Cohort, limit: float) -> None:
-        """The sizes of Poisson cohorts, over all rounds."""
-        self._selected += len(cohort) + cohort.lost
-        self._rounds += 1
-        if self._law.coins is None or self._law.rule:
-            return
-        trials = self._rounds * self._count
-        total = self._selected
-        low = _tail(trials - total, trials, 1 - self._law.q)
-        high = _tail(total, trials, self._law.q)
-        if 2 * min(low, high) < limit:
-            expected = trials * self._law.q
-            raise self._wrong(
-                f"drew {total} clients by round {t}, where its law ({self._law}) gives "
-                f"{expected:.0f}"
-            )
-        self._sizes.add(len(cohort) + cohort.lost, *_binomial(self._count, self._law.q))
-        self._varies(t, self._sizes, "sizes of cohorts", limit)
-
-    def _in_common(self, t: int, clients: np.ndarray, limit: float) -> None:
-        """The clients that cohorts share with the one before, over all rounds.
-
-        Given the two sizes their number is hypergeometric and independent of earlier draws.
-        """
-        law = self._law
-        before = self._before
-        self._before = clients
-        if before is None or law.repeats or law.rule or not law.law.any_subset(law):
-            return
-        self._common += _shared(clients, before)
-        self._trials += len(clients)
-        self._expected += len(clients) * len(before) / self._count
-        if not 0 < self._expected < self._trials:
-            return
-        if 2 * _chernoff(self._common, self._trials, self._expected / self._trials) < limit:
-            common = f"{self._common} clients in common with the one before, in all"
-            expected = f"its law ({law}) gives {self._expected:.3g}"
-            raise self._wrong(f"gave cohorts by round {t} that have {common}, where {expected}")
-        shared = _shared(clients, before)
-        self._overlaps.add(shared, *_hypergeometric(self._count, len(before), len(clients)))
-        self._varies(
-            t, self._overlaps, "numbers of clients in common with the cohort before", limit
-        )
-
-    def _varies(self, t: int, seen: _Variation, what: str, limit: float) -> None:
-        for how, chance in (("more", seen.more), ("less", seen.less)):
-            if chance() < limit:
-                raise self._wrong(
-                    f"gave {what} by round {t} that vary {how} than its law ({self._law}) lets them"
-                )
-
     def _wrong(self, what: str) -> RunError:
         return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
-
-
-class _Variation:
-    """How far numbers of independent rounds are from their means, over all rounds, by the law of
-    each.
-    """
-
-    def __init__(self) -> None:
-        self._rounds = 0
-        self._far = 0.0
-        self._near = 0.0
-
-    def add(self, found: int, values: np.ndarray, chances: np.ndarray, mean: float) -> None:
-        """One round's number. Its law has `values` float64 [k] with probabilities `chances` float64
-        [k].
-        """
-        if len(values) < 2:
-            return
-        away = np.abs(values - mean)
-        off = abs(found - mean)
-        self._rounds += 1
-        self._far -= math.log(min(max(float(chances[away >= off - 1e-9].sum()), 1e-300), 1.0))
-        self._near -= math.log(min(max(float(chances[away <= off + 1e-9].sum()), 1e-300), 1.0))
-
-    def more(self) -> float:
-        """A bound on the probability that numbers by these laws vary as much."""
-        return self._tail(self._far)
-
-    def less(self) -> float:
-        """A bound on the probability that they vary as little."""
-        return self._tail(self._near)
-
-    def _tail(self, total: float) -> float:
-        from scipy.special import gammaincc
-
-        return float(gammaincc(self._rounds, total)) if self._rounds else 1.0
 
 
 def fingerprint(clients: np.ndarray) -> bytes:
     """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
     return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
-
-
-def _binomial(trials: int, chance: float) -> tuple[np.ndarray, np.ndarray, float]:
-    """Bin(trials, chance): its values within about 40 stds of the mean, their probabilities, and
-    the mean.
-    """
-    mean = trials * chance
-    k = _window(mean, mean * (1 - chance), 0, trials)
-    logs = _choose(trials, k) + k * math.log(chance) + (trials - k) * math.log1p(-chance)
-    return k, _normalized(logs), mean
-
-
-def _hypergeometric(count: int, marked: int, drawn: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """The same for the number of `marked` clients among `drawn` of `count`."""
-    share = marked / count
-    mean = drawn * share
-    k = _window(mean, mean * (1 - share), max(0, marked + drawn - count), min(marked, drawn))
-    return k, _normalized(_choose(marked, k) + _choose(count - marked, drawn - k)), mean
-
-
-def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
-    reach = 40 * math.sqrt(variance) + 40
-    return np.arange(
-        max(least, math.floor(mean - reach)),
-        min(most, math.ceil(mean + reach)) + 1,
-        dtype=np.float64,
-    )
-
-
-def _choose(n: int, k: np.ndarray) -> np.ndarray:
-    """The logarithm of n over k."""
-    from scipy.special import gammaln
-
-    return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
-
-
-def _normalized(logs: np.ndarray) -> np.ndarray:
-    chances = np.exp(logs - logs.max())
-    return chances / chances.sum()
-
-
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """How many clients two cohorts share, each without repeats."""
-    both = np.sort(np.concatenate([first, second]))
-    return int((both[1:] == both[:-1]).sum())
-
-
-def _tail(least: int, trials: int, chance: float) -> float:
-    """P[Bin(trials, chance) >= least]."""
-    from scipy.special import betainc
-
-    if least <= 0:
-        return 1.0
-    return float(betainc(least, trials - least + 1, chance)) if least <= trials else 0.0
-
-
-def _chernoff(count: int, trials: int, chance: float) -> float:
-    """A bound on the probability of being as far from the mean as `count`, on the same side."""
-    share = count / trials
-
-    def part(a: float, b: float) -> float:
-        return a * math.log(a / b) if a > 0 else 0.0
-
-    if share > 1:
-        return 0.0
-    return math.exp(-trials * (part(share, chance) + part(1 - share, 1 - chance)))

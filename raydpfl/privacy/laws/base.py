@@ -147,7 +147,7 @@ class Law:
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times, rounds)
 
-    def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float, float]:
+    def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float]:
         """How often a client can be drawn, for the check of a run's draws.
 
         Args:
@@ -156,7 +156,6 @@ class Law:
             exposure: how many of them accountants compose.
 
         Returns:
-            Trials and chance of a binomial law that bounds the number of draws of any client, and
-            the number of clients that this holds for.
+            Trials, and the largest chance of any client in each.
         """
-        return exposure, self.q(sampling), float(sampling.population)
+        return exposure, self.q(sampling)

@@ -74,11 +74,4 @@ class WithReplacement(Law):
         return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
     def most(self, sampling, rounds, exposure):
-        """The binomial law of the likeliest client, for 1 / p_max clients: of all clients
-
-            P[Bin(n, p_i) >= m] / p_i
-
-        is largest for it, so the sum over all clients is at most that of these.
-        """
-        chance = self._likeliest(sampling)
-        return rounds * sampling.cohort, chance, 1 / chance
+        return rounds * sampling.cohort, self._likeliest(sampling)

@@ -1,0 +1,473 @@
+"""Bets against a sampling scheme: how much the cohorts of a run speak against the declared one.
+
+Each bet starts with wealth 1 and multiplies it in every round by a factor that depends on the
+cohort. Under the declared scheme the factor's expectation, given all earlier rounds, is at most 1:
+the wealth is a nonnegative supermartingale. So is the mean over all bets, and the probability that
+it ever reaches 1 / a is at most a (Ville's inequality; Shafer 2021, Testing by betting). No union
+over rounds or clients is needed, and a run may be looked at after any round.
+
+>>> from raydpfl.privacy import Sampling
+>>> generator = np.random.default_rng(1)
+>>> bets = Bets(Sampling("fixed", population=900, cohort=90), 900)
+>>> odds = np.where(np.arange(900) < 100, 1.5, 1.0)  # 100 clients are drawn too often
+>>> counts = np.zeros(900, np.int64)
+>>> for t in range(200):
+...     cohort = np.sort(generator.choice(900, 90, replace=False, p=odds / odds.sum()))
+...     name, wealth = bets.see(Drawn(cohort, counts[cohort], 90, t + 1))
+...     counts[cohort] += 1
+...     if wealth > math.log(1e6):
+...         break
+>>> name, t
+('counts', 148)
+
+| bet       | what it bets on                                                        |
+| --------- | ---------------------------------------------------------------------- |
+| `counts`  | those who were drawn often (or seldom) until now are drawn often again |
+| `client`  | one client is drawn too often, or too seldom                           |
+| `sizes`   | of cohorts where each client takes part independently                  |
+| `overlap` | clients of the cohort before: too many, too varied a number, too even  |
+| `pairs`   | clients that came together too often come together again               |
+| `repeats` | draws of a client that the same round has drawn already                |
+
+A round costs in proportion to its cohort. `pairs` is for user-defined selections: whenever the
+rounds have grown by half, it searches the cohorts until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raydpfl.privacy import Sampling
+
+_SETTLED = 64  # bets are settled when the rounds have grown by one part of so many
+_PARTS = 8  # in which a cohort is revealed
+_KEPT = 1 << 22  # clients of past cohorts that pairs are searched in
+_COMPARED = 1 << 23  # of these that one search compares
+_LOGS = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2.2, 3, 5])
+_LOGS = np.concatenate([-_LOGS[::-1], [0.0], _LOGS])  # log odds of a client over those declared
+_ODDS = np.exp(_LOGS)
+_ABOVE = _LOGS > 0
+_WIDTHS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+
+
+def _priors() -> np.ndarray:
+    """Priors over `_LOGS`, float64 [strategies, odds]: bells of `_WIDTHS`, then those by which a
+    share of the clients have one value and the others 0.
+    """
+    gaps = np.gradient(_LOGS)
+    found = [gaps * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
+    for log in (0.2, 0.4, 0.7, 1.5):
+        for share in (0.001, 0.01, 0.1, 0.5):
+            found.append(np.where(_LOGS == 0, 1 - share, np.where(_LOGS == log, share, 0)))
+    priors = np.array(found)
+    return priors / priors.sum(1, keepdims=True)
+
+
+_PRIORS = _priors()
+_MEANS = _PRIORS * _ODDS
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The cohort of a round.
+
+    Args:
+        clients: int64 [r], ascending, one drawn twice listed twice.
+        before: how often each was drawn in earlier rounds, int64 [r].
+        size: of the cohort before anyone dropped out.
+        exposure: how many rounds the accountants compose after this one.
+    """
+
+    clients: np.ndarray
+    before: np.ndarray
+    size: int
+    exposure: int
+
+
+class Bets:
+    """All bets against the scheme of one run.
+
+    Args:
+        sampling: the declared scheme, where the cohort is a secret.
+        count: N, the number of clients.
+        pairs: whether to look for pairs of clients.
+    """
+
+    def __init__(self, sampling: Sampling, count: int, pairs: bool = False):
+        subset = not (sampling.rule or sampling.repeats) and sampling.law.any_subset(sampling)
+        repeats = sampling.repeats and not sampling.rule
+        coins = None if sampling.rule else sampling.coins
+        counts = _Counts(sampling, count, subset)
+        made: dict[str, Bet | None] = {
+            "counts": _Memory(counts, sampling) if subset or repeats else None,
+            "overlap": _Overlap(count) if subset else None,
+            "sizes": _Sizes(count, coins) if coins and coins < 1 else None,
+            "pairs": _Pairs(count, sampling) if pairs and (subset or repeats) else None,
+            "repeats": _Repeats(count, sampling) if repeats else None,
+            "client": counts,  # the last: others read the counts before the round
+        }
+        self._bets = {name: bet for name, bet in made.items() if bet is not None}
+        self._rounds = 0
+        self._due = 1
+
+    def see(self, drawn: Drawn) -> tuple[str, float]:
+        """Takes up the next cohort.
+
+        Returns:
+            The name of the richest bet, and the logarithm of the mean wealth of all; no name and 0
+            where bets are not settled, which is one round of 64 at the end of a run at most.
+        """
+        for bet in self._bets.values():
+            bet.see(drawn)
+        self._rounds += 1
+        if self._rounds < self._due:
+            return "", 0.0
+        self._due = self._rounds + 1 + self._rounds // _SETTLED
+        wealth = {name: bet.settle() for name, bet in self._bets.items()}
+        return max(wealth, key=lambda name: wealth[name]), _log_mean([*wealth.values()])
+
+
+class Bet:
+    """Base of the bets."""
+
+    def see(self, drawn: Drawn) -> None:
+        """Wins or loses by the cohort of a round."""
+        raise NotImplementedError
+
+    def settle(self) -> float:
+        """The logarithm of the wealth. What later rounds are bet on may change now."""
+        raise NotImplementedError
+
+
+class _Counts(Bet):
+    """How many clients were drawn how often; a bet on one client.
+
+    If the odds of a client are o times the declared ones, the likelihood ratio of its c draws is
+    o^c / prod_t (1 - q_t + o q_t), with q_t the declared chance in round t. The wealth is the mean
+    ratio over the clients. Where q_t is the largest possible chance only, o is above 1.
+    """
+
+    def __init__(self, sampling: Sampling, count: int, subset: bool):
+        self._sampling = sampling
+        self._subset = subset
+        self.count = count
+        self.clients = np.array([count], np.int64)  # by how often they were drawn
+        self._rounds = 0
+        self._scale = np.zeros(len(_LOGS))
+
+    def see(self, drawn: Drawn) -> None:
+        moved = np.bincount(drawn.before, minlength=len(self.clients))
+        clients = np.zeros(len(moved) + 1, np.int64)
+        clients[: len(self.clients)] = self.clients
+        clients[:-1] -= moved
+        clients[1:] += moved
+        self.clients = clients
+        self._rounds += 1
+        if self._subset:
+            self._scale += np.log1p((_ODDS - 1) * (len(drawn.clients) / self.count))
+        else:
+            sampling = self._sampling
+            trials, chance = sampling.law.most(sampling, self._rounds, drawn.exposure)
+            self._scale = trials * np.log1p((_ODDS - 1) * min(chance, 1.0))
+
+    def ratios(self, counts: np.ndarray) -> np.ndarray:
+        """The logarithms of the likelihood ratios of these counts, float64 [odds, k]."""
+        return _LOGS[:, None] * counts - self._scale[:, None]
+
+    def settle(self) -> float:
+        held = np.flatnonzero(self.clients)
+        logs = self.ratios(held) + np.log(self.clients[held] / self.count)
+        return _log_mean([_log_sum(row) for row in (logs if self._subset else logs[_ABOVE])])
+
+
+class _Memory(Bet):
+    """Each strategy is a prior over a client's odds, and bets on its posterior mean o_k given the
+    client's count. Some also bet on 1 / o_k: that who was drawn rests.
+
+    A part of the cohort, random and of size m, is a uniform subset of the clients that were not in
+    the parts before. There prod o_k has at most the expectation (mean o)^m (Maclaurin's inequality
+    for elementary symmetric polynomials). Draws with replacement are independent, and the mean of o
+    is at most that over the 1 / p_max clients with the largest o.
+    """
+
+    def __init__(self, counts: _Counts, sampling: Sampling):
+        self._counts = counts
+        self._repeats = sampling.repeats
+        self._most = counts.count if sampling.p_max is None else 1 / sampling.p_max  # clients
+        self._order = np.random.default_rng(0)
+        self._low = 0  # the smallest count that any client had when bets were settled
+        self._odds = np.ones((len(_PRIORS) + len(_WIDTHS), 1))  # by count from `_low` on
+        self._wealth = np.zeros(len(self._odds))
+
+    def see(self, drawn: Drawn) -> None:
+        odds = self._odds
+        width = odds.shape[1]
+        held = self._counts.clients[self._low :].astype(np.float64)
+        held[width - 1 :] = held[width - 1 :].sum()
+        held = np.append(held, np.zeros(width))[:width]
+        before = drawn.before
+        if self._repeats:  # as they were before the round
+            before = before[np.searchsorted(drawn.clients, drawn.clients)]
+        before = np.minimum(before - self._low, width - 1)
+        if self._repeats:
+            won = np.log(odds) @ np.bincount(before, minlength=width)
+            self._wealth += won - len(before) * np.log(self._largest(held))
+            return
+        part = self._order.integers(_PARTS, size=len(before))
+        parts = np.bincount(part * width + before, minlength=_PARTS * width)
+        parts = parts.reshape(_PARTS, width)
+        left = held - np.cumsum(parts, 0) + parts  # clients that are in no part before
+        means = odds @ (left / np.maximum(left.sum(1, keepdims=True), 1)).T
+        sizes = parts.sum(1)
+        self._wealth += np.log(odds) @ parts.sum(0) - np.log(np.where(sizes, means, 1)) @ sizes
+
+    def _largest(self, held: np.ndarray) -> np.ndarray:
+        """The mean of the largest odds, of `_most` clients: float64 [strategies]."""
+        order = np.argsort(-self._odds, 1)
+        clients = held[order]
+        clients = np.clip(self._most - np.cumsum(clients, 1) + clients, 0, clients)
+        return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._most
+
+    def settle(self) -> float:
+        held = np.flatnonzero(self._counts.clients)
+        self._low = int(held[0])
+        high = int(held[-1])
+        ratios = self._counts.ratios(np.arange(self._low, high + 8 + (high - self._low) // 4))
+        ratios = np.exp(ratios - ratios.max(0))
+        odds = (_MEANS @ ratios) / (_PRIORS @ ratios)
+        self._odds = np.concatenate([odds, 1 / odds[: len(_WIDTHS)]])
+        return _log_mean(self._wealth)
+
+
+class _Numbers(Bet):
+    """Numbers with a known law f: each strategy bets on a law proportional to f(x)^v e^(h x), which
+    is more varied (v < 1), less varied (v > 1), or has another mean.
+    """
+
+    _VARIED = np.array([0.2, 0.4, 0.6, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4] + 8 * [1])
+    _MEAN = np.array(10 * [0] + [-2, -0.7, -0.2, -0.07, 0.07, 0.2, 0.7, 2])  # stds
+
+    def __init__(self) -> None:
+        self._wealth = np.zeros(len(self._MEAN))
+
+    def settle(self) -> float:
+        return _log_mean(self._wealth)
+
+    def factors(self, values: np.ndarray, logs: np.ndarray) -> np.ndarray:
+        """The logarithms of the factors of these values, float64 [strategies, k]; `logs` float64
+        [k] are those of their probabilities, up to a constant.
+        """
+        logs = logs - _log_sum(logs)
+        std = math.sqrt(max(np.exp(logs) @ values**2 - (np.exp(logs) @ values) ** 2, 1e-9))
+        tilt = (self._MEAN / std)[:, None] * (values - values.mean())
+        bets = self._VARIED[:, None] * logs + tilt
+        most = bets.max(1, keepdims=True)
+        return bets - most - np.log(np.exp(bets - most).sum(1, keepdims=True)) - logs
+
+
+class _Sizes(_Numbers):
+    """The size of a cohort is Bin(N, q)."""
+
+    def __init__(self, count: int, chance: float):
+        super().__init__()
+        mean = count * chance
+        self._values = _window(mean, mean * (1 - chance), 0, count)
+        odds = math.log(chance) - math.log1p(-chance)
+        logs = _choose(count, self._values) + self._values * odds
+        self._table = self.factors(self._values, logs)
+
+    def see(self, drawn: Drawn) -> None:
+        place = int(np.clip(drawn.size - self._values[0], 0, len(self._values) - 1))
+        self._wealth += self._table[:, place]
+
+
+class _Overlap(_Numbers):
+    """The number of clients that are in the cohort before too is hypergeometric, given both sizes,
+    and independent of earlier rounds.
+    """
+
+    def __init__(self, count: int):
+        super().__init__()
+        self._count = count
+        self._before = np.zeros(0, np.int64)
+        self._sizes = (0, 0)
+        self._low = 0
+        self._table = np.zeros((len(self._wealth), 1))
+
+    def see(self, drawn: Drawn) -> None:
+        sizes = (len(self._before), len(drawn.clients))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            n, m = sizes
+            share = n / self._count
+            least = max(0, n + m - self._count)
+            values = _window(m * share, m * share * (1 - share), least, min(n, m))
+            logs = _choose(n, values) + _choose(self._count - n, m - values)
+            self._low = int(values[0])
+            self._table = self.factors(values, logs)
+        both = np.sort(np.concatenate([self._before, drawn.clients]))
+        shared = int((both[1:] == both[:-1]).sum())
+        self._wealth += self._table[:, min(max(shared - self._low, 0), self._table.shape[1] - 1)]
+        self._before = drawn.clients
+
+
+class _Pairs(Bet):
+    """Pairs of clients that came together more often than by chance, each client in one pair.
+
+    The first of each pair are revealed first. Given these, the others are a uniform subset of the
+    remaining clients, so that the second of a pair takes part with chance q', and whether the
+    second ones do is negatively associated: prod o^x has at most the expectation
+    (1 - q' + o q')^n, for o >= 1 and n pairs whose first takes part. Bets are on the first 1, 4, 16
+    ... pairs, the strongest first. After each search they begin again, with a part of the wealth.
+    """
+
+    _ODDS = np.array([2.0, 5.0, 20.0, 100.0, 2000.0])
+    _FIRST = 4 ** np.arange(6)
+
+    def __init__(self, count: int, sampling: Sampling):
+        self._count = count
+        self._repeats = sampling.repeats
+        self._largest = sampling.p_max or 1 / count  # chance of a client at one draw
+        self._rounds = 0
+        self._due = 12  # the round after which to search
+        self._searches = 0
+        self._seen: list[np.ndarray] = []
+        self._kept = 0  # clients in all of them
+        self._pairs = np.zeros((2, 0), np.int64)
+        self._wealth = np.zeros((len(self._ODDS), len(self._FIRST)))
+        self._settled = -math.inf  # what earlier bets came to
+
+    def see(self, drawn: Drawn) -> None:
+        clients = np.unique(drawn.clients) if self._repeats else drawn.clients
+        if self._pairs.size:
+            first, second = np.isin(self._pairs, clients)
+            left = len(drawn.clients) - int(np.isin(drawn.clients, self._pairs[0]).sum())
+            chance = self._chance(left)
+            places = np.minimum(self._FIRST, len(first)) - 1
+            tried = np.cumsum(first)[places]
+            both = np.cumsum(first & second)[places]
+            self._wealth += np.log(self._ODDS)[:, None] * both
+            self._wealth -= np.log1p((self._ODDS - 1) * chance)[:, None] * tried
+        self._kept += len(clients)
+        self._rounds += 1
+        if self._kept <= _KEPT:
+            self._seen.append(clients)
+            if self._rounds >= self._due:
+                self._due = self._rounds + self._rounds // 2
+                self._search()
+
+    def _chance(self, left: int) -> float:
+        """The largest chance that the second of a pair is among the `left` that are not the first
+        of any.
+        """
+        firsts = self._pairs.shape[1]
+        if not self._repeats:
+            return left / (self._count - firsts)
+        largest = min(self._largest / max(1 - firsts * self._largest, self._largest), 1 - 1e-9)
+        return -math.expm1(left * math.log1p(-largest))
+
+    def _search(self) -> None:
+        """Finds the pairs to bet on, and begins again."""
+        if self._pairs.size:
+            self._settled = _log_sum([self._settled, self._now()])
+            self._searches += 1
+        self._wealth = np.zeros_like(self._wealth)
+        self._pairs = together(self._seen, self._FIRST[-1])
+
+    def _now(self) -> float:
+        """The logarithm of what the present bets came to."""
+        share = (self._searches + 1) * (self._searches + 2)
+        return _log_mean(self._wealth) - math.log(share)
+
+    def settle(self) -> float:
+        return _log_sum([self._settled, self._now()])
+
+
+def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """The pairs of clients that came together most improbably often, int64 [2, k <= most], the most
+    improbable first, each client in one pair at most.
+
+    Of a few clients that were drawn most often, the companions are counted, so that the work does
+    not exceed `_COMPARED`.
+    """
+    from scipy.sparse import csr_array
+
+    clients, column = np.unique(np.concatenate(cohorts), return_inverse=True)
+    sizes = np.array([len(cohort) for cohort in cohorts])
+    row = np.repeat(np.arange(len(cohorts)), sizes)
+    taken = csr_array((np.ones(len(row), np.int32), (row, column)))
+    counts = np.bincount(column)
+    often = np.argsort(-counts, kind="stable")
+    work = np.cumsum(counts[often]) * sizes.mean()
+    often = often[: max(1, int(np.searchsorted(work, _COMPARED)))]
+    pairs = (taken[:, often].T @ taken).tocoo()
+    first, second = often[pairs.row], pairs.col
+    times, trials = pairs.data, counts[first]
+    kept = (first != second) & (times > 1)
+    first, second, share = first[kept], second[kept], (times / trials)[kept]
+    usual = np.minimum(counts[second] / len(cohorts), 1 - 1e-9)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest = np.where(share < 1, (1 - share) * np.log((1 - share) / (1 - usual)), 0)
+    score = np.where(share > usual, trials[kept] * (share * np.log(share / usual) + rest), 0)
+    order = np.argsort(-score, kind="stable")[: 8 * most]
+    chosen: dict[int, int] = {}
+    for one, other in zip(first[order].tolist(), second[order].tolist(), strict=True):
+        if one not in chosen and other not in chosen and len(chosen) < 2 * most:
+            chosen |= {one: other, other: -1}
+    found = [(one, other) for one, other in chosen.items() if other >= 0]
+    return clients[np.array(found, np.int64).reshape(-1, 2).T]
+
+
+class _Repeats(Bet):
+    """Of draws with replacement in random order, the i-th is of an earlier client with chance
+    (i - 1) p_max at most.
+    """
+
+    _ODDS = np.array([1.3, 2.0, 4.0, 16.0, 256.0])
+
+    def __init__(self, count: int, sampling: Sampling):
+        self._chance = sampling.p_max or 1 / count
+        self._wealth = np.zeros(len(self._ODDS))
+        self._loss = np.zeros((len(self._ODDS), 0))  # over so many draws
+
+    def see(self, drawn: Drawn) -> None:
+        draws = len(drawn.clients)
+        if draws > self._loss.shape[1]:
+            chances = np.minimum(np.arange(draws) * self._chance, 1)
+            self._loss = np.cumsum(np.log1p((self._ODDS - 1)[:, None] * chances), 1)
+        again = int((drawn.clients[1:] == drawn.clients[:-1]).sum())
+        if draws:
+            self._wealth += np.log(self._ODDS) * again - self._loss[:, draws - 1]
+
+    def settle(self) -> float:
+        return _log_mean(self._wealth)
+
+
+def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
+    """The whole numbers within about 12 stds of the mean, float64 [k]."""
+    reach = 12 * math.sqrt(variance) + 30
+    first = max(least, math.floor(mean - reach))
+    return np.arange(first, min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
+
+
+def _choose(n: int, k: np.ndarray) -> np.ndarray:
+    """The logarithm of n over k."""
+    from scipy.special import gammaln
+
+    return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
+
+
+def _log_sum(logs: ArrayLike) -> float:
+    """The logarithm of a sum, from the logarithms of its terms."""
+    logs = np.asarray(logs)
+    most = float(logs.max())
+    return most + math.log(np.exp(logs - most).sum()) if math.isfinite(most) else most
+
+
+def _log_mean(logs: ArrayLike) -> float:
+    return _log_sum(logs) - math.log(np.size(logs))
