@@ -18,11 +18,12 @@ from rich.text import Text
 from raydpfl import observers, scores, storage
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, column, holding
-from raydpfl.privacy.guarantee import KINDS
+from raydpfl.privacy.guarantee import DECLARED, KINDS
 from raydpfl.runner import FIRST, Result
 
 WAIT = 5.0  # seconds between lines of what is done before the first round
 PACE = 30  # rounds by whose time that which is left is told
+BY_DECLARATION = "^"  # behind an epsilon, after its sign
 SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 
 
@@ -260,8 +261,11 @@ def _table(group: Sequence[Guarantee], holds: Sequence[Guarantee]) -> Table:
 
 
 def epsilon(one: Guarantee) -> str:
-    """An epsilon in print, with a sign where it is no guarantee; a dash where nothing is shown."""
-    return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}"
+    """An epsilon in print, with a sign where it is no guarantee, or relies on what a user-defined
+    class declares; a dash where nothing is shown.
+    """
+    mark = BY_DECLARATION if one.declared else ""
+    return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}{mark}"
 
 
 def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
@@ -281,5 +285,7 @@ def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
             said.append(f"{sign}.")
     relied = holds or [one for one in found if not one.formula]
     said += [f"Sampling: {one.sampling}." for one in relied]
+    if any(one.declared for one in found):
+        said.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
     said += [f"Not accounted for: {each}." for one in found for each in one.exclusions]
     return [*dict.fromkeys(said)]

@@ -16,7 +16,7 @@ from torch import nn
 
 from raydpfl.bounding import FAMILY as BOUNDINGS
 from raydpfl.bounding import Clip, Query
-from raydpfl.check import check, members_of, render, resolved
+from raydpfl.check import check, members_of, render, resolved, selection
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
@@ -27,7 +27,7 @@ from raydpfl.noise import Gaussian
 from raydpfl.privacy import Sampling, pld
 from raydpfl.privacy.laws import LAWS
 from raydpfl.runner import run
-from raydpfl.selection import Cohort, Uniform
+from raydpfl.selection import Cohort, Selection, Uniform
 from raydpfl.server import Server
 from raydpfl.track import Log, Tracker
 from raydpfl.weights import Weights
@@ -46,6 +46,34 @@ def test_every_member_keeps_the_promises_of_its_family(name):
     found = check(name)
     assert found
     assert all(promise.kept for promise in found), render(found)
+
+
+@pytest.fixture(autouse=True)
+def _fewer_cohorts(monkeypatch):
+    monkeypatch.setattr(selection, "SECONDS", 1)
+
+
+class SomeOften(Selection):
+    """Some clients are twice as likely as the others, among more than 24."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"often": tuple(range(30))},)
+    cohort: int = 9
+    often: tuple[int, ...]
+
+    def select(self, seed, t, population, ask):
+        odds = np.ones(len(population))
+        odds[list(self.often if len(odds) > 30 else ())] = 2.0
+        generator = stream(seed, Purpose.COHORT, t=t)
+        chances = odds / odds.sum()
+        return Cohort.of(generator.choice(len(odds), self.cohort, replace=False, p=chances))
+
+    def sampling(self, population):
+        return Sampling("fixed", len(population), self.cohort)
+
+
+def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
+    law = next(promise for promise in check(SomeOften) if promise.name == "law")
+    assert not law.kept and "fixed size 9 of 120" in law.finding
 
 
 # --- members that lie: each keeps all promises but those it is caught by ---

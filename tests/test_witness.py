@@ -13,8 +13,9 @@ from raydpfl import run, witnessing
 from raydpfl.bounding.quantile_clip import QuantileClip
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, stream
+from raydpfl.local.sgd import Sgd
 from raydpfl.plan import Plan
-from raydpfl.privacy import Sampling
+from raydpfl.privacy import Guarantee, Sampling
 from raydpfl.privacy.laws import Law
 from raydpfl.selection import Cohort, Population, Selection
 from raydpfl.selection.availability import Availability
@@ -23,6 +24,8 @@ from raydpfl.selection.poisson import Poisson
 from raydpfl.selection.power_of_choice import PowerOfChoice
 from raydpfl.selection.uniform import Uniform
 from raydpfl.selection.witness import Witness
+from raydpfl.shown import epsilon
+from raydpfl.weights import Weights
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
 
@@ -554,3 +557,46 @@ def test_a_law_of_ones_own_may_draw_clients_in_groups():
         cohort = selection.select(3, t, population, None)
         witness.see(t, cohort, seen)
         seen.update(cohort.clients.tolist())
+
+
+class Steps(Sgd):
+    """As its base, but user-defined."""
+
+
+class Half(Uniform):
+    """As its base, but user-defined."""
+
+
+class HalfWeight(Weights):
+    def of(self, sizes, samples, population):
+        return np.full(len(sizes), 0.5)
+
+
+STEPS = {
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "multiplier": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    "parts,said",
+    [
+        ({}, []),
+        ({"selection": Half(cohort=20)}, ["cohorts that differ from the sampling scheme"]),
+        ({"weights": HalfWeight()}, ["weights above the largest"]),
+        ({"local": Steps(steps=2, batch=5, lr=0.1)}, []),
+        (
+            {"local": Steps(steps=2, batch=5, lr=0.1), **STEPS},
+            ["batches that differ from the sampling scheme"],
+        ),
+    ],
+)
+def test_what_user_defined_classes_declare_is_not_printed_as_proved(parts, said):
+    defaults = {"noise": {"kind": "gaussian", "multiplier": 1.0}, "data": CLIENTS, "rounds": 4}
+    plan = Plan.make(experiment(**{**defaults, **parts}))
+    for one in plan.guarantees(4, plan.participations(4)):
+        assert [words.split(" declared by test_witness:")[0] for words in one.declared] == said
+        assert all(words.endswith("(tested, not proved)") for words in one.declared)
+        assert ("tested, not proved" in one.brief().sentence()) == bool(said)
+        assert Guarantee.from_dict(one.to_dict()).declared == one.declared
+        assert epsilon(one).endswith("^") == (bool(said) and np.isfinite(one.epsilon))

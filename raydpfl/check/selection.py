@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 
 import numpy as np
-from scipy.stats import binom
 
 from raydpfl.check import laws
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import FALSE_ALARM, Look, hold, made_up
+from raydpfl.errors import RAISED
 from raydpfl.parts import composed
 from raydpfl.selection import Cohort, Population, Selection
 from raydpfl.selection.witness import Witness
 
 ROUNDS = 400
+DRAWS = 100_000  # of a user-defined selection
+SECONDS = 24  # in which as many of them are drawn as can be
+SEEDS = (2, 3, 4, 5)
+MOST = 100_000  # clients to draw among
 
 
 def _ask(clients: np.ndarray) -> np.ndarray:
@@ -60,7 +65,10 @@ def law(case: Case) -> str:
     least = member.survivors(1, ROUNDS, population)
     if declared.coins is not None or declared.size is None:
         least = 0
-    witness = Witness(member, population, exposures, least, secret=True)
+    rate = FALSE_ALARM / (len(SEEDS) + 1)
+    witness = Witness(
+        member, population, exposures, least, True, pairs=member.is_own, false_alarm=rate
+    )
     seen: Counter[int] = Counter()
     for t in range(ROUNDS):
         cohort = _draw(member, 1, t, population)
@@ -68,13 +76,77 @@ def law(case: Case) -> str:
             witness.asks(t, member.exposed(1, t, population))
         witness.see(t, cohort, seen)
         seen.update(cohort.clients.tolist())
-    if declared.hidden and not declared.repeats and not declared.rule:
-        counts = np.array([seen[client] for client in range(len(population))])
-        q = declared.q * (1 - member.dropout)
-        chance = float(binom.cdf(counts.min(), ROUNDS, q)) * len(population)
-        rare = f"client {counts.argmin()} is drawn {counts.min()} times in {ROUNDS} rounds"
-        hold(chance >= FALSE_ALARM, f"{rare}, where {declared} gives {ROUNDS * q:.0f}")
-    return f"{declared}, {ROUNDS} rounds"
+    found = f"{declared}, {ROUNDS} rounds"
+    if member.is_own and not member.asks:
+        populations = [population] if declared.hidden else []
+        populations += _suited(member)
+        found += _many(member, populations, rate) if populations else ""
+    return found
+
+
+def _many(member: Selection, populations: list[Population], rate: float) -> str:
+    """Holds many cohorts against the law."""
+    drawn = 0
+    begun = time.monotonic()
+    for number, seed in enumerate(SEEDS, 1):
+        population = populations[min(number, len(populations)) - 1]
+        until = begun + SECONDS * number / len(SEEDS)
+        rounds = DRAWS // len(SEEDS)
+        exposures = composed(member, seed, rounds, population)
+        witness = Witness(member, population, exposures, 0, True, pairs=True, false_alarm=rate)
+        seen: Counter[int] = Counter()
+        for t in range(rounds):
+            cohort = member.draw(seed, t, population)
+            witness.see(t, cohort, seen)
+            seen.update(cohort.clients.tolist())
+            if time.monotonic() > until:
+                break
+        drawn += t + 1
+    fewer = "" if drawn >= DRAWS else f" (as many as {SECONDS} s allow, of {DRAWS:,})"
+    return f"; {drawn:,} cohorts, among up to {len(populations[-1])} clients{fewer}"
+
+
+def _suited(member: Selection) -> list[Population]:
+    """Clients that suit the numbers in the fields of a member: as many as a field says that is
+    named `population` or `clients`; or ten cohorts, more where a field counts more or lists ids.
+    Empty: the member takes no such population.
+    """
+    fields = member.model_dump()
+    cohort = fields.get("cohort")
+    counts = [10 * cohort] if isinstance(cohort, int) else [240]
+    said = [fields[name] for name in ("population", "clients") if name in fields]
+    listed = [
+        4 * (number + 1)
+        for value in fields.values()
+        if not isinstance(value, int)
+        for number in _listed(value)
+    ]
+    numbers = [value for value in fields.values() if isinstance(value, int)]
+    tried = [*said, max([*counts, *listed, *(n for n in numbers if n <= MOST)]), *counts]
+    for count in tried:
+        if not isinstance(count, int) or not 1 < count <= MOST:
+            continue
+        population = Population(1 + np.arange(count) % 50)
+        try:
+            member.fits(count)
+            member.draw(1, 0, population)
+            hidden = member.sampling(population).hidden
+        except RAISED:  # a user's code may raise anything
+            continue
+        if hidden:
+            return [population]
+    return []
+
+
+def _listed(value: object) -> list[int]:
+    """The whole numbers in a value, below `MOST`."""
+    if isinstance(value, int):
+        return [value] if value < MOST else []
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [number for each in value for number in _listed(each)]
+    return []
 
 
 def exposures(case: Case) -> str:

@@ -33,7 +33,7 @@ def release(noise: Gaussian, facts: Facts) -> LocalSteps:
         "bound": e.bounding.sample_bound,
         "delta": noise.delta,
         "sampling": e.local.sampling,
-        "exclusions": (*e.data.sample_exclusions, *excluded(e, noise)),
+        "exclusions": (*e.data.sample_exclusions, *excluded(e, noise, at_steps=True)),
         "beside": e.selection.loss_query,
     }
     if noise.epsilon is None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
+from raydpfl.own import is_own
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.facts import Relation
+from raydpfl.privacy.guarantee import DECLARED
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
@@ -65,9 +67,33 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
     return tuple(found)
 
 
-def excluded(experiment: Experiment, noise: Noise) -> tuple[str, ...]:
+def declared(experiment: Experiment, noise: Noise, at_steps: bool) -> tuple[str, ...]:
+    """What accountants take from user-defined classes, in words: where noise is drawn `at_steps`,
+    and else.
+    """
+    e = experiment
+    facts = {
+        "noise that differs from that": noise,
+        "contributions above the bound": e.bounding,
+    }
+    if at_steps:  # cohorts are counted as they are drawn, and weights move what is released
+        facts["batches that differ from the sampling scheme"] = e.local
+    else:
+        facts["cohorts that differ from the sampling scheme"] = e.selection
+        facts["weights above the largest"] = e.weights
+    if e.selection.loss_query is not None:
+        facts["losses that differ from the query"] = e.selection
+    return tuple(
+        f"{fact} declared by {member.kind} {DECLARED}"
+        for fact, member in facts.items()
+        if member.is_own
+    )
+
+
+def excluded(experiment: Experiment, noise: Noise, at_steps: bool = False) -> tuple[str, ...]:
     """What no accountant counts, in words: the `exclusions` of a guarantee."""
-    said = (*experiment.data.exclusions, *experiment.selection.exclusions)
+    said = (*declared(experiment, noise, at_steps), *experiment.data.exclusions)
+    said += experiment.selection.exclusions
     said += (*experiment.evaluate.exclusions, *experiment.model.exclusions)
     said += (PERSONAL,) if experiment.personal else ()
     said += (COMMON,) if noise.of_seed else ()
@@ -90,6 +116,9 @@ def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanis
         survey=experiment.evaluate.survey,
     )
     exclusions = (*excluded(experiment, noise), *noise.exclusions(cohorts))
+    if is_own(type(cohorts.law)):
+        law = f"privacy losses above those declared by {type(cohorts.law).__name__} {DECLARED}"
+        exclusions = (law, *exclusions)
     if mechanism.unproved:
         exclusions += (mechanism.unproved,)
     mechanism = replace(mechanism, exclusions=exclusions)

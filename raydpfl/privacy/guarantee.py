@@ -41,6 +41,7 @@ _RELATIONS = {
     "replace_one": "which may be replaced by another",
     "unstated": "whose data differ (by removal or by replacement: the paper leaves it open)",
 }
+DECLARED = "(tested, not proved)"  # ends an exclusion: what a user-defined class declares
 KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
 
 
@@ -275,6 +276,15 @@ class Guarantee:
         """Whether it is what a paper's formula gives, be it true or not."""
         return self.kind == "paper"
 
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """The exclusions by which the guarantee relies on what user-defined classes declare."""
+        return tuple(words for words in self.exclusions if words.endswith(DECLARED))
+
+    def brief(self) -> Guarantee:
+        """The same with those exclusions alone."""
+        return replace(self, exclusions=self.declared)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Guarantee:
         """The guarantee that `to_dict` wrote, with its sampling in words only."""
@@ -389,9 +399,13 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> list[str]:
-    """As `sentences`; what is not accounted for is told once for all, at the end."""
-    found = sentences([replace(one, exclusions=()) for one in guarantees])
-    excluded = dict.fromkeys(each for one in guarantees for each in one.exclusions)
+    """As `sentences`; what is not accounted for is listed once for all, at the end, but for
+    what a guarantee takes from user-defined classes.
+    """
+    found = sentences([one.brief() for one in guarantees])
+    excluded = dict.fromkeys(
+        words for one in guarantees for words in one.exclusions if words not in one.declared
+    )
     return found + [f"Not accounted for: {each}." for each in excluded]
 
 

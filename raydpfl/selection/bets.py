@@ -63,7 +63,7 @@ def _priors() -> np.ndarray:
     found = [gaps * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
     for log in (0.2, 0.4, 0.7, 1.5):
         for share in (0.001, 0.01, 0.1, 0.5):
-            found.append(np.where(_LOGS == 0, 1 - share, np.where(_LOGS == log, share, 0)))
+            found.append(np.where(_LOGS == 0, 1 - share, np.where(log == _LOGS, share, 0)))
     priors = np.array(found)
     return priors / priors.sum(1, keepdims=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
 TILES = 4  # scores at the top
 ROWS = 25  # of the table of rounds
 NAMED = 12  # classes that are named
+AS_DECLARED = "as user-defined classes declare"  # behind a kind
 KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
 
 
@@ -105,7 +105,7 @@ def spent(run: Run) -> str:
     if not run.holds:
         return "No rigorous guarantee holds."
     # what is not accounted for is told once for all
-    return f"What holds: {replace(run.holds[0], exclusions=()).sentence()}"
+    return f"What holds: {run.holds[0].brief().sentence()}"
 
 
 def tiles(run: Run) -> list[Tile]:
@@ -170,7 +170,7 @@ def privacy(run: Run) -> list[Piece]:
 def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:
     """A guarantee as a row of the table."""
     return [
-        KINDS[one.kind],
+        KINDS[one.kind] + (f", {AS_DECLARED}" if one.declared else ""),
         one.accountant,
         one.epsilon,
         one.delta,

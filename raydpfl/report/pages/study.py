@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -259,7 +258,7 @@ def words(cases: Sequence[Case]) -> Words:
     for arm in labels_of(cases, "arm"):
         run = next(case.run for case in cases if case.labels["arm"] == arm)
         if run.holds:
-            told.append(f"{arm}: {replace(run.holds[0], exclusions=()).sentence()}")
+            told.append(f"{arm}: {run.holds[0].brief().sentence()}")
         elif run.guarantees:
             told.append(f"{arm}: no rigorous guarantee holds.")
         else:
