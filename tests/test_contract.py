@@ -54,7 +54,7 @@ def _fewer_cohorts(monkeypatch):
 
 
 class SomeOften(Selection):
-    """Some clients are twice as likely as the others, among more than 24."""
+    """Some clients are four times as likely as the others, among more than 24."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"often": tuple(range(30))},)
     cohort: int = 9
@@ -62,7 +62,7 @@ class SomeOften(Selection):
 
     def select(self, seed, t, population, ask):
         odds = np.ones(len(population))
-        odds[list(self.often if len(odds) > 30 else ())] = 2.0
+        odds[list(self.often if len(odds) > 30 else ())] = 4.0
         generator = stream(seed, Purpose.COHORT, t=t)
         chances = odds / odds.sum()
         return Cohort.of(generator.choice(len(odds), self.cohort, replace=False, p=chances))
@@ -73,7 +73,7 @@ class SomeOften(Selection):
 
 def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
     law = next(promise for promise in check(SomeOften) if promise.name == "law")
-    assert not law.kept and "fixed size 9 of 120" in law.finding
+    assert not law.kept and "hardly ever gives" in law.finding
 
 
 # --- members that lie: each keeps all promises but those it is caught by ---

@@ -308,7 +308,8 @@ def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
     member = Favouring(declares="fixed", cohort=30, few=60, odds=2.0)
     noise = {"kind": "gaussian", "multiplier": 1.0}
     plan = Plan.make(experiment(selection=member, noise=noise, data=CLIENTS, rounds=400))
-    seed, clients = plan.cohort_seed(), plan.population
+    seed = plan.cohort_seed()
+    clients = plan.population
     refused = first_alarm(member, clients, 400, seed, pairs=True)
     assert refused is not None
     seen = Counter()

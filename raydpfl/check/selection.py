@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -107,24 +108,17 @@ def _many(member: Selection, populations: list[Population], rate: float) -> str:
 
 
 def _suited(member: Selection) -> list[Population]:
-    """Clients that suit the numbers in the fields of a member: as many as a field says that is
-    named `population` or `clients`; or ten cohorts, more where a field counts more or lists ids.
-    Empty: the member takes no such population.
+    """Clients that suit the numbers in the fields of a member: as many as a field says or ten times
+    as many, four times as many as the ids in a list need, or 1,000. Up to three populations that
+    the member draws secret cohorts from, the largest last.
     """
-    fields = member.model_dump()
-    cohort = fields.get("cohort")
-    counts = [10 * cohort] if isinstance(cohort, int) else [240]
-    said = [fields[name] for name in ("population", "clients") if name in fields]
-    listed = [
-        4 * (number + 1)
-        for value in fields.values()
-        if not isinstance(value, int)
-        for number in _listed(value)
-    ]
-    numbers = [value for value in fields.values() if isinstance(value, int)]
-    tried = [*said, max([*counts, *listed, *(n for n in numbers if n <= MOST)]), *counts]
-    for count in tried:
-        if not isinstance(count, int) or not 1 < count <= MOST:
+    fields = member.model_dump().values()
+    counts = {times * value for value in fields if type(value) is int for times in (1, 10)}
+    counts.add(1000)
+    counts.add(4 * (1 + max((number for value in fields for number in _listed(value)), default=0)))
+    suited: list[Population] = []
+    for count in sorted(counts, reverse=True):
+        if not 1 < count <= MOST or len(suited) == 3:
             continue
         population = Population(1 + np.arange(count) % 50)
         try:
@@ -134,19 +128,18 @@ def _suited(member: Selection) -> list[Population]:
         except RAISED:  # a user's code may raise anything
             continue
         if hidden:
-            return [population]
-    return []
+            suited.append(population)
+    return suited[::-1]
 
 
-def _listed(value: object) -> list[int]:
-    """The whole numbers in a value, below `MOST`."""
-    if isinstance(value, int):
-        return [value] if value < MOST else []
+def _listed(value: Any) -> list[int]:
+    """The whole numbers in a list or mapping, and in those within it."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [number for each in value for number in _listed(each)]
-    return []
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return []
+    inner = [number for each in value for number in _listed(each)]
+    return inner + [each for each in value if type(each) is int]
 
 
 def exposures(case: Case) -> str:

@@ -406,14 +406,14 @@ def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
     work = np.cumsum(counts[often]) * sizes.mean()
     often = often[: max(1, int(np.searchsorted(work, _COMPARED)))]
     pairs = (taken[:, often].T @ taken).tocoo()
-    first, second = often[pairs.row], pairs.col
-    times, trials = pairs.data, counts[first]
-    kept = (first != second) & (times > 1)
-    first, second, share = first[kept], second[kept], (times / trials)[kept]
+    kept = (often[pairs.row] != pairs.col) & (pairs.data > 1)
+    first = often[pairs.row[kept]]
+    second = pairs.col[kept]
+    share = pairs.data[kept] / counts[first]
     usual = np.minimum(counts[second] / len(cohorts), 1 - 1e-9)
     with np.errstate(divide="ignore", invalid="ignore"):
         rest = np.where(share < 1, (1 - share) * np.log((1 - share) / (1 - usual)), 0)
-    score = np.where(share > usual, trials[kept] * (share * np.log(share / usual) + rest), 0)
+    score = np.where(share > usual, counts[first] * (share * np.log(share / usual) + rest), 0)
     order = np.argsort(-score, kind="stable")[: 8 * most]
     chosen: dict[int, int] = {}
     for one, other in zip(first[order].tolist(), second[order].tolist(), strict=True):
