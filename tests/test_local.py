@@ -1006,11 +1006,93 @@ def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_sa
     with caplog.at_level(logging.WARNING, "raydpfl"):
         assert resolve(module, Sgd(steps=1), 20, form(SHAPE)) == "loop"
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
-        f"clients are trained by the loop; {way}"
+        f"clients are trained by the loop, one at a time, which is slow: {way} does not fit"
     )
     for each in {way, "fused" if isinstance(module, Mixing) else way}:
         with pytest.raises(ConfigError, match=rf"client\.way = '{each}': expected auto or loop"):
             resolve(module, Sgd(), 20, form(SHAPE), each)
+
+
+class Scanned(nn.Module):
+    """A recurrent layer over the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(6, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x.flatten(1, 2))[0][:, -1]
+
+
+class Twice(nn.Module):
+    """A residual of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 1, 3, padding=1)
+        self.last = nn.Linear(36, 4)
+
+    def forward(self, x):
+        return self.last((x + self.first(x)).flatten(1))
+
+
+class Noised(nn.Module):
+    """Adds what NumPy draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(36, 4)
+
+    def forward(self, x):
+        return self.last(x.flatten(1)) + float(np.random.normal())
+
+
+class Trained(Sgd):
+    """Trains a client whole."""
+
+    def train(self, *given):
+        raise NotImplementedError
+
+
+class Normed(nn.Module):
+    """BatchNorm whose statistics are each client's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+        self.last = nn.Linear(36, 4)
+        models.split.set_local(self, {"norm.running_mean", "norm.running_var"})
+
+    def forward(self, x):
+        return self.last(self.norm(x).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "module,local,way,why,faster",
+    [
+        (OTHERS["dropout"], Sgd(), "auto", "vmap does not fit", "a model without dropout"),
+        (Scanned, Sgd(), "auto", "LSTM is recurrent", "a model without recurrent layers"),
+        (Scanned, Sgd(), "loop", "LSTM is recurrent", "a model without recurrent layers"),
+        (
+            Twice,
+            Sgd(),
+            "auto",
+            "convolutional does not fit the model: ",
+            "convolutions, activ.*GPU",
+        ),
+        (Noised, Sgd(), "auto", "the module draws from np.random", "a module that draws nothing"),
+        (lambda: made("mlp"), Trained(), "auto", "a train of one's own", "a step in its place"),
+        (lambda: made("mlp"), Sgd(), "loop", "client.way asks for it", "client.way=auto, which tr"),
+        (Normed, Sgd(), "auto", "buffers of the model are clients' own", "without BatchNorm"),
+    ],
+)
+def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
+    module, local, way, why, faster, caplog
+):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(module(), local, 20, form(SHAPE), way) == "loop"
+    (said,) = caplog.messages
+    assert re.search(rf"trained by the loop, one at a time.*{why}.*; faster: .*{faster}", said)
 
 
 @pytest.mark.parametrize("name", ["mlp", "leaky mlp", "residual", "cnn"])

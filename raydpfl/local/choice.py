@@ -26,6 +26,7 @@ from itertools import pairwise
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import native
 from raydpfl.errors import ConfigError
@@ -45,6 +46,8 @@ from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examp
 log = logging.getLogger("raydpfl")
 UNFIT = "this way does not fit the model"
 SAID = "clients are trained by %s; %s does not fit the model: %s"
+SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
+CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
 
 
 def resolve(
@@ -73,28 +76,66 @@ def resolve(
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
-    choices = _choices(module, local, rows, form, clip, gpu, precision) if way == "auto" else [way]
+    asked = (local, clip, precision, Split.of(module))
+    look = way in ("auto", REFERENCE)
+    suited = _suited(module, local, rows, form, clip, gpu) if look else []
+    choices = _choices(suited, asked, clip) if way == "auto" else [way]
     drawn = drawn_from(module, form)
     choices = [_one_by_one(way, drawn)] if drawn else choices
+    slow = (f"the module draws from {drawn}", "a module that draws nothing") if drawn else None
     for chosen, other in pairwise([*choices, REFERENCE]):
-        check_way(chosen, local, clip, precision, Split.of(module))
-        if chosen in (REFERENCE, "noop"):
+        check_way(chosen, *asked)
+        if chosen == REFERENCE:
+            break
+        if chosen == "noop":
             return chosen
         reason = mismatch(module, local, form, chosen, clip, known)
         if reason is None:
             return chosen
         if way != "auto":
             raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
-        log.warning(SAID, "the loop" if other == REFERENCE else other, chosen, reason)
+        if other != REFERENCE:
+            log.warning(SAID, other, chosen, reason)
+        slow = (f"{chosen} does not fit the model: {reason}", _without(module, chosen))
+    log.warning(SLOW, *(slow or _hindrance(module, suited, asked)))
     return REFERENCE
+
+
+def _without(module: nn.Module, way: str) -> str:
+    """A model that a way fits which does not fit this one, in words."""
+    if any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
+        return "a model without dropout"
+    return f"a model that {way} fits"
+
+
+def _hindrance(
+    module: nn.Module, suited: list[str], asked: tuple[Local, float | None, Precision, Split]
+) -> tuple[str, str]:
+    """Why the loop trains, where no other way was tried, and what would be faster, in words.
+
+    Args:
+        suited: see `_suited`.
+        asked: what `lacking` is called with.
+    """
+    able = [way for way in suited if not lacking(way, *asked)]
+    if able and able[0] != REFERENCE:
+        return "client.way asks for it", f"client.way=auto, which tries {able[0]}"
+    if suited[0] != REFERENCE:
+        lacks = lacking(suited[0], *asked)
+        faster = "a step in its place" if asked[0].trains else f"what {suited[0]} can do"
+        return f"{suited[0]} cannot do {lacks}", faster
+    if Split.of(module).buffers:
+        return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
+    recurrent = [type(each).__name__ for each in module.modules() if isinstance(each, nn.RNNBase)]
+    if recurrent:
+        return f"{recurrent[0]} is recurrent", "a model without recurrent layers, as transformer"
+    reason = f"convolutional does not fit the model: {_unlinked(module)}"
+    return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
 
 
 def _one_by_one(way: str, drawn: str) -> str:
     """The way for a module that draws from a generator of the process. Raises `ConfigError`."""
     if way == "auto":
-        log.warning(
-            "clients are trained by the loop, one at a time, as the module draws from %s", drawn
-        )
         return REFERENCE
     if way in WAYS and way != "noop" and not WAYS[way].one_by_one:
         reason = f"the module draws from {drawn}, which has to be client by client"
@@ -102,16 +143,17 @@ def _one_by_one(way: str, drawn: str) -> str:
     return way
 
 
-def _by_hand(module: nn.Module) -> bool:
+def _unlinked(module: nn.Module) -> str | None:
+    """Why convolutions of it are not trained by hand (`links`), in words; None: they are."""
     try:
         links(module)
-    except NoStack:
-        return False
-    return True
+    except NoStack as error:
+        return str(error)
+    return None
 
 
 def _clipped_by_hand(module: nn.Module) -> bool:
-    return _by_hand(module) and unpooled(links(module)) is None
+    return _unlinked(module) is None and unpooled(links(module)) is None
 
 
 def _check_device(way: str, gpu: bool) -> None:
@@ -121,24 +163,17 @@ def _check_device(way: str, gpu: bool) -> None:
 
 
 def _choices(
-    module: nn.Module,
-    local: Local,
-    rows: int,
-    form: Form,
+    suited: list[str],
+    asked: tuple[Local, float | None, Precision, Split],
     clip: float | None,
-    gpu: bool,
-    precision: Precision,
 ) -> list[str]:
     """The ways to try before the loop, the best first: of those that suit the module, those that
     can do what is asked of them; only the best where samples are not clipped and none are frozen.
     """
-    suited = _suited(module, local, rows, form, clip, gpu)
-    asked = (local, clip, precision, Split.of(module))
     able = [way for way in suited if not lacking(way, *asked)]
     lacks = lacking(suited[0], *asked)
-    if lacks and suited[0] != REFERENCE:
-        instead = able[0] if able else "the loop"
-        log.warning("clients are trained by %s; %s cannot do %s", instead, suited[0], lacks)
+    if lacks and able and suited[0] != REFERENCE:
+        log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
     return able[: None if clip is not None or able[:1] == ["one_batch"] else 1] or [REFERENCE]
 
 
@@ -159,7 +194,7 @@ def _suited(
             return [*shared, *by_hand, "layerwise", "loop" if recurs else "vmap"]
         if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
             return [*shared, "vmap"]
-        return [*shared, "convolutional" if _by_hand(module) else "loop"]
+        return [*shared, "loop" if _unlinked(module) else "convolutional"]
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
     spanned = SampleSpace.pays(layers, rows, local)
