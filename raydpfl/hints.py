@@ -6,6 +6,8 @@
 '; what others call learning_rate is local.lr here'
 >>> said("bounding.bound", ["kind"])
 '; other kinds of bounding have it'
+>>> said("FedAvgM", ["sgd", "momentum"])
+'; what others call FedAvgM is server.kind=momentum here'
 >>> said("local.colour", ["kind", "lr", "steps"])
 ''
 """
@@ -27,7 +29,8 @@ FOREIGN: dict[str, str] = {
         "selection.cohort",
     ),
     **dict.fromkeys(
-        ("fraction_fit", "fraction_train", "client_fraction", "participation_rate"),
+        ("fraction", "fraction_fit", "fraction_train", "client_fraction", "participation_rate",
+         "sampling_rate"),
         "selection.cohort (a number of clients)",
     ),
     **dict.fromkeys(
@@ -64,18 +67,54 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("gpus", "gpus_per_client", "client_gpus"), "client.num_gpus"),
     **dict.fromkeys(("cpus", "client_cpus"), "client.num_cpus"),
     **dict.fromkeys(("workers", "num_workers", "processes"), "client.actors"),
+    "mechanism": "noise.kind",
 }  # fmt: skip
+# Names of methods, likewise, in lower case.
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("fedavg", "fedsgd"), "server.kind=sgd"),
+    "fedavgm": "server.kind=momentum",
+    "fedadam": "server.kind=adam",
+    "fedyogi": "server.kind=yogi",
+    "fedadagrad": "server.kind=adagrad",
+    "fedprox": "local.proximal",
+    "ditto": "personal (kind: sgd, with proximal)",
+    "random": "selection.kind=uniform",
+    "round_robin": "selection.kind=cyclic",
+    **dict.fromkeys(
+        ("lda", "latent_dirichlet", "label_skew", "non_iid", "noniid"),
+        "data.partition.kind=dirichlet",
+    ),
+    "pathological": "data.partition.kind=shards",
+    **dict.fromkeys(("adaptive", "adaptive_clipping"), "bounding.kind=quantile_clip"),
+    **dict.fromkeys(("dpsgd", "dp_sgd"), "bounding.kind=per_sample_clip"),
+    **dict.fromkeys(
+        ("dp_ftrl", "dpftrl", "matrix_factorization", "tree"), "noise.kind=banded_gaussian"
+    ),
+    **dict.fromkeys(("logistic_regression", "logreg"), "model.kind=softmax"),
+    "num_examples": "weights.kind=data",
+}
+# What there is not, and what there is instead.
+ABSENT: dict[str, str] = {
+    "noise.schedule": "noise has one std in all rounds; local and server have schedules, of lr",
+    **dict.fromkeys(
+        ("laplace", "laplacian"), "no accountant here counts Laplace noise: gaussian bounds in L2"
+    ),
+}
 
 
 def said(where: str, known: Iterable[str]) -> str:
-    """The end of a message on a key that there is not; empty where nothing comes near.
+    """The end of a message on a key or a kind that there is not; empty where nothing comes near.
 
     Args:
-        where: the dotted key that was given.
+        where: the dotted key that was given, or the name of the kind.
         known: the keys that there are.
     """
     section, _, key = where.rpartition(".")
-    meant = FOREIGN.get(key, "")
+    name = key.lower().replace("-", "_")
+    absent = ABSENT.get(where) or ABSENT.get(name)
+    if absent:
+        return f"; {absent}"
+    meant = FOREIGN.get(key) or METHODS.get(name, "")
     if meant.partition(" ")[0] == where:
         return f"; other kinds of {section} have it"
     if meant:

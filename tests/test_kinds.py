@@ -17,7 +17,7 @@ import raydpfl
 from raydpfl import Experiment, config, kinds
 from raydpfl.cli import app
 from raydpfl.errors import ConfigError
-from raydpfl.hints import FOREIGN
+from raydpfl.hints import FOREIGN, METHODS
 
 ROOT = Path(raydpfl.__file__).parent.parent
 # Families that no section of a config chooses from: what a study shows, and a report's pages.
@@ -115,9 +115,35 @@ def test_every_foreign_name_is_answered_with_a_key_that_there_is():
         assert key in {*names, "kind"}, (name, meant)
 
 
+def test_every_method_of_other_tools_is_answered_with_what_is_here():
+    for name, meant in METHODS.items():
+        path, _, kind = meant.partition(" ")[0].partition("=")
+        section, _, key = path.rpartition(".")
+        found = kinds.of(f"{section}.{kind}" if kind else section or "config")
+        assert kind or key in {each.name for one in found for each in one.keys}, (name, meant)
+
+
 @pytest.mark.parametrize(
     "override, said",
     [
+        ("server.kind=fedavgm", "what others call fedavgm is server.kind=momentum here"),
+        ("server.kind=FedProx", "what others call FedProx is local.proximal here"),
+        (
+            "data.partition.kind=lda",
+            "what others call lda is data.partition.kind=dirichlet here",
+        ),
+        (
+            "selection.fraction=0.1",
+            "what others call fraction is selection.cohort (a number of clients) here",
+        ),
+        (
+            "noise={kind: gaussian, multiplier: 1, schedule: cosine}",
+            "noise has one std in all rounds; local and server have schedules, of lr",
+        ),
+        (
+            "noise.kind=laplace",
+            "no accountant here counts Laplace noise: gaussian bounds in L2",
+        ),
         ("local.lrr=0.1", "nearest: lr"),
         ("n_clients=100", "what others call n_clients is data.clients here"),
         ("data.num_clients=100", "what others call num_clients is data.clients here"),
