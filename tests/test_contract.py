@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import nn
 
 from raydpfl.bounding import FAMILY as BOUNDINGS
 from raydpfl.bounding import Clip, Query
-from raydpfl.check import check, members_of, render, resolved, selection
+from raydpfl.check import bounding, check, members_of, render, resolved, selection
+from raydpfl.check.promise import Broken
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
@@ -427,6 +429,15 @@ def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
     broken = {promise.name: promise.finding for promise in found if not promise.kept}
     assert LIARS[liar] in broken, render(found)
+
+
+def test_a_length_that_rounds_to_the_bound_is_shown_with_what_is_above_it():
+    class Barely(Clip):
+        def factor(self, norm: float, bound: float) -> float:
+            return min(1.0, bound / norm * (1 + 1e-9)) if norm else 1.0
+
+    with pytest.raises(Broken, match=r"with length 0\.50000000\d+, above the bound of 0\.5"):
+        bounding.bound(SimpleNamespace(member=Barely(bound=0.5)))
 
 
 class Falling(Server):

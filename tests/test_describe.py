@@ -186,9 +186,21 @@ def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, t
     tree = parse_yaml(advice)
     assert expected.items() <= tree["data"].items() and tree["model"]["kind"] == model
     assert f"# data: kind: {tree['data']['kind']}" in advice.splitlines()[0]
+    assert tree["bounding"] == tree["noise"] == {"kind": "none"}
     tree |= {"rounds": 2, "client": {"actors": 0}, "measure": []}
     found = run(Experiment.from_dict(tree), out=tmp_path / "out")
     assert np.isfinite(found.summary["test_loss"])
+
+
+@pytest.mark.parametrize("size", [1e4, 1e11])
+@pytest.mark.parametrize("target", ["price", "label"])
+def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, monkeypatch):
+    wide = {name: column * size for name, column in COLUMNS.items()}
+    csv(tmp_path / "a.csv", {**wide, target: FLOATS.sum(1) * 1000 if target == "price" else NAMES})
+    monkeypatch.chdir(tmp_path)
+    found = data.understood(["a.csv"], {}, tmp_path)
+    tree = {**found.tree, "rounds": 20, "client": {"actors": 0}}
+    assert np.isfinite(run(Experiment.from_dict(tree), out=tmp_path / "out").summary["test_loss"])
 
 
 def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):

@@ -82,8 +82,8 @@ def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
     place = int(lengths.argmax())
     hold(
         lengths[place] <= 1 + 1e-12,
-        f"norm {given[place]:.9g} is sent with length {lengths[place] * bound:.9g}, "
-        f"{lengths[place]:.9g} times the bound of {bound:g}",
+        f"norm {float(given[place])!r} is sent with length {float(lengths[place] * bound)!r}, above "
+        f"the bound of {bound!r}",
     )
     return lengths
 
