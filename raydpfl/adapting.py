@@ -8,7 +8,7 @@ from raydpfl.errors import RunError
 from raydpfl.noise import SideQuery
 from raydpfl.noise.tested import Drawing
 from raydpfl.plan import Plan
-from raydpfl.rounds import Columns, State
+from raydpfl.rounds import BOUNDS, Columns, State
 from raydpfl.selection import Cohort
 
 
@@ -35,7 +35,7 @@ def next_bound(
         return bound
     sums = _answers(plan, bound, t, cohort, columns, noise)
     following = bounding.adapt(bound, sums, clients, state)
-    if not 0 < following <= 1e15:
+    if not BOUNDS[0] <= following <= BOUNDS[1]:
         left = f"the adaptive bound left its range ({following:g} after round {t})"
         raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
     return following

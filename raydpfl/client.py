@@ -58,6 +58,7 @@ from raydpfl.process import Process, Progress, any_own, own_code, peak_rss_mb
 from raydpfl.resident import Resident, Rows
 from raydpfl.rounds import OWN, Broadcast, Lane, LaneResult, View, Work
 
+FAINT = 2.0**-450  # norm: squares of such numbers are far from the least of float64
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
 
 
@@ -551,10 +552,14 @@ class ClientActor(Process):
         return vectors, norms, lengths
 
     def _lengths(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The L2 norms of vectors, float64 [k, d]: float64 [k]."""
+        """The L2 norms of vectors, float64 [k, d]: float64 [k]. One below `FAINT`, where squares
+        underflow, is given as `FAINT` unless it is 0, so that none is too small.
+        """
         if self.device.type != "cpu":
-            return device.norms(vectors)
-        return torch.from_numpy(native.norms(vectors))
+            lengths = device.norms(vectors)
+        else:
+            lengths = torch.from_numpy(native.norms(vectors))
+        return torch.where((lengths > 0) & (lengths < FAINT), FAINT, lengths)
 
     def _noise(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
         """What the clients draw on what they send, float64 [k, d]; None: nothing."""

@@ -16,12 +16,17 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from raydpfl.errors import ConfigError
+
 State = dict[str, np.ndarray]  # what a member keeps of its own from round to round, by name
 Columns = dict[str, np.ndarray]  # by name, one value per client each, in client order
 Rows = Mapping[int, np.ndarray]  # slot -> what its client remembers, float32 [d]; absent: zeros
 # the name, among the members that remember, of a client's own part of the model, float32 [own];
 # absent: its initial values (`raydpfl.models.split`)
 OWN = "own"
+# The least and the largest L2 norm that may bound what a client sends or a sample's gradient: the
+# squares of numbers near it lie far inside of float32, and its noise does, too.
+BOUNDS = (1e-12, 1e15)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,14 @@ class Lane:
         members = np.full_like(self.clients, -1)
         members[self.slot] = self.clients[self.slot]
         return members
+
+
+def check_bound(field: str, bound: float) -> None:
+    """Raises `ConfigError` for a bound on an L2 norm outside of `BOUNDS`."""
+    least, most = BOUNDS
+    if not least <= bound <= most:
+        accepted = f"a number from {least:g} to {most:g}, as squares must be exact in float32"
+        raise ConfigError(field, bound, accepted)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ BAD = {
     ),
     "bound of nothing": (
         ["bounding.bound=0"],
-        "bounding.bound = 0: expected a number greater than 0",
+        "bounding.bound = 0: expected a number greater than or equal to",
     ),
     "noise of two sizes": (
         ["noise.epsilon=1"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ import torch
 from scipy import stats
 
 from raydpfl import bounding, keys, server, sums, weights
-from raydpfl.errors import RunError
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import Broken
+from raydpfl.check.scales import scales
+from raydpfl.client import ClientActor
+from raydpfl.config import Experiment
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.noise import drawn
 from raydpfl.rounds import Grid
 
@@ -28,6 +34,47 @@ def test_no_finite_norm_passes_the_bound(member, bound):
         factor = chosen.factor(norm, bound)
         assert math.isfinite(factor * norm)
         assert 0 <= factor * norm <= bound * (1 + 1e-15)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in bounding.FAMILY if kind not in UNBOUNDED])
+def test_bounds_of_every_size_are_kept_or_refused(kind):
+    case = Case("bounding", {"kind": kind, "bound": 1.0})
+    assert scales(case) == "bounds of 1e-12 to 1e15"
+    for bound in (1e-30, 0.9e-12, 1.1e15, 1e30):
+        with pytest.raises(ConfigError, match=r"^bounding.bound = .*: should be (less|greater)"):
+            Experiment.from_dict(Case("bounding", {"kind": kind, "bound": bound}).tree())
+
+
+class Single(bounding.Clip):
+    """Takes squares in float32."""
+
+    bound: float
+
+    def factor(self, norm, bound):
+        length = float(np.sqrt(np.square(np.float32(min(norm, 1e18)))))
+        return 1.0 if length <= bound else bound / length
+
+
+def test_squares_in_float32_break_the_promise_and_a_bound_of_ones_own_has_the_same_range():
+    name = f"{__name__}:Single"
+    with pytest.raises(Broken, match="a vector of size 1e-9 is sent with norm 1e-12, above 1e-12"):
+        scales(Case("bounding", {"kind": name, "bound": 1.0}))
+    for bound in (1e-25, 1e16):
+        with pytest.raises(ConfigError, match=r"bounding.bound = .*: .*a number from 1e-12 to"):
+            Experiment.from_dict(Case("bounding", {"kind": name, "bound": bound}).tree())
+
+
+def test_an_adaptive_bound_stays_in_its_range():
+    member = bounding.FAMILY["quantile_clip"](bound=1.0, lr=50.0)
+    assert member.adapt(1e-6, {"count": 5.0}, 10, {}) == 1e-12
+    assert member.adapt(1e6, {"count": -5.0}, 10, {}) == 1e15
+
+
+def test_a_norm_whose_squares_underflow_is_not_given_too_small():
+    vectors = torch.full((3, 4), 1.0, dtype=torch.float64)
+    vectors *= torch.tensor([[0.0], [1e-161], [1e-100]], dtype=torch.float64)
+    found = ClientActor._lengths(SimpleNamespace(device=torch.device("cpu")), vectors)
+    assert (found >= 2 * vectors[:, 0]).all() and found[0] == 0 and found[2] == 2e-100
 
 
 def test_clipping_leaves_short_updates_alone_and_normalising_does_not():

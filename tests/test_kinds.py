@@ -54,7 +54,7 @@ def test_what_is_printed_is_what_the_classes_take():
     assert fields["batch"].type == "whole number, >= 1 | full | {share}"
     assert fields["proximal"].default == 0.0 and "FedProx" in kinds.of("local.sgd")[0].about
     bound = next(key for key in kinds.of("clip")[0].keys if key.name == "bound")
-    assert bound.required and bound.type == "number, > 0, <= 1e+15"
+    assert bound.required and bound.type == "number, >= 1e-12, <= 1e+15"
     partition = next(key for key in kinds.of("data.table")[0].keys
                      if key.name == "partition")  # fmt: skip
     assert "partition: a section with a kind; default iid" in "\n".join(partition.lines())

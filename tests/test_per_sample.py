@@ -17,6 +17,7 @@ from scipy import stats
 from torch import nn
 
 from raydpfl import models, native
+from raydpfl.check.scales import hold_samples
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, normals
 from raydpfl.local import Scaffold, Sgd, Trainer, batches, layerwise, resolve, vmap
@@ -512,6 +513,33 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
     torch.testing.assert_close(
         layerwise._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize("inputs,outputs", [(1e-23, 1e18), (1e18, 1e-23), (1e-19, 1e15)])
+@pytest.mark.parametrize("positions", [1, 8])
+def test_a_ghost_norm_is_not_too_small_where_squares_underflow(positions, inputs, outputs):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(20, positions, 64, generator=generator) * inputs
+    g = torch.randn(20, positions, 32, generator=generator) * outputs
+    norms = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
+    assert (layerwise._ghost(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
+
+
+CLIPPING = [
+    pytest.param("compiled", marks=compiled),
+    "fused",
+    pytest.param("convolutional", marks=compiled),
+    *("layerwise", "one_batch", "vmap", "loop"),
+]
+
+
+@pytest.mark.parametrize("way", CLIPPING)
+def test_a_bound_on_samples_holds_for_inputs_and_errors_of_every_size_or_is_refused(way):
+    for exponent in range(-12, 16, 3):
+        hold_samples(way, 10.0**exponent)
+    for bound in (1e-30, 1e-25, 0.9e-12, 1.1e15, 1e30, float("nan")):
+        with pytest.raises(ConfigError, match=r"bounding.bound = .*from 1e-12 to 1e\+15"):
+            hold_samples(way, bound)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from raydpfl.errors import ConfigError
 from raydpfl.member import Member
-from raydpfl.rounds import Columns, Facts, State, View
+from raydpfl.rounds import BOUNDS, Columns, Facts, State, View, check_bound
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
+
+
+Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,12 @@ class Bounding(Member):
         return None
 
     def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` if the server would not get the mean over clients that it needs, and
-        for queries whose answers nothing uses.
+        """Raises `ConfigError` for a bound outside of `raydpfl.rounds.BOUNDS`, if the server would
+        not get the mean over clients that it needs, and for queries whose answers nothing uses.
         """
+        for bound in (self.initial_bound, self.sample_bound):
+            if bound is not None:
+                check_bound("bounding.bound", bound)
         if self.sends_model() and not experiment.weights.plain():
             accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
             raise ConfigError("weights.kind", experiment.weights.kind, accepted)
@@ -282,7 +289,8 @@ class Bounding(Member):
             state: the member's own, as `start` made it, to be changed in place.
 
         Returns:
-            A positive number, which may depend on nothing that has not been released.
+            A number within `raydpfl.rounds.BOUNDS`, which may depend on nothing that has not been
+            released.
         """
         return bound
 

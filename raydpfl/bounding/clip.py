@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 
-from raydpfl.bounding.base import Bounding
+from raydpfl.bounding.base import Bound, Bounding
 
 
 class Clip(Bounding):
@@ -18,7 +17,7 @@ class Clip(Bounding):
         {"bound": 0.05, "scaling": "gradient"},
     )
     kind: str = "clip"
-    bound: float = Field(gt=0, le=1e15)  # c: the largest L2 norm of what one client sends
+    bound: Bound  # c: the largest L2 norm of what one client sends
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= bound else bound / norm

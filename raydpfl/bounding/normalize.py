@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 
-from raydpfl.bounding.base import Bounding
+from raydpfl.bounding.base import Bound, Bounding
 
 
 class Normalize(Bounding):
@@ -18,7 +17,7 @@ class Normalize(Bounding):
         {"bound": 0.1, "scaling": "gradient"},
     )
     kind: str = "normalize"
-    bound: float = Field(gt=0, le=1e15)  # c: the L2 norm of what every client sends
+    bound: Bound  # c: the L2 norm of what every client sends
 
     def factor(self, norm: float, bound: float) -> float:
         return bound / norm if norm > 0 else 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field
 
+from raydpfl.bounding.base import Bound
 from raydpfl.bounding.none import Unbounded
 
 
@@ -25,7 +25,7 @@ class PerSampleClip(Unbounded):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
     kind: str = "per_sample_clip"
-    bound: float = Field(gt=0, le=1e15)  # C: the largest L2 norm of one sample's gradient
+    bound: Bound  # C: the largest L2 norm of one sample's gradient
 
     @property
     def initial_bound(self) -> float | None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from raydpfl.bounding.base import Query
 from raydpfl.bounding.clip import Clip
-from raydpfl.rounds import Columns, State
+from raydpfl.rounds import BOUNDS, Columns, State
 
 
 class QuantileClip(Clip):
@@ -20,7 +20,7 @@ class QuantileClip(Clip):
 
     After each round, with b the noised share of the cohort whose norm is at most C,
 
-        C <- C exp(-lr (b - quantile)).
+        C <- C exp(-lr (b - quantile)), kept from 1e-12 to 1e15.
 
     The noised count is a second query of the round: each client gives its indicator minus 1/2, of
     absolute value 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent on
@@ -52,4 +52,5 @@ class QuantileClip(Clip):
 
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
         below = min(max(sums["count"] / clients + 0.5, 0.0), 1.0)
-        return bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))
+        following = bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))
+        return min(max(following, BOUNDS[0]), BOUNDS[1])

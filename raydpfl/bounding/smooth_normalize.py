@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from raydpfl.bounding.base import Bounding
+from raydpfl.bounding.base import Bound, Bounding
+from raydpfl.rounds import BOUNDS
 
 
 class SmoothNormalize(Bounding):
@@ -15,8 +16,8 @@ class SmoothNormalize(Bounding):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
     kind: str = "smooth_normalize"
-    bound: float = Field(gt=0, le=1e15)  # c: the largest L2 norm of what one client sends
-    a: float = Field(default=0.01, gt=0)
+    bound: Bound  # c: the largest L2 norm of what one client sends
+    a: float = Field(default=0.01, ge=BOUNDS[0], le=BOUNDS[1])
 
     @property
     def far(self) -> float:

@@ -13,6 +13,7 @@ from raydpfl import own
 from raydpfl.bounding import Bounding
 from raydpfl.check.cases import Case
 from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.scales import scales
 from raydpfl.errors import ConfigError
 from raydpfl.keys import keyed_globals
 from raydpfl.rounds import Facts, View
@@ -321,4 +322,5 @@ PROMISES: tuple[Look, ...] = (
     answers,
     adapt,
     needs_a_bound,
+    scales,
 )

@@ -43,7 +43,7 @@ from raydpfl.local.stack import (
     step_of,
     taken,
 )
-from raydpfl.local.way import clip_factors
+from raydpfl.local.way import LOST, clip_factors
 from raydpfl.tasks import Task
 
 aten = torch.ops.aten
@@ -319,8 +319,9 @@ class _Products(Apart):
 
     def squares(self) -> torch.Tensor:
         """See `Apart`."""
-        inputs = self.a.square().sum(1) + (self.link.bias is not None)
-        return inputs * self.g.square().sum(1)
+        ones = self.link.bias is not None
+        inputs = self.a.square().sum(1) + (ones + LOST * self.a.shape[1])
+        return inputs * (self.g.square().sum(1) + LOST * self.g.shape[1])
 
     def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
         """See `Apart`."""

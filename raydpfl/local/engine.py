@@ -29,6 +29,7 @@ from raydpfl.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.local.way import BEGINS, VECTORS, Block, LaneData, Starts, StepNoise, Sum, spans
 from raydpfl.local.ways import WAYS, check_way
 from raydpfl.models.split import Split
+from raydpfl.rounds import check_bound
 from raydpfl.tasks import Classification, Task
 
 CLASSES = Classification()
@@ -107,6 +108,8 @@ class Trainer:
         precision: Precision = "float32",
     ):
         check_way(way, local, clip, precision, Split.of(module))
+        if clip is not None:
+            check_bound("bounding.bound", clip)
         self.local = local
         self.device = torch.device(device)
         self.clip = clip

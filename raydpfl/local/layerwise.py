@@ -38,7 +38,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl import models
 from raydpfl.local.base import Local
 from raydpfl.local.loop import Loop
-from raydpfl.local.way import Block, LaneData, clip_factors
+from raydpfl.local.way import LOST, Block, LaneData, clip_factors
 from raydpfl.tasks import Task
 
 GHOST = 32
@@ -147,14 +147,16 @@ def _formed(gradients: torch.Tensor) -> Term:
 
 def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """[B], from a [B, T, D] and g [B, T, p]."""
-    if a.shape[1] == 1:
-        return (
-            torch.linalg.vector_norm(a, dim=(1, 2)) * torch.linalg.vector_norm(g, dim=(1, 2))
-        ).square()
-    slack = (torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)).sum(
-        1
-    ).square() * SLACK
-    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + slack
+    one = a.shape[1] == 1
+    # of the norms, so that neither underflow nor the slack's makes them too small
+    inputs, outputs = (
+        torch.linalg.vector_norm(each, dim=2) + sqrt(each.shape[2] * LOST / (1 if one else SLACK))
+        for each in (a, g)
+    )
+    squares = (inputs * outputs).sum(1).square()
+    if one:
+        return squares
+    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + squares * SLACK
 
 
 def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ from torch import nn
 from raydpfl.device import index
 from raydpfl.local.base import Linear, Local
 from raydpfl.local.stack import Layer, NoStack, aten, stack
-from raydpfl.local.way import Batches, Block, LaneData, Rule, Way, clip_factors, take
+from raydpfl.local.way import LOST, Batches, Block, LaneData, Rule, Way, clip_factors, take
 from raydpfl.tasks import Task
 from raydpfl.tasks.base import Closed
 
@@ -85,7 +85,8 @@ class _Place:
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
         """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
-        each sample's `g`: (||a||^2 + 1) ||g||^2.
+        each sample's `g`: (||a||^2 + 1) ||g||^2. What underflow may have taken is added to both,
+        as the other may be large.
         """
         raise NotImplementedError
 
@@ -159,7 +160,8 @@ class _Layer(_Place):
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-        return norms.square_().add_(len(self.now) - 1).mul_(g.square().sum(2, keepdim=True))
+        inputs = norms.square_().add_(len(self.now) - 1 + LOST * self.inputs.shape[2])
+        return inputs.mul_(g.square().sum(2, keepdim=True).add_(LOST * g.shape[2]))
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
         weight, *bias = self.layer.views(out)

@@ -442,9 +442,14 @@ def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return source.flatten(0, 1).index_select(0, rows).view(clients, -1, *rest)
 
 
+# at most what the square of a float32 that underflows has lost
+LOST = 2.0**-126
+
+
 def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     """min(1, bound / norm), what a gradient is multiplied by; NaN for a norm that is not finite, so
-    that it shows in the update.
+    that it shows in the update. Squares that underflow take 1e-19 sqrt(d) at most from a norm, far
+    less than the least bound (`raydpfl.rounds.BOUNDS`).
 
     All in float32: a clipped gradient may be longer than the bound by a few 1e-7 of it.
     """

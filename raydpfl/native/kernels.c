@@ -925,8 +925,11 @@ INLINE float squares_of(const float *a, int64_t width) {
     return sum_of(total);
 }
 
+static const float LOST = 0x1p-126f; /* at most, by the square of a float that underflows */
+
 /* Scales the gradients of each sample to the bound, and by its share of the mean; how many were
-longer. The squared norm of a sample's is the sum over the layers of (|a|^2 + 1) |g|^2. */
+longer. The squared norm of a sample's is the sum over the layers of (|a|^2 + 1) |g|^2, both with
+what underflow may have taken: the other may be large. */
 static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int64_t b) {
     int64_t wide = padded(room->most);
     int64_t longer = 0;
@@ -940,7 +943,8 @@ static int64_t clip_samples(const Job *job, Room *room, const int64_t *rows, int
                 inputs = room->kernel[rows[j] * wide + rows[j]];
             else
                 inputs += squares_of(given_to(room, l) + j * width, width);
-            square += inputs * squares_of(room->layer[l].g + j * o, o);
+            inputs += LOST * width;
+            square += inputs * (squares_of(room->layer[l].g + j * o, o) + LOST * o);
         }
         float norm = sqrtf(square);
         float factor = job->clip / norm;

@@ -1,0 +1,125 @@
+"""What bounds an influence keeps to its bound at every scale of floating point, or refuses it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl import native
+from raydpfl.bounding import Bounding
+from raydpfl.check.cases import Case
+from raydpfl.check.promise import hold, made_up
+from raydpfl.errors import ConfigError
+from raydpfl.keys import keyed_globals
+from raydpfl.local import Sgd, Trainer
+from raydpfl.local.ways import WAYS
+from raydpfl.models import flatten
+from raydpfl.rounds import check_bound
+from raydpfl.tasks.regression import Regression
+
+EXPONENTS = range(-30, 31, 3)
+PARTIAL = (-30, -23, -14, 0, 9, 18)  # of inputs and of targets
+ROUNDING = 1e-5
+WIDTH = 16
+
+
+def scales(case: Case) -> str:
+    """Bounds and what is bounded may be of any size: a bound is kept, or refused as out of
+    range.
+    """
+    member = case.member
+    if member.initial_bound is None and member.sample_bound is None:
+        return "bounds nothing"
+    tried = "bound" in case.values
+    kept = [
+        exponent
+        for exponent in (EXPONENTS if tried else (None,))
+        if _keeps(case, None if exponent is None else 10.0**exponent)
+    ]
+    hold(kept, "no bound is taken")
+    return f"bounds of 1e{kept[0]} to 1e{kept[-1]}" if tried else "the bound that it has"
+
+
+def _keeps(case: Case, bound: float | None) -> bool:
+    """Whether a bound is taken. Raises `Broken` for one that is taken and not kept."""
+    values = case.values if bound is None else {**case.values, "bound": bound}
+    try:
+        member: Bounding = Case(case.section, values).member
+        most = member.initial_bound or member.sample_bound
+        assert most is not None
+        check_bound("bounding.bound", most)
+    except ConfigError:
+        return False
+    if member.initial_bound is not None:
+        _hold_vectors(member, most)
+    else:
+        for way in (name for name, kind in WAYS.items() if not kind.lacks(Sgd(), most)):
+            hold_samples(way, most)
+    return True
+
+
+def _hold_vectors(member: Bounding, most: float) -> None:
+    rows = torch.from_numpy(made_up(WIDTH)).float() * 10.0 ** torch.tensor(EXPONENTS)[:, None]
+    for vectors in (rows, rows.double()):
+        norms = torch.from_numpy(native.norms(vectors))
+        with keyed_globals(1):
+            factors = member.factors(norms.clone(), most)
+        sent = (factors[:, None] * vectors.double()).tolist()
+        for exponent, norm in zip(EXPONENTS, (math.hypot(*row) for row in sent), strict=True):
+            beyond = f"a vector of size 1e{exponent} is sent with norm {norm:g}, above {most:g}"
+            hold(norm <= most * (1 + 1e-9), beyond)
+
+
+def hold_samples(way: str, bound: float) -> None:
+    """Raises `Broken` unless a step of this way, of one sample, is within the bound on its
+    gradient, for inputs and errors of every size, or shows as not finite.
+
+    Only weights that are 0 are looked at, as others round the step that they are moved by.
+    """
+    sizes = [(one, other) for one in PARTIAL for other in PARTIAL]
+    x = torch.from_numpy(made_up(len(sizes), 1, 1, 6, 6)).float()
+    y = torch.ones(len(sizes), 1)
+    for place, (inputs, errors) in enumerate(sizes):
+        x[place] *= 10.0**inputs
+        y[place] *= 10.0**errors
+    for bias in (True, False):
+        module = _module(way, bias)
+        trainer = Trainer(
+            module, Sgd(steps=1, batch=1, lr=1.0), way=way, seed=0, clip=bound, task=Regression()
+        )
+        clients = list(range(len(sizes)))
+        lane = trainer.lane(
+            flatten(module), x, y, [1] * len(sizes), t=0, clients=clients, draws=[0] * len(sizes)
+        )
+        for block in lane:
+            steps = np.asarray(block.updates[:, -module.weight_count :], np.float64)
+            for slot, step in zip(block.slots.tolist(), steps, strict=True):
+                norm = math.hypot(*step)
+                inputs, errors = sizes[slot]
+                beyond = f"{way}: inputs of 1e{inputs}, an error of 1e{errors}: {norm:g}"
+                within = norm <= bound * (1 + ROUNDING) or not math.isfinite(norm)
+                hold(within, f"{beyond}, above {bound:g}")
+
+
+class _Scaled(nn.Sequential):
+    weight_count: int
+
+
+def _module(way: str, bias: bool) -> _Scaled:
+    """A regression that begins at 0; for convolutions, after filters that are too small to move
+    it.
+    """
+    last = nn.Linear(36 if way != "convolutional" else 8, 1, bias=bias)
+    before: list[nn.Module] = [nn.Flatten()]
+    if way == "convolutional":
+        filters = nn.Conv2d(1, 2, 3, bias=False)
+        nn.init.constant_(filters.weight, 2.0**-30)
+        before = [filters, nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()]
+    for parameter in last.parameters():
+        nn.init.zeros_(parameter)
+    module = _Scaled(*before, last)
+    module.weight_count = sum(parameter.numel() for parameter in last.parameters())
+    return module
