@@ -7,6 +7,7 @@ what a command imports.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 
 from raydpfl import hardware
-from raydpfl.files import cache_root
+from raydpfl.files import cache_root, foreign, keep_json, kept_json, make, open_own
 
 SOURCE = Path(__file__).with_name("native") / "kernels.c"
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
@@ -57,18 +58,52 @@ def place(name: str) -> Path:
 
 def compiled(command: list[str], path: Path) -> None:
     """Compiles to `path`, where another process may be doing the same; or takes what this process
-    has compiled ahead.
+    has compiled ahead. Its digest comes to stand beside it.
 
     Raises:
-        OSError: there is no compiler, or nowhere to write to.
+        OSError: there is no compiler, or nowhere to write to but where others can.
         subprocess.SubprocessError: it fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
+    _check_folder(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         if not _taken(path, made):
             _compile(command, made)
+        made.chmod(0o700)  # whatever the umask is
+        keep_json(_seal(path), hashlib.sha256(made.read_bytes()).hexdigest())
         made.replace(path)
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """The library that `compiled` has put there. What is loaded is the open file that was looked
+    at: nothing that takes its place meanwhile.
+
+    Raises:
+        OSError: there is none, another user could have written it, it is not what was compiled, or
+            it cannot be loaded.
+    """
+    _check_folder(path)
+    try:
+        digest = kept_json(_seal(path))
+    except ValueError:
+        digest = None
+    with open_own(path) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise OSError(0, "is not what was compiled", str(path))
+        # the loader knows a library by its path: this one stays open
+        place = Path(f"/proc/self/fd/{os.dup(file.fileno())}")
+        return ctypes.CDLL(str(place if place.exists() else path))
+
+
+def _check_folder(path: Path) -> None:
+    reason = foreign(path.parent)
+    if reason:
+        raise OSError(0, reason, str(path.parent))
+
+
+def _seal(path: Path) -> Path:
+    return path.with_suffix(".json")
 
 
 def _compile(command: list[str], made: Path) -> None:

@@ -17,7 +17,7 @@ import typer
 import yaml
 
 import raydpfl
-from raydpfl.files import cache_root, keep_json, read_json, read_text
+from raydpfl.files import cache_root, keep_json, kept_json, read_text
 
 Values = dict[str, list[str]]  # the values worth offering, by key
 # the keys of each kind, by family; a section without kinds has one whose name is empty
@@ -169,7 +169,7 @@ def fields() -> Fields:
     """All fields of a config, from the cache, or from the classes."""
     path = cache_root() / "completion" / f"{_state()}.json"
     try:
-        return read_json(path)
+        return kept_json(path)
     except (OSError, ValueError):
         found = table()
         keep_json(path, found)

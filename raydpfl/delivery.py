@@ -24,7 +24,7 @@ import numpy as np
 
 from raydpfl.data import Data, prepare
 from raydpfl.errors import ConfigError, FileError, RunError
-from raydpfl.files import SEAL, cache_root, digest, holding, put, read_json, whole
+from raydpfl.files import SEAL, cache_root, digest, foreign, holding, make, put, read_json, whole
 
 PIECE = 16 << 20  # bytes
 AHEAD = 4  # pieces that are on their way while one is written
@@ -44,7 +44,7 @@ def prepared(folder: str, node: str) -> Path:
         FileError: it did not arrive as it is there.
     """
     there = Path(folder)
-    if (there / SEAL).exists():
+    if (there / SEAL).exists() and not foreign(there):
         return there
     place = cache_root() / "data" / there.name
     return _kept(place, node, lambda: _sealed(node, folder), there)
@@ -85,7 +85,7 @@ def file(path: str, node: str) -> Path:
 
 def _kept(place: Path, node: str, about: Any, there: Path) -> Path:
     lock = cache_root() / "arriving" / place.name
-    lock.mkdir(parents=True, exist_ok=True)
+    make(lock)
     with holding(lock):
         if not whole(place):
             put(place, lambda scratch: _fetch(about(), node, there, scratch))

@@ -15,6 +15,7 @@ anew.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
@@ -27,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +39,92 @@ from raydpfl.errors import ConfigError
 
 SEAL = "digests.json"
 LOCK = ".lock"
+RUNS = "runs"  # a folder of the cache: the run directories of submitted jobs
 STILL = "a file that stays as it is while it is read; this one was changed"
 # nanoseconds after which another write to a file is sure to move its time of change
 SETTLED = 2 * 10**9
 # what may be looked for, and how it is told that it is there
 FOUND = {"file": Path.is_file, "folder": Path.is_dir, "file or folder": Path.exists}
 log = logging.getLogger("raydpfl")
+# by the cache that is not believed: the folder of this process in its place
+_private: dict[Path, Path] = {}
 
 
 def cache_root() -> Path:
     """RAYDPFL_CACHE, or, where that is none or an address, raydpfl under XDG_CACHE_HOME, or
-    ~/.cache/raydpfl.
+    ~/.cache/raydpfl; made where it is missing, for this user alone.
+
+    Where another user could have put something there, it is a folder of this process instead, which
+    a warning says once.
     """
     named = os.environ.get("RAYDPFL_CACHE")
     if named and not cache_address():
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+        root = Path(named)
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+    try:
+        make(root)
+        foreign = _foreign_within(root)
+    except OSError:  # whatever is then read or written there says so
+        return root
+    if foreign is None:
+        return root
+    if root not in _private:
+        _private[root] = _made_private(root, foreign)
+    return _private[root]
+
+
+def make(folder: Path) -> None:
+    """Makes a folder of the cache and those above it, for this user alone whatever the umask is.
+    Raises OSError.
+    """
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def foreign(place: Path | int) -> str | None:
+    """Why what is in a file or folder (or an open one) may be from another user; None: it is of
+    this user or root, and nobody else can write to it. Raises OSError.
+    """
+    found = os.stat(place)
+    if found.st_uid not in (0, os.geteuid()):
+        return "belongs to another user"
+    return "can be written to by others" if found.st_mode & 0o022 else None
+
+
+def _foreign_within(root: Path) -> str | None:
+    """The same of the cache, its folders, and links to them, and of which; but for `RUNS`, of which
+    the cache takes nothing. Raises OSError.
+    """
+    with os.scandir(root) as entries:
+        folders = [Path(each.path) for each in entries if each.is_dir() and each.name != RUNS]
+    for folder in (root, *folders):
+        if os.lstat(folder).st_uid not in (0, os.geteuid()):
+            return f"{folder} belongs to another user"
+        reason = foreign(folder)
+        if reason:
+            return f"{folder} {reason}"
+    return None
+
+
+def _made_private(root: Path, reason: str) -> Path:
+    """A folder in the cache's place, which processes that this one starts share, and which goes
+    with it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="raydpfl-cache-"))
+    maker = os.getpid()
+    atexit.register(lambda: remove(folder) if os.getpid() == maker else None)
+    if not cache_address():
+        os.environ["RAYDPFL_CACHE"] = str(folder)
+    log.warning(
+        "the cache is not used, as %s; a private one takes its place until this process ends "
+        "(to use it again: chmod -R go-w %s)",
+        reason,
+        root,
+    )
+    return folder
 
 
 def cache_address() -> str | None:
@@ -63,7 +135,13 @@ def cache_address() -> str | None:
 
 def data_root(root: Path | None) -> Path:
     """`root`, or RAYDPFL_DATA, or a folder of downloads in the cache."""
-    return Path(root or os.environ.get("RAYDPFL_DATA") or cache_root() / "downloads")
+    named = root or os.environ.get("RAYDPFL_DATA")
+    if named:
+        return Path(named)
+    folder = cache_root() / "downloads"
+    with suppress(OSError):  # whoever downloads meets what is in the way
+        make(folder)
+    return folder
 
 
 def find_file(field: str, name: str, root: Path | None, what: str = "file") -> Path:
@@ -133,7 +211,7 @@ def _memory(facts: dict[str, int]) -> Path:
 
 def _remembered(facts: dict[str, int]) -> str | None:
     try:
-        entry = read_json(_memory(facts))
+        entry = kept_json(_memory(facts))
     except (OSError, ValueError):
         return None
     sound = isinstance(entry, dict) and entry.get("check") == check(facts, entry.get("sha256"))
@@ -151,7 +229,7 @@ def keep_json(path: Path, value: object) -> None:
     """
     part = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path.parent)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
             part = file.name
             json.dump(value, file)
@@ -159,6 +237,29 @@ def keep_json(path: Path, value: object) -> None:
     except OSError:
         if part:
             Path(part).unlink(missing_ok=True)
+
+
+def kept_json(path: Path) -> Any:
+    """What `keep_json` put there. Raises OSError, also for what another user may have put there,
+    and ValueError for anything that is no JSON.
+    """
+    with open_own(path) as file:
+        try:
+            return json.loads(file.read())
+        except RecursionError:
+            raise ValueError("values within values, too deep") from None
+
+
+def open_own(path: Path) -> BufferedReader:
+    """A regular file, no link to one, that this user has written. Raises OSError for any other."""
+    # a pipe is not waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    reason = foreign(descriptor) if regular else "is no regular file"
+    if reason:
+        os.close(descriptor)
+        raise OSError(0, reason, str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path, most: int = 16 << 20) -> str:
@@ -207,12 +308,14 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
     """
     scratch = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     try:
-        scratch.mkdir(parents=True)
+        make(scratch)
         fill(scratch)
         files = {
             path.name: [path.stat().st_size, digest(path)] for path in sorted(scratch.iterdir())
         }
         (scratch / SEAL).write_text(json.dumps({"files": files, "check": check(files)}))
+        for path in scratch.iterdir():  # whatever the umask is
+            path.chmod(path.stat().st_mode & ~0o022)
         with holding(folder.parent):
             _swap(scratch, folder)
     except OSError as error:
@@ -227,6 +330,10 @@ def _flaw(folder: Path) -> str | None:
     try:
         seal = read_json(folder / SEAL)
         files = seal["files"]
+        for path in (folder, *(folder / name for name in (SEAL, *files))):
+            reason = foreign(path)
+            if reason:
+                return f"{path.name} {reason}"
         if seal["check"] != check(files):
             return f"{SEAL} is damaged"
         for name, (size, _) in files.items():  # at no cost

@@ -42,9 +42,11 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel
+from torch import nn
 
-from raydpfl import device, storage
+from raydpfl import device, keys, models, native, storage
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.local import Sgd, Trainer
 from raydpfl.member import is_path
 from raydpfl.tracking import make_folder, replace_file
 
@@ -58,6 +60,8 @@ KEPT = "code"  # the folder of a run directory with its user-defined modules
 UNREAD = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
 # types whose text determines the value
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+# the digest of what compiled code draws and trains to, on every processor
+COMPILED = "fe354680ff3df63d"
 SETTINGS = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE",
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -82,19 +86,23 @@ def capability() -> dict[str, str]:
     Returns:
         `cpu`, torch's vector instructions; `settings`, environment variables that affect products;
         and `arithmetic`, a digest of the results of products, convolutions, sums and elementary
-        functions in float32 and float64, on one thread (about 10 ms).
+        functions in float32 and float64, on one thread (about 10 ms). Where compiled code draws or
+        trains to anything but what it should (`COMPILED`), `native`, a digest of that.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "arithmetic": _arithmetic(),
     }
+    computed = COMPILED if native.library() is None else _digest(_compiled())
+    if computed != COMPILED:
+        found["native"] = computed
     return found | ({"settings": " ".join(settings)} if settings else {})
 
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     """The part of `of` that comes from `capability`."""
-    names = ("cpu", "arithmetic", "bfloat16", "settings")
+    names = ("cpu", "arithmetic", "native", "bfloat16", "settings")
     return {name: facts[name] for name in names if name in facts}
 
 
@@ -162,10 +170,35 @@ def _arithmetic() -> str:
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            results = list(_computed())
+            return _digest(_computed())
     finally:
         torch.set_num_threads(threads)
-    return hashlib.sha256(b"".join(result.tobytes() for result in results)).hexdigest()[:16]
+
+
+def _digest(results: Iterable[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(each.tobytes() for each in results)).hexdigest()[:16]
+
+
+def _compiled() -> Iterator[np.ndarray]:
+    """What compiled code makes of a fixed seed: normals, words, a norm, a sum, and clients that
+    train with momentum, clipping and noise.
+    """
+    drawn = keys.normals(1, keys.Purpose.STEP_NOISE, 1000, t=2, client=3)
+    yield drawn.numpy()
+    yield native.norms(drawn[None])
+    total = np.zeros(len(drawn))
+    native.add(total, drawn[None].double().numpy(), 2.0**-30, 2.0**20)
+    yield total
+    with keys.keyed_globals(1):
+        module = nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 3))
+    models.load(module, drawn[: models.parameter_count(module)])
+    x = drawn[: 3 * 10 * 20].view(3, 10, 20)
+    y = torch.arange(30).view(3, 10) % 3
+    rule = Sgd(steps=3, batch=4, lr=0.1, momentum=0.5)
+    trainer = Trainer(module, rule, way="compiled", seed=1, clip=1.0)
+    who: dict[str, Any] = {"clients": [3, 5, 8], "draws": [0, 0, 0], "stds": np.full(3, 0.5)}
+    for block in trainer.lane(models.flatten(module), x, y, [10, 7, 3], t=2, **who):
+        yield block.updates.numpy()
 
 
 def _computed() -> Iterator[np.ndarray]:
@@ -558,9 +591,8 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
         after = now.get(name)
         if before == after:
             continue
-        digests = name.startswith(
-            ("code ", "experiment", "data", "clients", "cohorts", "mechanism", "arithmetic")
-        )
+        known = ("code ", "experiment", "data", "clients", "cohorts", "mechanism")
+        digests = name.startswith((*known, "arithmetic", "native"))
         if digests and before is not None and after is not None:
             found.append(f"{name} has changed")
         else:

@@ -49,7 +49,7 @@ import raydpfl
 from raydpfl import interrupts, storage
 from raydpfl.archive import ArchiveError, Limits, Plain, place, plain, unpack
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.files import cache_root
+from raydpfl.files import cache_root, keep_json, kept_json
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
@@ -365,9 +365,7 @@ class JobServer:
 
     def _remember(self, run: str, job: str, out: str | None) -> None:
         """Notes on this machine where the run directory of a job goes."""
-        remembered = self._memory(job)
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps({"run": run, "out": out}) + "\n")
+        keep_json(self._memory(job), {"run": run, "out": out})
 
     def _memory(self, job: str) -> Path:
         """The file in which this machine remembers a job of the cluster."""
@@ -377,7 +375,7 @@ class JobServer:
     def _remembered(self, job: str) -> dict[str, str]:
         """What this machine remembers of a job; empty if it was submitted from elsewhere."""
         try:
-            found = json.loads(self._memory(job).read_text())
+            found = kept_json(self._memory(job))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

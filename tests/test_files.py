@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -269,3 +271,133 @@ def test_a_file_whose_name_no_file_has_is_refused(tmp_path):
     for name in ("x" * 5000, "nowhere\0.npz", str(tmp_path)):
         with pytest.raises(ConfigError, match=r"data.train = .*a file, absolute or under"):
             prepare(data.parse({"kind": "table", "train": name, "clients": 2}), 0)
+
+
+# --- a cache that others can write to ---
+
+
+def _other_owner(path):
+    if os.geteuid() != 0:
+        pytest.skip("to be owned by another takes root")
+    os.chown(path, 12345, -1, follow_symlinks=False)
+
+
+def _opened_up(how, root):
+    """Leaves the cache `root` as one that another user can, or could, write to."""
+    (root / "features").mkdir(mode=0o700, parents=True)
+    if how == "for all":
+        root.chmod(0o777)
+    elif how == "for all, sticky":
+        root.chmod(0o1777)
+    elif how == "for the group":
+        root.chmod(0o770)
+    elif how == "of another":
+        _other_owner(root)
+    elif how == "a folder for all":
+        (root / "features").chmod(0o777)
+    elif how == "a folder of another":
+        _other_owner(root / "features")
+    else:
+        (root / "features").rename(root.parent / "features")
+        (root / "features").symlink_to(root.parent / "features")
+        if how == "a link to a folder for all":
+            (root.parent / "features").chmod(0o777)
+        else:
+            _other_owner(root / "features")
+
+
+OPENED_UP = [
+    *("for all", "for all, sticky", "for the group", "of another", "a folder for all"),
+    *("a folder of another", "a link to a folder for all", "a link of another"),
+]
+
+
+@pytest.mark.parametrize("how", OPENED_UP)
+def test_a_cache_that_others_can_write_to_is_not_believed(how, tmp_path, monkeypatch, caplog):
+    root = tmp_path / "cache"
+    monkeypatch.setenv("RAYDPFL_CACHE", str(root))
+    assert files.cache_root() == root
+    files.keep_json(root / "noise.json", 1)
+    _opened_up(how, root)
+    private = files.cache_root()
+    assert private != root and private.stat().st_mode & 0o777 == 0o700
+    assert not [*private.iterdir()]
+    assert files.cache_root() == private == Path(os.environ["RAYDPFL_CACHE"])  # of children too
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the cache is not used") and f"go-w {root})" in said
+    assert "\n" not in said
+    monkeypatch.setenv("RAYDPFL_CACHE", str(root))
+    assert files.cache_root() == private and len(caplog.records) == 1
+
+
+def test_a_cache_at_an_address_or_none_named_is_private_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "raydpfl").mkdir()
+    (tmp_path / "raydpfl").chmod(0o777)
+    monkeypatch.setenv("RAYDPFL_CACHE", "s3://bucket/cache")
+    private = files.cache_root()
+    assert not private.is_relative_to(tmp_path)
+    assert os.environ["RAYDPFL_CACHE"] == "s3://bucket/cache" and files.cache_root() == private
+
+
+def test_a_private_cache_goes_with_its_process(tmp_path):
+    code = "from raydpfl import files; print(files.cache_root())"
+    tmp_path.chmod(0o777)
+    environment = {**os.environ, "RAYDPFL_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert not Path(done.stdout.strip()).exists() and "raydpfl-cache-" in done.stdout
+
+
+def test_whatever_the_umask_what_the_cache_keeps_is_believed_again(tmp_path, monkeypatch):
+    root = tmp_path / "far" / "cache"
+    monkeypatch.setenv("RAYDPFL_CACHE", str(root))
+    before = os.umask(0)
+    try:
+        files.keep_json(files.cache_root() / "rounds" / "one.json", [1])
+        folder = files.cache_root() / "data" / "one"
+        files.put(folder, lambda scratch: (scratch / "rows").write_text("1"))
+        files.data_root(None)
+        (root / "runs").mkdir(exist_ok=True)  # by a run that was submitted
+        assert files.cache_root() == root and files.whole(folder)
+        assert files.kept_json(root / "rounds" / "one.json") == [1]
+    finally:
+        os.umask(before)
+    made = {path for path in root.rglob("*") if path.stat().st_mode & 0o022}
+    assert made == {root / "runs"} and root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("how", ["folder for all", "file for all", "folder", "file", "seal"])
+def test_prepared_data_that_another_could_have_changed_are_made_again(how, cache, caplog):
+    folder = files.cache_root() / "data" / "one"
+    files.put(folder, lambda scratch: (scratch / "rows").write_text("1"))
+    place = {"folder": folder, "file": folder / "rows", "seal": folder / files.SEAL}[how.split()[0]]
+    if "for all" in how:
+        place.chmod(0o777)
+    else:
+        _other_owner(place)
+    assert not files.whole(folder)
+    assert "is made again" in caplog.text
+    files.put(folder, lambda scratch: (scratch / "rows").write_text("2"))
+    assert files.whole(folder) and (folder / "rows").read_text() == "2"
+
+
+@pytest.mark.parametrize("how", ["for all", "of another", "link", "pipe"])
+def test_what_another_could_have_kept_is_not_read(how, cache):
+    place = files.cache_root() / "rounds" / "one.json"
+    files.keep_json(place, 1)
+    assert files.kept_json(place) == 1
+    if how == "for all":
+        place.chmod(0o666)
+    elif how == "of another":
+        _other_owner(place)
+    else:
+        place.unlink()
+        if how == "pipe":
+            os.mkfifo(place)
+        else:
+            (cache / "other.json").write_text("2")
+            place.symlink_to(cache / "other.json")
+    with pytest.raises(OSError):
+        files.kept_json(place)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import math
 import os
 import pickle
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 
 import forks
@@ -19,7 +22,7 @@ import torch.nn.functional as F
 from conftest import experiment, form, task_of
 from torch import nn
 
-from raydpfl import compiling, hardware, models, native, sums
+from raydpfl import compiling, hardware, keys, models, native, sums
 from raydpfl.client import ClientActor
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.keys import Purpose, clients_normals, stream, words
@@ -632,7 +635,7 @@ def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
     monkeypatch.setattr(compiling, "_compile", lambda *given: calls.append(given))
     assert native.library() is not None
     assert not calls and not compiling._under_way
-    assert len([*(no_compiler / "native").iterdir()]) == 1
+    assert sorted(each.suffix for each in (no_compiler / "native").iterdir()) == [".json", ".so"]
     compiling.ahead()
     assert not compiling._under_way  # it is there
 
@@ -687,6 +690,137 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
     assert native.norms(torch.tensor([[3.0, 4.0]])).tolist() == [5.0]
 
 
+STRAY = """
+#include <stdint.h>
+void __attribute__((constructor)) stray(void) { __builtin_trap(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def shelved(tmp_path_factory):
+    """The folder of a library that is compiled without the optimiser, and the library's name."""
+    command = compiling.command(torch.backends.cpu.get_cpu_capability())
+    command = ["-O0" if each == "-O2" else each for each in command]
+    path = tmp_path_factory.mktemp("shelf") / "native" / "kernels.so"
+    compiling.compiled(command, path)
+    return path
+
+
+def _other_owner(path, monkeypatch):
+    """Gives a path to another user; as no root, has it look so."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+        return
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+
+
+def _strays(path):
+    source = path.parent.parent / "stray.c"
+    source.write_text(STRAY)
+    subprocess.run(["cc", "-shared", "-o", path, source], check=True)
+
+
+def _linked(path):
+    path.symlink_to(path.rename(path.parent.parent / "elsewhere.so"))
+
+
+def _flipped(path):
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(changed)
+
+
+def _piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _seal(path):
+    return path.with_suffix(".json")
+
+
+DAMAGES = {
+    "folder for all": lambda path, _: path.parent.chmod(0o777),
+    "folder for the group": lambda path, _: path.parent.chmod(0o770),
+    "folder of another": lambda path, patch: _other_owner(path.parent, patch),
+    "library of another": lambda path, patch: _other_owner(path, patch),
+    "seal of another": lambda path, patch: _other_owner(_seal(path), patch),
+    "library for all": lambda path, _: path.chmod(0o777),
+    "seal for all": lambda path, _: _seal(path).chmod(0o666),
+    "symlink": lambda path, _: _linked(path),
+    "replaced": lambda path, _: _strays(path),
+    "truncated": lambda path, _: path.write_bytes(path.read_bytes()[:5000]),
+    "one byte": lambda path, _: _flipped(path),
+    "another digest": lambda path, _: _seal(path).write_text(json.dumps("0" * 64)),
+    "no digest": lambda path, _: _seal(path).unlink(),
+    "no JSON": lambda path, _: _seal(path).write_text("{"),
+    "pipe": lambda path, _: _piped(path),
+}
+
+
+@needs
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_library_that_another_could_have_put_there_is_not_loaded(
+    how, shelved, tmp_path, monkeypatch
+):
+    shutil.copytree(shelved.parent, tmp_path / "native")
+    path = tmp_path / "native" / shelved.name
+    assert native._sound(path) is not None
+    with monkeypatch.context() as within:
+        DAMAGES[how](path, within)
+        with pytest.raises(OSError):
+            compiling.loaded(path)
+
+
+@needs
+@pytest.mark.parametrize("how", [each for each in DAMAGES if "folder" not in each])
+def test_it_is_compiled_again_in_its_place(how, shelved, tmp_path, monkeypatch):
+    if os.geteuid() != 0 and "another" in how:
+        pytest.skip("to be owned by another takes root")
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    shutil.copytree(shelved.parent, tmp_path / "native")
+    path = tmp_path / "native" / shelved.name
+    DAMAGES[how](path, monkeypatch)
+    made = []
+
+    def again(command, to):
+        made.append(to)
+        for name in (path.name, path.with_suffix(".json").name):
+            shutil.copy(shelved.parent / name, tmp_path / "made")
+            os.replace(tmp_path / "made", to.parent / name)
+
+    monkeypatch.setattr(compiling, "compiled", again)
+    assert native._opened([], path.name) is not None
+    assert made == [path] and native._sound(path) is not None
+
+
+@needs
+def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, monkeypatch):
+    text = compiling.SOURCE.read_text()
+    call = "stream_normals(names + 5 * i, stds[i],"
+    assert text.count(call) == 1
+    monkeypatch.setattr(compiling, "SOURCE", tmp_path / "kernels.c")
+    compiling.SOURCE.write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
+    command = compiling.command(torch.backends.cpu.get_cpu_capability())
+    path = tmp_path / "native" / "kernels.so"
+    compiling.compiled(["-O0" if each == "-O2" else each for each in command], path)
+    compiling.loaded(path)  # it is owned and sealed as it should
+    with pytest.raises(OSError, match="computes something else"):
+        native._sound(path)
+
+
+def test_what_a_library_is_to_compute_is_what_numpy_computes():
+    names = np.arange(15, dtype=np.uint64).reshape(3, 5)
+    drawn = np.empty((3, 2 * native.CHECKED), np.float32)
+    keys._in_numpy(names, np.array([1.0, 0.5, 3.0], np.float32), drawn)
+    lengths = np.array([native._norm(row.astype(np.float64)) for row in drawn])
+    total = np.zeros(2 * native.CHECKED)
+    assert native._added(total, drawn, 2.0**-30, 2.0**20, lengths, None)
+    computed = b"".join(each.tobytes() for each in (drawn, lengths, total))
+    assert hashlib.sha256(computed).hexdigest() == native.COMPUTED
+
+
 @pytest.mark.slow
 @needs
 def test_a_node_without_a_compiler_is_named_with_what_to_do(
@@ -724,6 +858,4 @@ print([os.waitpid(child, 0)[1] for child in children])
     done = forks.run([sys.executable, "-c", code])
     assert done.stdout == "[0, 0, 0]\n", done.stderr
     assert len([*tmp_path.rglob("*.so")]) == 1
-    assert [each.name for each in (tmp_path / "native").iterdir()] == [
-        each.name for each in tmp_path.rglob("*.so")
-    ]
+    assert sorted(each.suffix for each in (tmp_path / "native").iterdir()) == [".json", ".so"]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import experiment
 
-from raydpfl import models, origin, run
+from raydpfl import models, native, origin, run
 from raydpfl.audit import audit
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
@@ -167,6 +167,25 @@ def test_the_capability_tells_processors_apart_that_round_differently_and_no_oth
     assert plain["settings"] == " ".join(
         filter(None, ["ATEN_CPU_CAPABILITY=default", here.get("settings")])
     )
+
+
+@pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+def test_compiled_code_that_draws_or_trains_to_something_else_is_another_capability(monkeypatch):
+    """Also one that passes what is looked at when it is loaded."""
+    assert origin._digest(origin._compiled()) == origin.COMPILED
+    sound = origin.capability()
+    assert "native" not in sound
+    drawn = native.normals
+    monkeypatch.setattr(
+        native, "normals", lambda names, stds, out: drawn(names, stds / np.float32(100), out)
+    )
+    origin.capability.cache_clear()
+    try:
+        strange = origin.capability()
+    finally:
+        origin.capability.cache_clear()
+    assert strange.keys() - sound.keys() == {"native"}
+    assert origin.differences(sound, strange).startswith("native was unset, now ")
 
 
 def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path):

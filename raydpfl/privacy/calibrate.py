@@ -24,7 +24,7 @@ from importlib.metadata import version
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.files import cache_root, check, keep_json, read_json
+from raydpfl.files import cache_root, check, keep_json, kept_json
 from raydpfl.own import is_own
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accounting import UNREACHED, epsilon
@@ -114,7 +114,7 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
     question = [_VERSION, *_versions(), *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
-        answer = read_json(path)
+        answer = kept_json(path)
         found = answer["noise_multiplier"]
         multipliers = [found] if length is None else found
         known = answer["check"] == check(question, found)

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from filelock import Timeout
 
 from raydpfl.errors import ConfigError, FileError, RunError, renamed
-from raydpfl.files import LOCK, cache_root, holding
+from raydpfl.files import LOCK, cache_root, holding, make
 from raydpfl.storage import mirror, ticket
 from raydpfl.storage.mirror import origin, push, refetch, spent, times
 from raydpfl.storage.store import elsewhere, opened, within
@@ -102,7 +102,7 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
 def _alone(stack: ExitStack, place: Path, address: str, patience: float) -> None:
     """Keeps other processes of this machine out. Raises `ConfigError`."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        make(place)
         stack.enter_context(holding(place, patience))
     except Timeout:
         accepted = "a directory that no other run is writing to"

@@ -35,7 +35,7 @@ def whole(folder: Path) -> bool:
     if there is None or SEAL not in there.times():
         return False
     lock = cache_root() / "arriving" / folder.name
-    lock.mkdir(parents=True, exist_ok=True)
+    files.make(lock)
     with holding(lock):
         return files.whole(folder) or _fetched(there, folder)
 

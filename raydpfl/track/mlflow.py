@@ -51,7 +51,6 @@ class _Run(Log):
             logging.getLogger(name).setLevel(logging.WARNING)
         self.id = run.id
         # it makes a store anew, which only one process may do at a time, as a sweep has several
-        cache_root().mkdir(parents=True, exist_ok=True)
         with FileLock(cache_root() / "mlflow.lock"):
             self._client = tracking.MlflowClient(tracker.uri)
             experiment = self._experiment(tracker.experiment)

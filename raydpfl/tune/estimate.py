@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raydpfl import runner
 from raydpfl.config import Experiment
-from raydpfl.files import cache_root, keep_json, read_json
+from raydpfl.files import cache_root, keep_json, kept_json
 from raydpfl.hardware import cores
 from raydpfl.plan import Plan
 from raydpfl.tune.folder import name_of
@@ -129,7 +129,7 @@ def _path(kind: Kind) -> Path:
 def _known(kind: Kind) -> tuple[float, float] | None:
     """Seconds to begin a run and of a round, as they were timed."""
     try:
-        begin, each = read_json(_path(kind))
+        begin, each = kept_json(_path(kind))
         return float(begin), float(each)
     except (OSError, ValueError, TypeError):
         return None
