@@ -254,7 +254,7 @@ def _code_parts(module: ModuleType | None, member: Any) -> list[bytes]:
             return [importlib.metadata.version(top).encode()]
         files = sorted(_files(module.__name__, _file(module)).items())
         if files:
-            return [part for name, path in files for part in (name.encode(), _digest(path))]
+            return [part for name, path in files for part in (name.encode(), _syntax_digest(path))]
     return [] if member is None else [_code(member)]
 
 
@@ -351,7 +351,7 @@ def _named(path: Path, place: Path) -> str:
 def _same(path: Path, place: Path) -> bool:
     """Whether the module of a kept file is also found elsewhere, with the same code."""
     here = _place(_named(path, place))
-    return here is not None and here.is_file() and _digest(here) == _digest(path)
+    return here is not None and here.is_file() and _syntax_digest(here) == _digest(path)
 
 
 def _warn(paths: Sequence[Path], place: Path) -> None:
@@ -438,7 +438,7 @@ def _imported(path: Path, package: str) -> Iterator[str]:
         yield from (f"{base}.{name}" for name in names)
 
 
-def _digest(path: Path) -> bytes:
+def _syntax_digest(path: Path) -> bytes:
     """Of what a module does; of one that is not Python of its bytes."""
     source = path.read_bytes()
     return _parsed(source)[0] if path.suffix == ".py" else hashlib.sha256(source).digest()
