@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
+from raydpfl import adapting, sums
 from raydpfl.adapting import next_bound
 from raydpfl.audit import audit, checks
 from raydpfl.audit.bounds import (
@@ -28,17 +29,23 @@ from raydpfl.audit.bounds import (
     one_shot,
 )
 from raydpfl.audit.canaries import Canaries
+from raydpfl.audit.curve import CERTAIN, least_delta, presence
 from raydpfl.client import ClientActor
 from raydpfl.coordinator import Coordinator
 from raydpfl.errors import ConfigError
+from raydpfl.histogram import Histogram
 from raydpfl.keys import clients_normals, normals
-from raydpfl.local import way
+from raydpfl.local import Trainer, way
 from raydpfl.noise import base as noises
 from raydpfl.noise import drawn_by
-from raydpfl.noise.drawn import client_noise, server_noise
+from raydpfl.noise.banded_gaussian import BandedGaussian
+from raydpfl.noise.drawn import client_noise, query_noise, server_noise
 from raydpfl.plan import Plan
-from raydpfl.privacy import Ledger, gaussian_epsilon
+from raydpfl.privacy import Ledger, LocalSteps, Mechanism, Query, Sampling, gaussian_epsilon
+from raydpfl.privacy import epsilon as accounted
+from raydpfl.privacy import pld as accounting_pld
 from raydpfl.record import joined
+from raydpfl.rounds import Grid
 
 ONE_ROUND = {  # the setting of PRIVACY.md sec. 7: one release, 1000 canaries, 7,850 parameters
     "rounds": 1,
@@ -127,6 +134,31 @@ def test_the_epsilon_of_two_gaussians_is_their_hockey_stick(p, q):
     assert epsilon > 0 and delta == pytest.approx(1e-4, rel=1e-4)
     if p[1] == q[1]:
         assert epsilon == pytest.approx(float(gaussian_epsilon(p[0] - q[0], 1e-4)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "law,population,cohort,z,rounds,relation,near",
+    [
+        ("full", 10, 10, 4.0, 6, "replace_one", 0.999),
+        ("poisson", 1000, 10, 1.0, 1000, "add_remove", 0.96),
+        ("poisson", 1000, 100, 0.5, 20, "zero_out", 0.96),
+        ("fixed", 900, 90, 1.6, 60, "replace_one", 0.85),
+        ("fixed", 60, 20, 0.1, 6, "replace_one", 0.96),
+        ("with_replacement", 200, 20, 2.0, 50, "replace_one", 0.4),
+    ],
+)
+def test_least_delta_is_near_the_accountants_and_never_above(
+    law, population, cohort, z, rounds, relation, near
+):
+    """At the epsilon of pld it is no more than delta, at a share `near` of that epsilon it is."""
+    run = Mechanism(Sampling(law, population, cohort), (Query("updates", 1.0, z),), rounds)
+    epsilon = accounted(run, relation, 1e-5)
+    mu = (2 if relation == "replace_one" else 1) / z
+    drawn = CERTAIN if law == "full" else presence(cohort / population)
+    if law == "with_replacement":
+        drawn = presence(1 / population, cohort)
+    assert least_delta(epsilon, mu, drawn, rounds) <= 1e-5 * (1 + 1e-6)
+    assert least_delta(near * epsilon, mu, drawn, rounds) > 1e-5
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -239,7 +271,8 @@ def test_sound_runs_of_every_kind_pass(change):
     """
     done = audit(small(**change), canaries=45)
     assert done.passed, done.verdict
-    assert done.runs == 1 and done.verdict.startswith("Nothing speaks against the claims")
+    assert done.runs == 1 and done.verdict.startswith("Of what was looked at (ledger, ")
+    assert "; ".join(done.unseen) in done.verdict and "what clients train" in done.verdict
 
 
 def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
@@ -441,7 +474,150 @@ def a_contribution_counted_twice(patch):
     patch.setattr(Coordinator, "collect", twice)
 
 
+def the_ledger_after_the_release(patch):
+    """Each round is recorded once its sum is out."""
+    account = Coordinator.account
+    release = Coordinator.release
+
+    def late(self, t, total):
+        released = release(self, t, total)
+        account(self, t)
+        return released
+
+    patch.setattr(Coordinator, "account", lambda self, t: None)
+    patch.setattr(Coordinator, "release", late)
+
+
+def columns_above_1(patch):
+    fitted = BandedGaussian.fitted
+
+    def longer(self, *arguments):
+        made = fitted(self, *arguments)
+        return made.model_copy(update={"coefficients": tuple(1.05 * c for c in made.coefficients)})
+
+    patch.setattr(BandedGaussian, "fitted", longer)
+
+
+def a_client_again_within_the_bands(patch):
+    """The same clients take part in every round, where each third was accounted for."""
+    select = Coordinator.select
+    first = []
+
+    def same(self, t):
+        if t == 0:
+            first.append(select(self, t))
+        return first[-1]
+
+    patch.setattr(Coordinator, "select", same)
+
+
+def another_matrix(patch):
+    """Noise is correlated otherwise than the audit is told."""
+    carried = BandedGaussian.carried
+    patch.setattr(BandedGaussian, "carried", lambda self: tuple(c / 2 for c in carried(self)))
+
+
+def a_wrong_gaussian_curve(patch):
+    patch.setattr(
+        accounting_pld, "gaussian_epsilon", lambda mu, delta: 0.97 * gaussian_epsilon(mu, delta)
+    )
+
+
+def a_wrong_composition(patch):
+    """Every second round is forgotten."""
+    epsilons = accounting_pld.LossDistribution.epsilons
+
+    def fewer(self, delta, first, last, *rest, **more):
+        found = epsilons(self, delta, max(1, first // 2), max(1, last // 2), *rest, **more)
+        return np.resize(found, last - first + 1)
+
+    patch.setattr(accounting_pld.LossDistribution, "epsilons", fewer)
+
+
+def half_the_sensitivity(patch):
+    """A replaced client counts as one that is left out."""
+    patch.setattr(Mechanism, "mu", lambda self, relation: 1 / self.noise_multiplier)
+
+
+def an_unnoised_count(patch):
+    patch.setattr(drawn_by, "query_noise", lambda *where, **which: 0.0)
+
+
+def half_the_counts_noise(patch):
+    patch.setattr(drawn_by, "query_noise", halved(query_noise))
+
+
+def a_count_noised_elsewhere(patch):
+    """What adapts the bound gets the exact sums."""
+    answered = adapting._answers
+
+    def exact(plan, bound, t, cohort, columns):
+        plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
+        return answered(plan, bound, t, cohort, columns)
+
+    patch.setattr(adapting, "_answers", exact)
+
+
+def a_bound_by_something_else(patch):
+    """The bound follows the exact count, and no noised sum is made."""
+
+    def exact(plan, bound, state, t, cohort, columns):
+        return bound * math.exp(0.5 - np.mean(columns["norm"] <= bound))
+
+    patch.setattr(adapting, "next_bound", exact)
+
+
+def a_key_for_all_counts(patch):
+    patch.setattr(
+        drawn_by, "query_noise", lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more)
+    )
+
+
+def a_coarse_grid(patch):
+    of = Grid.of.__func__
+
+    def coarse(cls, *arguments):
+        made = of(cls, *arguments)
+        return replace(made, step=made.step * 2**12)
+
+    patch.setattr(Grid, "of", classmethod(coarse))
+
+
+def a_sum_on_a_coarse_grid(patch):
+    add = sums.add
+
+    def coarse(total, rows, grid, *rest):
+        return add(total, rows, replace(grid, step=grid.step * 2**5), *rest)
+
+    patch.setattr(sums, "add", coarse)
+
+
+def a_client_counted_twice_in_histograms(patch):
+    counts = Histogram.counts
+    patch.setattr(Histogram, "counts", lambda self, values: 2 * counts(self, values))
+
+
+def half_of_what_is_printed(patch):
+    """The ledger is right, and guarantees are not."""
+    guarantees = Plan.guarantees
+
+    def smaller(self, *arguments):
+        return [replace(one, epsilon=one.epsilon / 2) for one in guarantees(self, *arguments)]
+
+    patch.setattr(Plan, "guarantees", smaller)
+
+
 SERVER = {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0, "delta": 1e-5}}
+BANDED = {
+    "noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 3, "delta": 1e-5},
+    "selection": {"kind": "cyclic", "period": 3},
+}
+ADAPTIVE = {"bounding": {"kind": "quantile_clip", "bound": 0.3}}
+HISTOGRAMS = {
+    **SERVER,
+    "rounds": 2,
+    "evaluate": {"every": 2, "per_client": "accuracy", "histogram": {"std": 3.0, "bins": 5}},
+}
 
 
 @pytest.mark.parametrize(
@@ -470,6 +646,25 @@ SERVER = {"noise": {"kind": "gaussian", "placement": "server", "multiplier": 2.0
         ),
         (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
         (a_contribution_counted_twice, SERVER, {"sums"}),
+        (the_ledger_after_the_release, {}, {"ledger"}),
+        (columns_above_1, BANDED, {"matrix"}),
+        (a_client_again_within_the_bands, BANDED, {"matrix"}),
+        (another_matrix, BANDED, {"matrix"}),
+        (a_wrong_gaussian_curve, {}, {"curve"}),
+        (a_wrong_composition, SERVER, {"curve"}),
+        (half_the_sensitivity, SERVER, {"curve"}),
+        (half_of_what_is_printed, SERVER, {"curve"}),
+        (an_unnoised_count, ADAPTIVE, {"noise of answers"}),
+        (an_unnoised_count, {**ADAPTIVE, **SERVER}, {"noise of answers"}),
+        (half_the_counts_noise, {**ADAPTIVE, **SERVER}, {"noise of answers"}),
+        (half_the_counts_noise, ADAPTIVE, {"noise of answers"}),
+        (a_count_noised_elsewhere, ADAPTIVE, {"noise of answers"}),
+        (a_bound_by_something_else, ADAPTIVE, {"noise of answers"}),
+        (a_key_for_all_counts, ADAPTIVE, {"noise of answers"}),
+        (a_coarse_grid, {}, {"grid"}),
+        (a_sum_on_a_coarse_grid, SERVER, {"grid"}),
+        (a_client_counted_twice_in_histograms, HISTOGRAMS, {"noise of histograms"}),
+        (half_the_histograms_noise, HISTOGRAMS, {"noise of histograms"}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -557,7 +752,7 @@ def test_sound_runs_with_noise_at_local_steps_pass(change):
         "every single update",
         True,
     )
-    assert [check.name for check in done.checks] == ["ledger", "steps"]
+    assert [check.name for check in done.checks] == ["ledger", "steps", "curve"]
 
 
 def test_clients_with_unequal_steps_are_audited_with_each_ones_own():
@@ -608,6 +803,36 @@ def one_rounds_samples_unclipped(patch):
     patch.setattr(ClientActor, "_train", careless)
 
 
+def the_last_rounds_samples_unclipped(patch):
+    """Those alone that are a hundred times longer than the bound."""
+    train = ClientActor._train
+
+    def careless(self, tally, lane, *rest):
+        clip = self.trainer.clip
+        self.trainer.clip = clip * (100 if tally.work.t == 2 else 1)
+        yield from train(self, tally, lane, *rest)
+        self.trainer.clip = clip
+
+    patch.setattr(ClientActor, "_train", careless)
+
+
+def samples_clipped_a_little_late(patch):
+    made = Trainer.__init__
+
+    def longer(self, *given, clip=None, own=False, **more):
+        made(self, *given, clip=clip if clip is None else 1.05 * clip, own=own, **more)
+
+    patch.setattr(Trainer, "__init__", longer)
+
+
+def half_the_sensitivity_of_steps(patch):
+    """A replaced sample counts as one that is left out."""
+    event = LocalSteps.event
+    patch.setattr(
+        LocalSteps, "event", lambda self, k: replace(event(self, k), mu=event(self, k).mu / 2)
+    )
+
+
 def one_key_for_all_steps(patch):
     class Keys:
         clients_normals = staticmethod(
@@ -624,6 +849,10 @@ def one_key_for_all_steps(patch):
     [
         (half_the_noise_of_steps, "steps"),
         (one_rounds_samples_unclipped, "steps"),
+        (the_last_rounds_samples_unclipped, "steps"),
+        (samples_clipped_a_little_late, "steps"),
+        (the_ledger_after_the_release, "ledger"),
+        (half_the_sensitivity_of_steps, "curve"),
         (one_key_for_all_steps, "steps"),
         (last_round_uncounted, "ledger"),
     ],
@@ -730,7 +959,7 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(tmp_path, 
     (tmp_path / "small.yaml").write_text(small().to_yaml())
     command = ["audit", tmp_path / "small.yaml", "rounds=2", "--canaries", "60", "--out"]
     code, said, _ = typed(*command, tmp_path / "sound")
-    assert code == 0 and "\nNothing speaks against the claims: epsilon" in said
+    assert code == 0 and "nothing speaks against the claims: epsilon" in said
     assert said.endswith(f"raydpfl report {tmp_path / 'sound'}\n")
     half_the_clients_noise(monkeypatch)
     code, out, said = typed(*command, tmp_path / "broken", "--json")

@@ -25,11 +25,10 @@ was accounted for (`checks`).
 data with other seeds. The runs are independent and each canary is in one of them, so together they
 are one mechanism, as private for each canary as one run.
 
-**What is not audited:**
+**What is not audited** is named in every verdict (`Audit.unseen`). It is never audited:
 
 - the canaries' own training, which is replaced (the result is bounded all the same);
-- the count of clients below an adaptive bound;
-- the generator of the noise, which is for simulation;
+- the generator of the noise, which is for simulation, and whether its seed stays a secret;
 - anything beyond the observers that the guarantees name.
 
 A lower bound is usually far below the claim. It shows that privacy is no better than that, never
@@ -38,10 +37,9 @@ that it is as good as claimed.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +67,16 @@ __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_s
 WORTH_HAVING = 1000  # the fewest canaries for a useful bound
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
 CROWD = 0.1
+# what no audit looks at
+TRAINING = (
+    "what clients train, in whose place canaries are, and the code that adds up updates while it "
+    "trains them"
+)
+SECRETS = "whether seeds, cohorts and noise stay secret, and the generator behind them"
+PLACES = (
+    "actors and other machines, as an audit runs in one process, and what floating point gives "
+    "away below the grid of the sums"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Audit:
     checks: list[Check]
     runs: int
     seed: int
+    unseen: tuple[str, ...]  # what was not looked at
     notes: tuple[str, ...] = ()  # what weakens the audit
 
     @property
@@ -90,7 +99,9 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """The outcome in one plain sentence."""
+        """The outcome in plain sentences: what was looked at, what came of it, and what was not
+        looked at.
+        """
 
         def least(view: View) -> str:
             claim = view.claimed
@@ -116,11 +127,18 @@ class Audit:
             found.append(f"the claim is in doubt: {least(view)}, and {scores}")
         if found:
             text = ", and ".join(found)
-            return f"{text[0].upper()}{text[1:]}."
+            return f"{text[0].upper()}{text[1:]}. {self._unseen()}"
         view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
         proven = f"the canaries prove {view.lower:.4g} and their scores look like {alike(view)}"
         passed = f"all {len(self.checks)} checks pass"
-        return f"Nothing speaks against the claims: {least(view)}, {proven}, and {passed}."
+        looked = (
+            f"Of what was looked at ({', '.join(check.name for check in self.checks)}) nothing "
+        )
+        looked += f"speaks against the claims: {least(view)}, {proven}, and {passed}."
+        return f"{looked} {self._unseen()}"
+
+    def _unseen(self) -> str:
+        return f"Not looked at: {'; '.join(self.unseen)}."
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
@@ -129,6 +147,7 @@ class Audit:
             "verdict": self.verdict,
             "runs": self.runs,
             "seed": self.seed,
+            "not_looked_at": list(self.unseen),
             "notes": list(self.notes),
         }
         false_alarm = (
@@ -282,8 +301,30 @@ def _of_clients(
     """By as many runs as are needed, in each of which some or all clients are canaries."""
     records = _runs(plan, canaries, on_round)
     found = views.of_runs(plan, records, delta, confidence)
+    held = views.least_deltas(records, found)
+    made = checks.of_runs(records)
+    made += filter(None, [checks.curve(held)])
+    unseen = (TRAINING, *_unseen(plan, found, held, made))
     notes = _notes(records, found)
-    return Audit(found, checks.of_runs(records), len(records), plan.experiment.seed, notes)
+    return Audit(found, made, len(records), plan.experiment.seed, unseen, notes)
+
+
+def _unseen(
+    plan: Plan, found: Sequence[View], held: Sequence[views.Held], made: Sequence[Check]
+) -> tuple[str, ...]:
+    """What no view and no check of an audit looks at, in words."""
+    assert plan.mechanism is not None  # else nothing is claimed; see `_check`
+    names = {check.name for check in made}
+    unseen = [SECRETS, PLACES]
+    if any(least is None for _, least in held):
+        unseen.append("the epsilons that a law of cohorts from outside the package is given")
+    if not plan.mechanism.by_draws and "cohorts" not in names:
+        unseen.append("how cohorts are drawn")
+    elif not plan.mechanism.by_draws and plan.mechanism.hidden:
+        unseen.append("how cohorts are drawn, but for their sizes and how often each client is in")
+    if any(view.claimed.kind == "unproven" for view in found):
+        unseen.append("what its guarantees call not proved")
+    return (*unseen, *dict.fromkeys(each for view in found for each in view.claimed.exclusions))
 
 
 def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
@@ -319,9 +360,13 @@ def _of_samples(
         for t in range(e.rounds):
             coordinator.round()
             on_round(t + 1, e.rounds)
-        ledger = [json.loads(line) for line in coordinator.ledger.path.read_text().splitlines()]
+        made = coordinator.seen.checks(coordinator.written)
+        printed = coordinator.accounts.guarantees(e.rounds, coordinator.at.participations)
     found = [coordinator.seen.view(delta, confidence)]
-    return Audit(found, coordinator.seen.checks(ledger), 1, e.seed, _notes([], found))
+    held = coordinator.seen.least_deltas([found[0].claimed, *printed])
+    made += filter(None, [checks.curve(held)])
+    unseen = (*coordinator.seen.unseen(), *_unseen(plan, found, held, made))
+    return Audit(found, made, 1, e.seed, unseen, _notes([], found))
 
 
 def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:

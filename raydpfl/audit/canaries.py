@@ -11,26 +11,31 @@ server's step. Directions are functions of a key, so none is stored.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from raydpfl import surveying
+from raydpfl import adapting, surveying
+from raydpfl.bounding import Bounding
 from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.way import Block, Sum
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
+from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.rounds import Lane, LaneResult
+from raydpfl.record import joined
+from raydpfl.rounds import Columns, Lane, LaneResult, State
 from raydpfl.selection import Cohort
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
@@ -41,6 +46,11 @@ SKETCH = 4096
 SMALL_SKETCH = 256
 SKETCHES = 4000
 NO_LOSS = np.full(1, math.nan)
+TAIL = 40.0  # stds of a client's noise that the grid of the sums has room for
+# draws of the noise on answers and on histograms after the last round, and how many numbers they
+# may take from clients
+DRAWS = 1000
+DRAWN = 200_000
 
 
 def on_sums(plan: Plan) -> Mechanism:
@@ -152,6 +162,61 @@ class PlantedClient(ClientActor):
         return (sent * (factor * float(lane.weights[alone.slots[0]]))).cpu().numpy()
 
 
+class Written:
+    """What the ledger at `path` had when each round began, to be held against its end."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._before: list[tuple[int, int, bytes]] = []  # (round, bytes, last line)
+
+    def begins(self, t: int) -> None:
+        """Reads the ledger as round t begins, before its clients are asked for anything."""
+        text = self._text()
+        self._before.append((t, len(text), text.splitlines()[-1] if text else b""))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines by now."""
+        return [json.loads(line) for line in self._text().splitlines()]
+
+    def late(self) -> str:
+        """Which round was not in the ledger as it began, or was written anew, in words; empty:
+        none.
+        """
+        text = self._text()
+        for t, size, last in self._before:
+            if not last or json.loads(last)["round"] < t:
+                return f"round {t} began before it was in the ledger"
+            if not text[:size].endswith(last + b"\n"):
+                return f"the ledger of round {t} was changed after that round had begun"
+        return ""
+
+    def _text(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+
+class WatchedBounding:
+    """A bounding, with a record of the answers to its side queries, exact and as released."""
+
+    def __init__(self, bounding: Bounding, record: Record):
+        self._bounding = bounding
+        self._record = record
+        self._exact: Mapping[str, np.ndarray] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bounding, name)
+
+    def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
+        """As `Bounding.answers`."""
+        self._exact = self._bounding.answers(columns, bound)
+        return self._exact
+
+    def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
+        """As `Bounding.adapt`."""
+        following = self._bounding.adapt(bound, sums, clients, state)
+        self._record.answered(self._exact, sums, following)
+        return following
+
+
 class PlantedCoordinator(Coordinator):
     """The coordinator, inline, with canaries among its clients. It releases and accounts as always,
     and keeps neither rows nor checkpoints.
@@ -166,13 +231,20 @@ class PlantedCoordinator(Coordinator):
         assert isinstance(self.pool, Inline)
         self.pool.only(PlantedClient(self.plan, self.seen))
         self.record.survey = self._survey
+        self.written = Written(self.ledger.path)
+        if self.experiment.bounding.adapts:
+            watched = WatchedBounding(self.experiment.bounding, self.seen)
+            experiment = self.experiment.model_copy(update={"bounding": watched})
+            self.plan = replace(self.plan, experiment=experiment)
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
         assert self.at.bound is not None  # what is claimed is bounded
+        self.written.begins(t)
         self.seen.begin(t, self.at.bound, cohort)
         total, results = super().collect(t, cohort)
         self.seen.collected(total)
+        self._last = cohort, joined(results)
         return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
@@ -185,17 +257,51 @@ class PlantedCoordinator(Coordinator):
         histogram = self.experiment.evaluate.histogram
         assert histogram is not None
         self.seen.surveyed(released - histogram.counts(values))
+        self._scores = t, values
+        # one client less, under the same noise: all that it can move
+        some = np.flatnonzero(np.isfinite(values))
+        for client in some[:: max(1, len(some) // 8)]:
+            without = values.copy()
+            without[client] = math.nan
+            moved = surveying.counted(plan, t, without) - released
+            self.seen.moved = max(self.seen.moved, float(np.linalg.norm(moved)))
         return released
 
     def finished(self) -> Record:
-        """The record of the whole run, its ledger included."""
+        """The record of the whole run, its ledger included, and of some more draws of the noise of
+        which rounds have little.
+        """
         self.seen.flush()
-        self.seen.ledger = []
-        if self.ledger.path.exists():
-            lines = self.ledger.path.read_text().splitlines()
-            self.seen.ledger = [json.loads(line) for line in lines]
+        self._draw_answers()
+        self._draw_histograms()
+        self.seen.ledger = self.written.lines()
+        self.seen.late = self.written.late()
         self.seen.counts = self.at.participations.copy()
+        self.seen.printed = self.accounts.guarantees(self.at.t, self.at.participations)
         return self.seen
+
+    def _draw_answers(self) -> None:
+        """Has the last round's clients answer again, in rounds after the last, with their noise."""
+        if not self.experiment.bounding.queries():
+            return
+        state = self.at.states["bounding"]
+        cohort, columns = self._last
+        count = min(DRAWS, DRAWN // max(1, len(cohort)))
+        for t in range(self.at.t, self.at.t + count):
+            kept = copy.deepcopy(state)
+            adapting.next_bound(self.plan, self.seen.bound, kept, t, cohort, columns)
+
+    def _draw_histograms(self) -> None:
+        """Counts the last scores again, after rounds after the last, with their noise."""
+        if not self.seen.surveys:
+            return
+        t, values = self._scores
+        histogram = self.experiment.evaluate.histogram
+        assert histogram is not None
+        every = self.experiment.evaluate.every
+        exact = histogram.counts(values)
+        for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):
+            self.seen.surveyed(surveying.counted(self.plan, t + n * every, values) - exact)
 
 
 @dataclass
@@ -238,6 +344,15 @@ class Record:
     along: list[tuple[int, int, float]] = field(default_factory=list)
     # per histogram of scores: squared norm of the noise on it, in its std
     surveys: list[float] = field(default_factory=list)
+    moved: float = 0.0  # the most by which one client less has moved a histogram, an L2 norm
+    # by side query: the noise on the sum of each round's answers, in its std; then further draws
+    answers: dict[str, list[float]] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)  # the largest answer, in its bounds
+    unanswered: str = ""  # a bound that moved by something else, in words
+    # per round: (log2 of the measured over the declared grid, coordinates it is measured by)
+    grids: list[tuple[float, int]] = field(default_factory=list)
+    printed: list[Guarantee] = field(default_factory=list)  # what the run says in the end
+    late: str = ""  # what the ledger had too late, in words
     sum_error: float = 0.0  # the most by which a sum differs from its parts, in stds of its noise
 
     def __post_init__(self) -> None:
@@ -254,11 +369,17 @@ class Record:
         self._seen = noise.whitening()
         self._left = noise.whitening()
         self._rows: list[np.ndarray] = []
+        self._following: float | None = None
 
     def begin(self, t: int, bound: float, cohort: Cohort) -> None:
         """Begins a round. The std of its noise is computed again from what the accountants read."""
         updates = on_sums(self.plan).queries[0]
+        adapts = self.plan.experiment.bounding.adapts
+        if adapts and t and self._following != bound and not self.unanswered:
+            self.unanswered = f"the bound of round {t} is not what the noised answers make it"
+        self._following = bound  # where no client answers
         self._round = t
+        self._cohort = len(cohort)
         self.bound = bound
         self.stds.append(updates.std / updates.bound * bound * self.plan.weight)
         # The clients' noise is sized for the round with most dropouts: all others carry more.
@@ -269,6 +390,11 @@ class Record:
         self._client_std = noise.client_std(self.stds[-1], self.plan.survivors)
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
+        # the grid as `raydpfl.sums` has it: room for 2^51 steps in the largest sum
+        most = bound * self.plan.weight + TAIL * self._client_std
+        self._declared = math.ceil(math.log2(max(1, len(cohort)) * most)) - 51
+        self._finest = math.inf
+        self._coordinates = 0
         self._sum = np.zeros(self.plan.d)
         self._known = np.zeros(self.plan.d)
         self._planted = np.zeros(self.plan.d)
@@ -285,7 +411,12 @@ class Record:
             self.update_squares.append((self._round, client, float(noise @ noise)))
             if len(self.update_noises) < SKETCHES:
                 self.update_noises.append(noise[:SMALL_SKETCH].astype(np.float32))
+        if self.by_client or place is not None:
+            self._measure(vector)
         if place is None:
+            if not self.by_client:
+                beyond = float(np.linalg.norm(vector)) / (self.plan.weight * self.bound) - 1
+                self.along.append((self._round, client, beyond))
             return
         direction = self.canaries.direction(place).numpy().astype(np.float64)
         most = self._weights[place] * self.bound
@@ -301,7 +432,36 @@ class Record:
             self.single[place] += amplitude * float(direction @ vector) / self._client_std
             self.single_power[place] += amplitude**2
 
+    def _measure(self, vector: np.ndarray) -> None:
+        """Takes note of the grid of a vector that is rounded to it: the largest power of two that
+        its coordinates, whose digits are random, are multiples of.
+        """
+        mantissas, exponents = np.frexp(vector[vector != 0])
+        if len(exponents):
+            digits = np.ldexp(mantissas, 53).astype(np.int64)
+            last = np.frexp((digits & -digits).astype(np.float64))[1] - 1
+            self._finest = min(self._finest, float((exponents - 53 + last).min()))
+            self._coordinates += len(exponents)
+
+    def answered(
+        self, exact: Mapping[str, np.ndarray], sums: Mapping[str, float], following: float
+    ) -> None:
+        """Notes the answers of a round's clients to each side query, float64 [r] by name, their
+        sums as released, and the bound that follows from these.
+        """
+        clients = math.sqrt(self._cohort / self.plan.survivors) if self.by_client else 1.0
+        for query in on_sums(self.plan).queries[1:]:
+            answers = np.nan_to_num(exact[query.name])
+            noise = sums[query.name] - float(answers.sum())
+            self.answers.setdefault(query.name, []).append(noise / (query.std * clients))
+            longest = float(np.abs(answers).max(initial=0.0)) / query.bound
+            self.longest[query.name] = max(self.longest.get(query.name, 0.0), longest)
+        self._following = following
+
     def collected(self, total: np.ndarray) -> None:
+        if self._coordinates:
+            coarser = self._finest - self._declared
+            self.grids.append((coarser, self._coordinates))
         self.sum_error = max(
             self.sum_error,
             float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0),

@@ -7,10 +7,11 @@ raises one in at most `FALSE_ALARM` of sound runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import ndtri
@@ -19,8 +20,12 @@ from scipy.stats import binom, chi2, kstest
 from raydpfl import privacy
 from raydpfl.audit.canaries import Record, on_sums
 
+if TYPE_CHECKING:
+    from raydpfl.audit.views import Held
+
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _ROUNDING = 1e-6  # relative: what float64 and the sums' grid may differ by
+_CURVE = 1e-3  # relative, of delta: what two exact computations may differ by
 _MOST = 2_000_000  # numbers that the test of normality looks at
 
 
@@ -45,23 +50,24 @@ class Check:
 def of_runs(records: Sequence[Record]) -> list[Check]:
     """All checks that the runs allow."""
     checks: list[Callable[[Sequence[Record]], Check | None]] = [
-        ledger, cohorts, bounds, sums, noise_of_sums, noise_of_updates, noise_of_histograms, keys,
-        normality,
+        ledger, cohorts, matrix, bounds, sums, grid, noise_of_sums, noise_of_updates,
+        noise_of_answers, noise_of_histograms, keys, normality,
     ]  # fmt: skip
     made = [check(records) for check in checks]
     return [check for check in made if check is not None]
 
 
 def ledger(records: Sequence[Record]) -> Check:
-    """Every round that was released stands in the ledger, with the std that the accountants were
-    told and the epsilon that they give.
+    """Every round that was released stands in the ledger, from before its clients were asked, with
+    the std that the accountants were told and the epsilon that they give.
     """
     for record in records:
-        wrong = _unrecorded(record)
+        wrong = _unrecorded(record) or record.late
         if wrong:
             return Check("ledger", False, wrong, 0.0)
     released = sum(len(record.rounds) for record in records)
-    found = f"all {released} released rounds are recorded, with their noise and what they spend"
+    found = f"all {released} released rounds are recorded before they begin, with their noise and "
+    found += "what they spend"
     return Check("ledger", True, found, 0.0)
 
 
@@ -91,6 +97,21 @@ def _unrecorded(record: Record) -> str:
             spent = f"{len(record.rounds)} rounds spend {truth:.6g}"
             return f"epsilon {last[name]:.6g} is recorded ({name}) where {spent}"
     return ""
+
+
+def curve(held: Sequence[Held]) -> Check | None:
+    """No epsilon that is claimed is below what the accounted mechanism has, by a computation that
+    asks no accountant (`raydpfl.audit.curve`). None where that knows none of the mechanisms.
+    """
+    known = [(least / claim.delta, claim) for claim, least in held if least is not None]
+    if not known:
+        return None
+    share, claim = max(known, key=lambda each: each[0])
+    finding = f"at the epsilons that are claimed delta is at least {share:.3g} of that claimed"
+    if share > 1 + _CURVE:
+        least = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
+        finding = f"against whoever sees {claim.observer} at epsilon {claim.epsilon:.4g} {least}"
+    return Check("curve", share <= 1 + _CURVE, finding, 0.0)
 
 
 def cohorts(records: Sequence[Record]) -> Check | None:
@@ -142,9 +163,39 @@ def _most(records: Sequence[Record], q: float, population: int) -> str:
     return f"client {client} took part in {times} of {rounds} rounds, at q = {q:.4g}"
 
 
+def matrix(records: Sequence[Record]) -> Check | None:
+    """Where noise is correlated over the rounds: what a client's participations come to in the sums
+    that the noise is independent in is no longer than what is accounted for, one bound for each.
+    The columns of the matrix C are measured, by an impulse that the whitening is given. None where
+    rounds have noise of their own.
+    """
+    plan = records[0].plan
+    noise = plan.experiment.noise
+    whiten = noise.whitening()
+    column = np.array([whiten(np.array([float(t == 0)]))[0] for t in range(len(records[0].rounds))])
+    told = np.zeros(max(len(column), len(noise.carried())))
+    told[: len(noise.carried())] = noise.carried()
+    if noise.carried() == (1.0,) and np.array_equal(column, told):
+        return None
+    if not np.allclose(column, told[: len(column)], rtol=_ROUNDING, atol=0):
+        found = "the noise is whitened by another matrix than it says that it is correlated by"
+        return Check("matrix", False, found, 0.0)
+    overlaps = np.abs(np.correlate(column, column, "full")[len(column) - 1 :])
+    times = np.concatenate([record.times for record in records])[:, : len(column)].astype(float)
+    squares = overlaps[0] * (times**2).sum(1)
+    for lag in range(1, len(column)):
+        squares += 2 * overlaps[lag] * (times[:, lag:] * times[:, :-lag]).sum(1)
+    counted = times.sum(1)
+    took_part = counted > 0
+    longest = math.sqrt(max(squares[took_part] / counted[took_part], default=0.0))
+    longest = max(longest, math.sqrt(overlaps[0]))
+    finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
+    return Check("matrix", longest <= 1 + _ROUNDING, finding, 0.0)
+
+
 def bounds(records: Sequence[Record]) -> Check:
-    """No canary's contribution, however far it goes, has more along its own direction than the
-    bound lets it have.
+    """No contribution is longer than the bound that was accounted for. Where clients draw noise on
+    it: no canary's has more along its own direction than the bound lets it have.
     """
     each = [(value, t, client) for record in records for t, client, value in record.along]
     if not records[0].by_client:  # the contribution bare, in bounds
@@ -182,6 +233,22 @@ def sums(records: Sequence[Record]) -> Check:
     )
 
 
+def grid(records: Sequence[Record]) -> Check | None:
+    """Contributions are rounded to no coarser grid than `raydpfl.sums` declares, by the digits of
+    what clients send. None where nothing was sent that has random digits.
+    """
+    each = [(coarser, count) for record in records for coarser, count in record.grids]
+    if not each:
+        return None
+    # a coordinate is a multiple of 2^k steps by chance with probability 2^-k
+    beyond = [
+        coarser - math.ceil(math.log2(len(each) / FALSE_ALARM) / count) for coarser, count in each
+    ]
+    worst = max(coarser for coarser, _ in each)
+    finding = f"contributions are rounded to at most {2.0 ** max(worst, 0.0):.4g} times the grid "
+    return Check("grid", max(beyond) <= 0, finding + "that is declared", FALSE_ALARM)
+
+
 def noise_of_sums(records: Sequence[Record]) -> Check:
     """The noise on each round's sum has the std that the accountants were told: its squared norm is
     chi-squared.
@@ -211,16 +278,60 @@ def noise_of_updates(records: Sequence[Record]) -> Check | None:
     )
 
 
-def noise_of_histograms(records: Sequence[Record]) -> Check | None:
-    """The same for the noise on all histograms of scores together, which have few bins each; None
-    where there are none.
+def noise_of_answers(records: Sequence[Record]) -> Check | None:
+    """The same for the noise on the sums of the answers to side queries, in the rounds and in more
+    draws like theirs. No answer passes its bound, no two queries share their noise, and the bound
+    that adapts follows from nothing else. None where nothing is asked.
     """
+    name = "noise of answers"
+    queries = on_sums(records[0].plan).queries[1:]
+    if not queries:
+        return None
+    for record in records:
+        if record.unanswered:
+            return Check(name, False, record.unanswered, 0.0)
+        unasked = [query.name for query in queries if not record.answers.get(query.name)]
+        if unasked and sum(record.cohorts):
+            found = f"{unasked[0]} is accounted for, and its answers were not seen"
+            return Check(name, False, found, 0.0)
+    longest = max((length, name) for record in records for name, length in record.longest.items())
+    if longest[0] > 1 + _ROUNDING:
+        found = f"an answer to {longest[1]} is {longest[0]:.6g} times its bound"
+        return Check(name, False, found, 0.0)
+    drawn = {
+        query.name: np.concatenate([record.answers[query.name] for record in records])
+        for query in queries
+    }
+    for query, values in drawn.items():
+        if len(np.unique(values)) < len(values):
+            return Check(name, False, f"noise on {query} is drawn twice, or there is none", 0.0)
+    limit = _normal_limit(max(1, len(drawn) * (len(drawn) - 1) // 2))
+    for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
+        off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
+        if off > limit:
+            found = f"the noise on {one} and {other} is correlated, by {off:.1f} standard errors"
+            return Check(name, False, found, FALSE_ALARM)
+    each = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
+    count = len(next(iter(drawn.values())))
+    made = _chi_squared(name, count, each)
+    return replace(made, finding=f"{made.finding} of {count} draws", false_alarm=2 * FALSE_ALARM)
+
+
+def noise_of_histograms(records: Sequence[Record]) -> Check | None:
+    """The same for the noise on all histograms of scores together, which have few bins each, and
+    more like them; and one client less moves them by 1. None where there are none.
+    """
+    name = "noise of histograms"
     histogram = records[0].plan.experiment.evaluate.histogram
     squares = [square for record in records for square in record.surveys]
     if histogram is None or not squares:
         return None
+    moved = max(record.moved for record in records)
+    if moved > 1 + _ROUNDING:
+        found = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
+        return Check(name, False, found, 0.0)
     together = (sum(squares), f"all {len(squares)}")
-    return _chi_squared("noise of histograms", histogram.bins * len(squares), [together])
+    return _chi_squared(name, histogram.bins * len(squares), [together])
 
 
 def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:

@@ -11,8 +11,9 @@ what the client sent along half their difference, in stds of the noise (`raydpfl
 It does not know in which batches the canary was, nor how the gradients change with the client's
 steps. That costs it evidence, but the bound stays valid.
 
-In addition, an exact check does updates again, as plainly as possible and with the noise that was
-accounted for.
+In addition, an exact check does updates of every round again, as plainly as possible and with the
+noise that was accounted for. Some canaries are a thousand or a million times as long as the others,
+so that every sample that is not clipped shows there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.audit import views
+from raydpfl.audit.canaries import Written
 from raydpfl.audit.checks import Check
+from raydpfl.audit.curve import CERTAIN, least_delta, presence
 from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.data import Room, Shards
@@ -42,7 +45,7 @@ from raydpfl.local.way import Block
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, rigorous
-from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.guarantee import Observer, OneClient
 from raydpfl.privacy.personal import LocalSteps
 from raydpfl.rounds import Lane, LaneResult
 from raydpfl.selection import Cohort
@@ -50,8 +53,11 @@ from raydpfl.tasks import Task
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
 WEAKEST = 0.3  # of the clip bound: half the difference of a canary's two gradients must reach that
-REPLAYS = 20  # clients whose first update is done again
-AGREES = 0.01  # relative: rounding, and a ReLU whose input rounds across 0
+REPLAYS = 20  # updates of a round that are done again
+# factors on canaries, so that samples far beyond the clip bound are among them, and their shares
+LONGER = {1.0: 7 / 8, 1e3: 1 / 16, 1e6: 1 / 16}
+AGREES = 0.01  # of its clipped gradients: by how much an update may differ from what it should be
+ROUNDING = 1e-6  # relative: of float32
 CHUNK = 1 << 24  # numbers of per-sample gradients at once
 
 
@@ -107,12 +113,14 @@ class SampleCanaries:
         drawn = stream(self.plan.experiment.seed, Purpose.CANARY, client=client, step=4)
         x = drawn.standard_normal((n, *shape))
         x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(n, *[1] * len(shape))
+        labels = drawn.integers(classes, size=n) if classes else np.zeros(n)
+        scales = self.scale * drawn.choice([*LONGER], n, p=[*LONGER.values()])
         if classes:
-            x = (x * self.scale).astype(np.float32)
-            y = drawn.integers(classes, size=n)
-            return (x, y), (x, (y + 1) % classes) if self.relabel else (-x, y)
+            x = (x * scales.reshape(n, *[1] * len(shape))).astype(np.float32)
+            other = (labels + 1) % classes
+            return (x, labels), (x, other) if self.relabel else (-x, labels)
         x = x.astype(np.float32)
-        y = np.full(n, self.scale, np.float32)
+        y = scales.astype(np.float32)
         return (x, y), (x, -y)
 
     def rows(
@@ -206,9 +214,11 @@ class StepCoordinator(Coordinator):
         started = super().start()
         assert isinstance(self.pool, Inline)
         self.pool.only(StepClient(self.plan, self.seen))
+        self.written = Written(self.ledger.path)
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        self.written.begins(t)
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
 
@@ -298,11 +308,8 @@ class StepRecord:
         scores = products / (np.maximum(halves, 1e-30) * energy * std)
         self.product[part] += amplitudes * scores
         self.power[part] += amplitudes**2
-        done = {client for _, client, _ in self.replayed}
-        if len(self.replayed) < REPLAYS and sent.client not in done:
-            again = self._replay(sent, std)
-            off = torch.linalg.vector_norm(again - sent.steps) / torch.linalg.vector_norm(again)
-            self.replayed.append((sent.t, sent.client, float(off)))
+        if sum(t == sent.t for t, _, _ in self.replayed[-REPLAYS:]) < REPLAYS:
+            self.replayed.append((sent.t, sent.client, self._off(sent, std)))
 
     def _both(
         self, parameters: torch.Tensor, pair: Pair, piece: slice
@@ -316,9 +323,20 @@ class StepRecord:
             ),
         )
 
-    def _replay(self, sent: Sent, std: float) -> torch.Tensor:
+    def _off(self, sent: Sent, std: float) -> float:
+        """By how much an update differs from what it should be, beyond what rounding explains, in
+        norms of what its clipped gradients come to.
+        """
+        again, clipped = self._replay(sent, std)
+        lr = self.plan.experiment.local.learning_rate(sent.t)
+        norm = torch.linalg.vector_norm
+        rounding = ROUNDING * (norm(again) + norm(sent.parameters) / lr)
+        least = 1e-3 * self.gradients.bound
+        return float((norm(again - sent.steps) - rounding).clamp(min=0) / max(norm(clipped), least))
+
+    def _replay(self, sent: Sent, std: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the steps' gradients, float64 [d], by the definition of a local step
-        (`raydpfl.local`).
+        (`raydpfl.local`), and what of it the clipped gradients of samples are.
         """
         e = self.plan.experiment
         n = int(self.plan.population.sizes[sent.client])
@@ -331,7 +349,9 @@ class StepRecord:
         model = start.clone()
         velocity = torch.zeros_like(start)
         total = torch.zeros_like(start)
+        clipped = torch.zeros_like(start)
         noises = self._noises(sent, std, samples, index, sizes)
+        weights = self._weights(n)
         for step in range(index.shape[1]):
             rows = torch.from_numpy(index[0, step, : sizes[0]])
             gradient = torch.zeros_like(start)
@@ -340,6 +360,7 @@ class StepRecord:
                     0, dtype=torch.float64
                 )
             gradient /= len(rows)
+            clipped += weights[step] * gradient
             gradient += (
                 noises[step]
                 + self.linear.decay * model
@@ -349,7 +370,7 @@ class StepRecord:
             velocity = self.linear.momentum * velocity + gradient
             total += velocity
             model -= lr * velocity
-        return total
+        return total, clipped
 
     def _noises(
         self, sent: Sent, std: float, samples: np.ndarray, index: np.ndarray, sizes: np.ndarray
@@ -395,29 +416,64 @@ class StepRecord:
         most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(counts[worst])
         return views.view(scores, imagined, claimed, float(most), True, confidence)
 
-    def checks(self, ledger: list[dict]) -> list[Check]:
-        """The checks that every round is recorded with what it spends, and that updates are those
-        of a plain loop with the noise accounted for.
+    def least_deltas(self, claims: Sequence[Guarantee]) -> list[views.Held]:
+        """The claims of single clients, with the least delta of each: a sample is in each batch by
+        chance, or in one batch of each whole epoch.
+        """
+        held: list[views.Held] = []
+        for claim in views.smallest(claims):
+            if isinstance(claim.sampling, OneClient):
+                held.append((claim, self._least(claim, claim.sampling.client)))
+        return held
+
+    def _least(self, claimed: Guarantee, client: int) -> float:
+        steps = _steps(self.plan)
+        count = int(_counts(self.plan)[client])
+        n = int(steps.samples[client])
+        batch = int(steps.batches[client])
+        times = count * int(steps.own_steps[client])
+        mu = 2 * steps.bound / (batch * float(steps.stds[client]))
+        if batch < n and steps.sampling == "fresh":
+            return least_delta(claimed.epsilon, mu, presence(batch / n), times)
+        whole = count * max(1, times // count * batch // n)
+        return least_delta(claimed.epsilon, mu, CERTAIN, whole)
+
+    def checks(self, written: Written) -> list[Check]:
+        """The checks that every round is recorded with what it spends before it begins, and that
+        updates are those of a plain loop with the noise accounted for.
         """
         e = self.plan.experiment
+        ledger = written.lines()
         missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
-        finding = f"all {len(self.rounds)} released rounds are recorded, with what they spend"
+        finding = f"all {len(self.rounds)} released rounds are recorded before they begin, with "
+        finding += "what they spend"
         short = ""
         if missing:
             short = f"round {missing[0]} was released and is not in the ledger"
         else:
-            short = self._underspent(ledger[-1]["epsilon"], e.accountants)
+            short = self._underspent(ledger[-1]["epsilon"], e.accountants) or written.late()
         t, client, far = max(self.replayed, key=lambda each: each[2])
         same = far <= AGREES
-        replayed = f"{len(self.replayed)} updates done again with the accounted noise differ by "
-        replayed += f"{far:.1e} of their norm at most"
+        replayed = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, "
+        replayed += f"done again with the accounted noise, differ by {far:.1e} of "
+        replayed += "their clipped gradients at most"
         if not same:
             replayed = f"the update of client {client} in round {t} differs by {far:.2g} of its "
-            replayed += "norm from what its steps and their accounted noise give"
+            replayed += "clipped gradients from what its steps and their accounted noise give"
         return [
             Check("ledger", not short, short or finding, 0.0),
             Check("steps", same, replayed, 0.0),
         ]
+
+    def unseen(self) -> tuple[str, ...]:
+        """What is not looked at here, in words."""
+        others = len(self.plan.population) - len(self.canaries.clients)
+        left = len(self.participations) - len(self.replayed)
+        found = (
+            [f"the clipping and the noise of {others} clients without canaries"] if others else []
+        )
+        found += [f"those of {left} updates that were not done again"] if left else []
+        return (*found, "single steps, as updates alone are seen")
 
     def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
         """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""

@@ -12,20 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
 from raydpfl.audit.canaries import Record, on_sums
+from raydpfl.audit.curve import CERTAIN, least_delta, presence
 from raydpfl.errors import ConfigError
 from raydpfl.keys import Purpose, stream
+from raydpfl.own import is_own
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.places import View as Observed
 from raydpfl.privacy.places import views as observers
+
+# a claim, and the least delta that the mechanism has at its epsilon; None: it is not known
+Held: TypeAlias = tuple[Guarantee, float | None]
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
 FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
@@ -130,6 +135,51 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
             )
         )
     return found
+
+
+def least_deltas(records: Sequence[Record], found: Sequence[View]) -> list[Held]:
+    """What views claim of all runs, and what each run prints in the end, with the least deltas."""
+    claimed = [view.claimed for view in found]
+    held = []
+    for claims, runs in [(claimed, records), *(([*each.printed], [each]) for each in records)]:
+        most = max((times for run in runs for times in run.counts.values()), default=0)
+        rounds = max(int(run.plan.exposures[-1]) for run in runs)
+        for claim in smallest(claims):
+            times = most if claim.sampling.participations else rounds
+            held.append((claim, _least(runs[0].plan, claim, times)))
+    return held
+
+
+def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
+    """Of claims that differ in their epsilons alone the smallest; formulas are left out."""
+    alike: dict[tuple, Guarantee] = {}
+    for claim in claims:
+        key = (claim.observer, claim.sampling, claim.relation, claim.delta)
+        before = alike.setdefault(key, claim)
+        if not claim.formula and (before.formula or claim.epsilon < before.epsilon):
+            alike[key] = claim
+    return [one for one in alike.values() if not one.formula and math.isfinite(one.epsilon)]
+
+
+def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
+    """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
+    None where it may be drawn several times by a law that is not among those of the package.
+    """
+    updates = on_sums(plan)
+    noise = plan.experiment.noise
+    single = claimed.observer is Observer.UPDATES
+    each = [
+        query.bound / (noise.client_std(query.std, plan.survivors) if single else query.std)
+        for query in updates.queries
+    ]
+    mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in each))
+    law = updates.sampling
+    drawn = CERTAIN
+    if not single and claimed.sampling.knows == "cohort hidden":
+        if law.repeats and is_own(type(law.law)):
+            return None
+        drawn = presence(1 / law.population, law.cohort) if law.repeats else presence(law.q)
+    return least_delta(claimed.epsilon, mu, drawn, times)
 
 
 def _claimed(seen: Observed, names: Sequence[str], delta: float) -> Guarantee | None:
