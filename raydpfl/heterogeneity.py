@@ -8,11 +8,18 @@ f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_
     Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
 
 Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer,
-whose loss is convex. They are found by L-BFGS in float64; a client's in coordinates in which its
-rows are white, and within their span, as what lies outside of it is 0 at a minimum or does not
-matter. Without an L2 term a client whose classes can be separated has no minimiser; f_i* is then
-near 0, its infimum. A search that takes more than `STEPS` steps, as it may without an L2 term, ends
-there.
+whose loss is convex. They are found by L-BFGS in float64, in coordinates in which the rows are
+white, and within their span, as what lies outside of it is 0 at a minimum or does not matter.
+
+**Without a minimum.** Without an L2 term the cross-entropy has a minimum only where no direction of
+theta makes some row's margin over another class larger and none smaller (Albert and Anderson 1984).
+A client whose classes can be separated, or that lacks a class where there is a bias, has none: it
+is left out of Gamma_s and of the gaps, and counted. The search decides: once a theta puts every row
+into its class there is no minimum; once positive probabilities of all classes in all rows make the
+gradient 0, by a change of those at theta, there is one. Where neither is shown, as where some
+probability at the minimum is below 1e-8, a linear program decides, and if that is too large the
+client is left out. For all rows together w* is then where the search ends: f* is its infimum up to
+`PRECISION`, and f_i(w*) the limit.
 
 None of this is noised: it is for those who may see all data.
 """
@@ -36,7 +43,9 @@ Shares = np.ndarray | Mapping[int, float]  # client -> the weight of its objecti
 ROWS = 1 << 14  # of the data that are in memory at once
 PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
 STEPS = 2000  # of a search at most
+PROGRAM = 1_000_000  # numbers of a linear program at most
 GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bounds it by the gradient
+WIDTH = 4096  # of a matrix whose directions are taken apart, at most
 # of the loss by the outputs, about; what makes the rows white is up to this constant
 CURVATURE = 0.1
 
@@ -75,10 +84,12 @@ class Heterogeneity:
         return self.done, self.of
 
     def result(self) -> dict:
-        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*) and `gap`: of
-        f_i(w*) - f_i* over the clients, its mean, median and largest value. `clients` has a row for
-        each client with data: ||grad f_i - grad f|| at `model` as `gradient_gap`, and for convex
-        models f_i* as `optimum` and f_i(w*) - f_i* as `gap`.
+        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*), `gap`: of
+        f_i(w*) - f_i* over the clients, its mean, median and largest value, and `left_out`: how
+        many clients have no minimum. Gamma_s is the mean of the gaps of all others by their
+        shares, None where there are none. `clients` has a row for each client with data: ||grad f_i
+        - grad f|| at `model` as `gradient_gap`, and for convex models f_i* as `optimum` and
+        f_i(w*) - f_i* as `gap`, None of both for a client that is left out.
         """
         return self._found
 
@@ -95,20 +106,24 @@ class Heterogeneity:
             yield
         norms = np.array([row["gradient_gap"] for row in rows])
         found: dict = {"gamma_n": float(np.sqrt(shares @ norms**2))}
-        found |= {"gamma_s": None, "optimum": None, "gap": None, "clients": rows}
+        found |= {"gamma_s": None, "optimum": None, "gap": None, "left_out": None, "clients": rows}
         self._found = found
         if self.linear:
             for row in rows:
                 optimum, value = self.linear.alone(row["client"], theta)
-                row |= {"optimum": optimum, "gap": value - optimum}
+                row |= {"optimum": optimum, "gap": None if optimum is None else value - optimum}
                 yield
-            gaps = np.array([row["gap"] for row in rows])
-            gap = {
-                "mean": float(gaps.mean()),
-                "median": float(np.median(gaps)),
-                "max": float(gaps.max()),
-            }
-            found |= {"gamma_s": float(shares @ gaps), "optimum": best, "gap": gap}
+            some = np.array([row["gap"] is not None for row in rows])
+            gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
+            found |= {"optimum": best, "left_out": int((~some).sum())}
+            if len(gaps):
+                gap = {
+                    "mean": float(gaps.mean()),
+                    "median": float(np.median(gaps)),
+                    "max": float(gaps.max()),
+                }
+                gamma_s = float(shares[some] @ gaps / shares[some].sum())
+                found |= {"gamma_s": gamma_s, "gap": gap}
 
 
 def linear(module: nn.Module, task: Task, shards: Shards, weight_decay: float) -> Linear | None:
@@ -145,7 +160,20 @@ class Linear:
         search starts from `model`.
         """
         value = self.mixture(clients, shares)
-        return _minimum(value, self.matrix(model), np.ones(self.width), self.decay)
+        if self.decay or self.width > WIDTH:
+            return _minimum(value, self.matrix(model), np.ones(self.width), self.decay)
+        gram = np.zeros((self.width, self.width))
+        for x, _, weights in self.parts(clients, shares):
+            gram += (x * weights[:, None]).T @ x
+        basis, scale = self._white(*np.linalg.eigh(gram))
+
+        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+            total, gradient = value((c / scale) @ basis.T)
+            return total, gradient @ basis / scale
+
+        start = (self.matrix(model) @ basis) * scale
+        best, c = _minimum(searched, start, scale, self.decay)
+        return best, (c / scale) @ basis.T
 
     def mixture(
         self, clients: np.ndarray, shares: Shares
@@ -175,8 +203,8 @@ class Linear:
         for part in np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1):
             yield self._rows(part, shares)
 
-    def alone(self, client: int, theta: np.ndarray) -> tuple[float, float]:
-        """f_i* of a client, and f_i(theta)."""
+    def alone(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
+        """f_i* of a client, None where it has no minimum, and f_i(theta)."""
         x, y, weights = self._rows(np.array([client]), {client: 1.0})
         value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
         root = np.sqrt(weights)[:, None]
@@ -185,15 +213,59 @@ class Linear:
             basis, scale = self._white(singular**2, rotated.T)
         else:
             basis, scale = self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
+        bounded = self.decay > 0 or y.dtype.kind == "f"
+        # rows that are independent can all have any outputs
+        if not bounded and (len(scale) == len(x) or self._one_sided(x, y)):
+            return None, value
         white = (x @ basis) / scale
+        others = np.arange(self.layer.outputs) != y[:, None]
+        exists: bool | None = bounded or None  # None: not known yet
 
         def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
             loss, by_output = _loss(white @ c.T, y, weights)
             total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
             return total, by_output.T @ white + self.decay * c / scale**2
 
+        def known(c: np.ndarray) -> bool | None:
+            nonlocal exists
+            if exists is None:
+                outputs = white @ c.T
+                by_output = _loss(outputs, y, weights)[1]
+                # with this change of the probabilities the gradient is 0
+                change = CURVATURE * white @ (white.T @ by_output)
+                margins = outputs[np.arange(len(y)), y][:, None] - outputs
+                if (by_output / weights[:, None] - change)[others].min() > 0:
+                    exists = True
+                elif margins[others].min() > 0:
+                    exists = False
+            return exists
+
         start = (theta @ basis) * scale
-        return _minimum(searched, start, scale, self.decay)[0], value
+        found, _ = _minimum(searched, start, scale, self.decay, known)
+        if exists is None:
+            exists = _bounded(white, y, self.layer.outputs)
+        return (found if exists else None), value
+
+    def _one_sided(self, x: np.ndarray, y: np.ndarray) -> bool:
+        """Whether one input alone keeps a class apart from all others, but for ties: then there is
+        no minimum. A class that is not there is kept apart by its bias.
+        """
+        inputs = x[:, : self.layer.inputs]
+        biased = self.layer.bias is not None
+        varies = inputs.min(0) < inputs.max(0) if biased else inputs.any(0)
+        for k in range(self.layer.outputs):
+            inside, outside = inputs[y == k], inputs[y != k]
+            if not (len(inside) and len(outside)):
+                if biased:
+                    return True
+                continue
+            for sign in (1.0, -1.0):
+                low = (sign * inside).min(0)
+                high = (sign * outside).max(0)
+                apart = low >= high if biased else (low >= 0) & (high <= 0)
+                if (apart & varies).any():
+                    return True
+        return False
 
     def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The directions [width, k] in which rows lie, and the factors [k] that make the objective
@@ -258,6 +330,24 @@ def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[floa
     return value, gradient * weights[:, None]
 
 
+def _bounded(x: np.ndarray, y: np.ndarray, outputs: int) -> bool:
+    """Whether the cross-entropy has a minimum, by a linear program: no theta in [-1, 1] has margins
+    at rows x, float64 [n, k], that are 0 or above, and not all 0. False where it is too large.
+    """
+    from scipy.optimize import linprog
+
+    if len(x) * outputs**2 * x.shape[1] > PROGRAM:
+        return False
+    others = np.argwhere(np.arange(outputs) != y[:, None])
+    rows, places = others.T
+    margins = np.zeros((len(others), outputs, x.shape[1]))
+    margins[np.arange(len(others)), y[rows]] = x[rows]
+    margins[np.arange(len(others)), places] = -x[rows]
+    flat = margins.reshape(len(others), -1)
+    found = linprog(-flat.sum(0), A_ub=-flat, b_ub=np.zeros(len(flat)), bounds=(-1, 1))
+    return found.status == 0 and -float(found.fun) < PRECISION * np.abs(flat).sum()
+
+
 def least(gradient: np.ndarray, decay: float) -> bool:
     """Whether a value with this gradient is a minimum, or as good as one."""
     near = np.sum(gradient**2) <= 2 * decay * GAP
@@ -265,10 +355,15 @@ def least(gradient: np.ndarray, decay: float) -> bool:
 
 
 def _minimum(
-    function: Callable, start: np.ndarray, scale: np.ndarray, decay: float
+    function: Callable,
+    start: np.ndarray,
+    scale: np.ndarray,
+    decay: float,
+    exists: Callable[[np.ndarray], bool | None] = lambda c: True,
 ) -> tuple[float, np.ndarray]:
     """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its
-    gradient back to that by theta.
+    gradient back to that by theta. `exists` says at each step whether there is a minimum: where
+    there is none the search ends, and where that is not known (None) it goes on below `PRECISION`.
 
     With an L2 term of `decay`, a value is at most ||gradient||^2 / (2 decay) above the least one.
     """
@@ -282,7 +377,8 @@ def _minimum(
         return value, last.ravel()
 
     def stop(intermediate_result) -> None:  # scipy goes by the name
-        if least(last * scale, decay):
+        there = exists(intermediate_result.x.reshape(start.shape))
+        if there is False or (there and least(last * scale, decay)):
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import experiment
 from quadratics import stationary
-from scipy.optimize import minimize
+from scipy.optimize import linprog, minimize
 
 from raydpfl import models, run
 from raydpfl.data import Shards
@@ -311,6 +311,71 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
     assert [row["gradient_gap"] for row in rows] == pytest.approx(gaps, rel=1e-5)
     assert shares @ [row["gap"] for row in rows] == pytest.approx(found["gamma_s"])
     assert max(row["gap"] for row in rows) == found["gap"]["max"]
+
+
+def has_minimum(x: np.ndarray, y: np.ndarray, classes: int) -> bool:
+    """Whether no direction raises a margin and lowers none, by a linear program."""
+    margins = []
+    for row, label in zip(x, y, strict=True):
+        for k in set(range(classes)) - {int(label)}:
+            one = np.zeros((classes, len(row)))
+            one[label] += row
+            one[k] -= row
+            margins.append(one.ravel())
+    rows = np.array(margins)
+    found = linprog(-rows.sum(0), A_ub=-rows, b_ub=np.zeros(len(rows)), bounds=(-1, 1))
+    return -found.fun < 1e-7
+
+
+class DrawnLabels:
+    """Shards whose rows have labels by chance, of 3 classes."""
+
+    def __init__(self, shards: Shards, seed: int):
+        self.shards = shards
+        self.seed = seed
+
+    def __getattr__(self, name):
+        return getattr(self.shards, name)
+
+    def lane(self, clients, rows):
+        x, _, n = self.shards.lane(clients, rows)
+        drawn = [np.random.default_rng([self.seed, i]).integers(3, size=rows) for i in clients]
+        return x, np.array(drawn), n
+
+
+@pytest.mark.parametrize("features,bias", [(2, True), (3, True), (3, False)])
+def test_clients_without_a_minimum_are_left_out_and_counted(features, bias):
+    """Of 40 clients without an L2 term a linear program says which these are."""
+    data = {"kind": "synthetic", "clients": 40, "features": features, "classes": 3, "samples": 15}
+    plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
+    shards = DrawnLabels(Shards.open(plan.shards), features)
+    task = plan.experiment.data.task
+    module = torch.nn.Linear(features, 3, bias=bias)
+    found = heterogeneity_of(module, task, shards, models.flatten(module).numpy())
+    exist = []
+    for client, n in enumerate(shards.sizes.tolist()):
+        x, y, _ = shards.lane([client], n)
+        rows = np.hstack([x[0], np.ones((n, int(bias)))]).astype(float)
+        exist.append(has_minimum(rows, y[0], 3))
+    rows = found["clients"]
+    assert 5 < sum(exist) < 35
+    assert [row["gap"] is not None for row in rows] == exist
+    assert found["left_out"] == exist.count(False)
+    gaps = np.array([row["gap"] for row in rows])[exist].astype(float)
+    assert np.isfinite(gaps).all() and gaps.min() > -1e-9
+    shares = shards.sizes[exist]
+    assert found["gamma_s"] == pytest.approx(float(shares @ gaps / shares.sum()))
+
+
+@pytest.mark.slow
+def test_heterogeneity_without_weight_decay_ends_well_and_is_resumed(tmp_path):
+    """Clients with fewer rows than inputs: none has a minimum, and the summary is JSON."""
+    measured = experiment(rounds=1, data={"clients": 20}, measure=["heterogeneity"])
+    out = tmp_path / "out"
+    found = run(measured, out).summary["heterogeneity"]
+    assert found["left_out"] == 20 and found["gamma_s"] is None and found["gamma_n"] > 0
+    assert pq.read_table(out / "heterogeneity.parquet")["gap"].null_count == 20
+    assert run(measured, out, resume=True).summary["heterogeneity"] == found
 
 
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}

@@ -13,7 +13,8 @@ from raydpfl.tables import schema, write_table
 
 class HeterogeneityProbe(Probe):
     """Gamma_s and Gamma_n (002 Definitions 3 and 4) and f_i(w*) - f_i* (001) at the final model;
-    each client's part is in heterogeneity.parquet. It may take longer than the run.
+    each client's part is in heterogeneity.parquet. Without an L2 term clients may have no minimum:
+    `left_out` in the summary counts them. It may take longer than the run.
     """
 
     of_all: ClassVar[bool] = True
