@@ -207,12 +207,7 @@ class Linear:
         """f_i* of a client, None where it has no minimum, and f_i(theta)."""
         x, y, weights = self._rows(np.array([client]), {client: 1.0})
         value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
-        root = np.sqrt(weights)[:, None]
-        if len(x) <= self.width:
-            _, singular, rotated = np.linalg.svd(x * root, full_matrices=False)
-            basis, scale = self._white(singular**2, rotated.T)
-        else:
-            basis, scale = self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
+        basis, scale = self._directions(x, weights)
         bounded = self.decay > 0 or y.dtype.kind == "f"
         # rows that are independent can all have any outputs
         if not bounded and (len(scale) == len(x) or self._one_sided(x, y)):
@@ -254,7 +249,8 @@ class Linear:
         biased = self.layer.bias is not None
         varies = inputs.min(0) < inputs.max(0) if biased else inputs.any(0)
         for k in range(self.layer.outputs):
-            inside, outside = inputs[y == k], inputs[y != k]
+            inside = inputs[y == k]
+            outside = inputs[y != k]
             if not (len(inside) and len(outside)):
                 if biased:
                     return True
@@ -266,6 +262,13 @@ class Linear:
                 if (apart & varies).any():
                     return True
         return False
+
+    def _directions(self, x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `_white`, of rows x float64 [n, width] with these weights."""
+        if len(x) > self.width:
+            return self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
+        _, singular, rotated = np.linalg.svd(x * np.sqrt(weights)[:, None], full_matrices=False)
+        return self._white(singular**2, rotated.T)
 
     def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The directions [width, k] in which rows lie, and the factors [k] that make the objective
