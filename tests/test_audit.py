@@ -140,6 +140,8 @@ def test_the_epsilon_of_two_gaussians_is_their_hockey_stick(p, q):
     "law,population,cohort,z,rounds,relation,near",
     [
         ("full", 10, 10, 4.0, 6, "replace_one", 0.999),
+        ("full", 10, 10, 0.1, 8, "replace_one", 0.999),
+        ("poisson", 100, 50, 0.05, 5, "zero_out", 0.96),
         ("poisson", 1000, 10, 1.0, 1000, "add_remove", 0.96),
         ("poisson", 1000, 100, 0.5, 20, "zero_out", 0.96),
         ("fixed", 900, 90, 1.6, 60, "replace_one", 0.85),

@@ -177,17 +177,15 @@ def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta:
     >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
     4.377
     """
-    if pair_delta(p, q, 0.0) <= delta:
+    if _pair_delta(p, q, 0.0) <= delta:
         return 0.0
-    if pair_delta(p, q, _MOST) > delta:
+    if _pair_delta(p, q, _MOST) > delta:
         return _MOST
-    return safe_end(lambda epsilon: pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9)
+    return safe_end(lambda epsilon: _pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9)
 
 
-def pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
-    """The delta of two Gaussians, given by (mean, std), at `epsilon`: P(A) - e^epsilon Q(A) on
-    A = {x: log p(x) / q(x) > epsilon} = {a x^2 + 2 b x + c > 0}.
-    """
+def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
+    """P(A) - e^epsilon Q(A) on A = {x: log p(x) / q(x) > epsilon} = {a x^2 + 2 b x + c > 0}."""
     m, s = p
     n, t = q
     a = (1 / t**2 - 1 / s**2) / 2
