@@ -351,7 +351,7 @@ def _named(path: Path, place: Path) -> str:
 def _same(path: Path, place: Path) -> bool:
     """Whether the module of a kept file is also found elsewhere, with the same code."""
     here = _place(_named(path, place))
-    return here is not None and here.is_file() and _syntax_digest(here) == _digest(path)
+    return here is not None and here.is_file() and _syntax_digest(here) == _syntax_digest(path)
 
 
 def _warn(paths: Sequence[Path], place: Path) -> None:

@@ -30,6 +30,7 @@ from raydpfl.client import ClientActor, Tally
 from raydpfl.coordinator import Coordinator
 from raydpfl.keys import Purpose, normals, stream
 from raydpfl.local.way import Block, Sum
+from raydpfl.noise.tested import Drawing
 from raydpfl.placement import Inline
 from raydpfl.plan import Plan
 from raydpfl.privacy import Guarantee
@@ -231,6 +232,8 @@ class PlantedCoordinator(Coordinator):
         assert isinstance(self.pool, Inline)
         self.pool.only(PlantedClient(self.plan, self.seen))
         self.record.survey = self._survey
+        # of draws that no run makes, which are not held against those of its rounds
+        self.more = Drawing(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)
         self.written = Written(self.ledger.path)
         if self.experiment.bounding.adapts:
             watched = WatchedBounding(self.experiment.bounding, self.seen)
@@ -263,7 +266,7 @@ class PlantedCoordinator(Coordinator):
         for client in some[:: max(1, len(some) // 8)]:
             without = values.copy()
             without[client] = math.nan
-            moved = surveying.counted(plan, t, without) - released
+            moved = surveying.counted(plan, t, without, self.more) - released
             self.seen.moved = max(self.seen.moved, float(np.linalg.norm(moved)))
         return released
 
@@ -289,7 +292,7 @@ class PlantedCoordinator(Coordinator):
         count = min(DRAWS, DRAWN // max(1, len(cohort)))
         for t in range(self.at.t, self.at.t + count):
             kept = copy.deepcopy(state)
-            adapting.next_bound(self.plan, self.seen.bound, kept, t, cohort, columns)
+            adapting.next_bound(self.plan, self.seen.bound, kept, t, cohort, columns, self.more)
 
     def _draw_histograms(self) -> None:
         """Counts the last scores again, after rounds after the last, with their noise."""
@@ -301,7 +304,8 @@ class PlantedCoordinator(Coordinator):
         every = self.experiment.evaluate.every
         exact = histogram.counts(values)
         for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):
-            self.seen.surveyed(surveying.counted(self.plan, t + n * every, values) - exact)
+            counts = surveying.counted(self.plan, t + n * every, values, self.more)
+            self.seen.surveyed(counts - exact)
 
 
 @dataclass

@@ -83,8 +83,8 @@ def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
     place = int(lengths.argmax())
     hold(
         lengths[place] <= 1 + 1e-12,
-        f"norm {float(given[place])!r} is sent with length {float(lengths[place] * bound)!r}, above "
-        f"the bound of {bound!r}",
+        f"norm {float(given[place])!r} is sent with length {float(lengths[place] * bound)!r}, "
+        f"above the bound of {bound!r}",
     )
     return lengths
 
