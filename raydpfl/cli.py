@@ -462,7 +462,7 @@ TAKEN = "Rounds K that any one client takes part in. Default: all."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
-CONSTANT = "The constant that the formula of 000 and 001 leaves open. Default: 4."
+CONSTANT = "The constant that the formula `paper` leaves open. Default: 4."
 SAMPLE = "With --unit sample"
 NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculator
 

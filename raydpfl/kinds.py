@@ -6,10 +6,10 @@ beside or above it in the source; what is said of a member is its docstring, wit
 >>> print(of("bounding.clip")[0].render())
 bounding.clip
   (raydpfl.bounding.clip:Clip)
-  u min(1, c / ||u||) (000 eq. 3, 001 eq. 4).
+  u min(1, c / ||u||) (Zhang 2021 eq. 3, Das 2021 eq. 4).
   scaling: update | gradient; default update
     what is bounded: the update, or update / lr, minus the sum of gradients, as
-    001 writes it.
+    Das 2021 writes it.
   bound: number, > 0, <= 1e+15; required
     c: the largest L2 norm of what one client sends.
 """
@@ -39,6 +39,7 @@ from raydpfl.hints import said
 from raydpfl.member import fields_of
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.laws import LAWS
+from raydpfl.privacy.papers import cited
 
 WIDTH = 80
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -150,7 +151,7 @@ def _every() -> list[Kind]:
 
 
 def _kind(family: str, kind: str, cls: type) -> Kind:
-    about = inspect.cleandoc(cls.__doc__ or "").strip()
+    about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
     fields = cls.model_fields if issubclass(cls, BaseModel) else {}
     keys = _keys(cls, {name: each for name, each in fields.items() if name != "kind"})
     return Kind(family, kind, _path(cls), about, keys)
@@ -162,7 +163,7 @@ def _path(cls: type) -> str:
 
 def _keys(cls: type, fields: Mapping[str, FieldInfo]) -> tuple[Key, ...]:
     return tuple(
-        Key(name, _type(field), field.is_required(), _default(field), _comment(cls, name))
+        Key(name, _type(field), field.is_required(), _default(field), cited(_comment(cls, name)))
         for name, field in fields.items()
     )
 

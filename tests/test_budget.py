@@ -170,25 +170,25 @@ def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
     """
     found = by_accountant(ask("sample", MNIST, 1, epsilon=0.3, delta=1e-2))
     assert found["pld"].noise_multiplier / 10 == pytest.approx(0.343, abs=1e-3)
-    tcdp = found["paper 002 tCDP"]
+    tcdp = found["Chen 2024 tCDP"]
     assert tcdp.noise_multiplier / 10 == pytest.approx(
         2.14, abs=5e-3
     ) and tcdp.true_epsilon == pytest.approx(0.0025, abs=2e-4)
     assert not tcdp.overclaims and tcdp.guarantee.conditions_failed == ()
     back = by_accountant(
         ask("sample", MNIST, 1, noise_multiplier=tcdp.noise_multiplier, delta=1e-2)
-    )["paper 002 tCDP"]
+    )["Chen 2024 tCDP"]
     assert back.guarantee.epsilon == pytest.approx(0.3)
 
 
 def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
-    found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["paper 002 Theorem 5"]
+    found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["Chen 2024 Theorem 5"]
     printed, forced = paper.tcdp_theorem5(
         found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300
     )
     assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
     assert any("alone" in reason for reason in found.guarantee.conditions_failed)
-    out_of_reach = by_accountant(ask("sample", MNIST, 1, epsilon=9.0))["paper 002 Theorem 5"]
+    out_of_reach = by_accountant(ask("sample", MNIST, 1, epsilon=9.0))["Chen 2024 Theorem 5"]
     assert (
         out_of_reach.noise_multiplier == math.inf
         and "as the noise grows" in out_of_reach.guarantee.conditions_failed[0]
@@ -204,24 +204,24 @@ def test_003_is_printed_beside_the_truth_and_marked_where_it_claims_too_little(
     """PRIVACY.md sec. 5: claimed 1, truth 0.395; claimed 20, truth 22.5."""
     given = dict(zip(("samples", "batch", "steps"), client, strict=True))
     noise = ask("sample", given, 1, epsilon=claim)
-    answer = by_accountant(noise)["paper 003"]
+    answer = by_accountant(noise)["Xu 2026"]
     assert answer.true_epsilon == pytest.approx(truth, rel=5e-3) and answer.overclaims == (
         truth > claim
     )
     said = (
-        f"paper 003, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the "
+        f"Xu 2026, as printed, asks for noise multiplier {answer.noise_multiplier:.4g}; the "
         f"epsilon there is {answer.true_epsilon:.4g}"
     )
     assert said + (", more than it claims." if truth > claim else ".") in " ".join(
         shown(noise).split()
     )
     back = by_accountant(ask("sample", given, 1, noise_multiplier=answer.noise_multiplier))[
-        "paper 003"
+        "Xu 2026"
     ]
     assert back.guarantee.epsilon == pytest.approx(claim, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["paper 002 tCDP", "paper 003"])
+@pytest.mark.parametrize("name", ["Chen 2024 tCDP", "Xu 2026"])
 def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
     client = {"samples": 600, "batch": 10, "steps": 20}
     allowed = by_accountant(ask("sample", client, noise_multiplier=20.0, epsilon=0.4))[name].rounds
@@ -448,10 +448,10 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
         privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
     )
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
-    assert "The noise of paper 003 protects 1 of 2 clients less than it claims" in " ".join(
+    assert "The noise of Xu 2026 protects 1 of 2 clients less than it claims" in " ".join(
         shown(found).split()
     )
-    assert found.rows[1]["epsilon_paper_003"] == pytest.approx(20) and found.rows[1][
+    assert found.rows[1]["epsilon_xu_2026"] == pytest.approx(20) and found.rows[1][
         "epsilon_pld"
     ] == pytest.approx(22.5, abs=0.05)
 
@@ -626,6 +626,6 @@ def test_every_number_is_shown_whole_in_80_columns():
     assert "…" not in text
     assert all(
         f"{value:.4g}" in text
-        for name in ("noise_std", "epsilon_pld", "epsilon_paper_003")
+        for name in ("noise_std", "epsilon_pld", "epsilon_xu_2026")
         for value in found.quantiles(name)
     )

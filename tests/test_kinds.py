@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from raydpfl import Experiment, config, kinds
 from raydpfl.cli import app
 from raydpfl.errors import ConfigError
 from raydpfl.hints import FOREIGN, METHODS
+from raydpfl.privacy.accountants import ACCOUNTANTS
 
 ROOT = Path(raydpfl.__file__).parent.parent
 # Families that no section of a config chooses from: what a study shows, and a report's pages.
@@ -166,3 +168,11 @@ def test_alpha_of_a_dirichlet_split_is_psi():
     split = "data.partition={kind: dirichlet, alpha: 0.5}"
     with pytest.raises(ConfigError, match=r"data\.partition\.psi \(kind: dirichlet\) here"):
         Experiment.from_dict({}, [split])
+
+
+def test_papers_are_named_by_author_and_year():
+    text = kinds.render(kinds.of())
+    assert "Das 2021 eq. 4" in text
+    assert not re.findall(r"(?<![\d.,])00[0-3]\b.{0,9}", text)
+    for name, member in ACCOUNTANTS.items():
+        assert not re.search("00[0-3]", f"{name} {member.label}")

@@ -326,9 +326,9 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
         assert said.keys() == {"pld", "rdp", *privacy.accountants.FORMULAS}
         assert said["pld"].epsilon <= 0.3 * (1 + 1e-6) and said["pld"].kind == "rigorous"
         by = {row["calibrated_by"] for row in plan.mechanism.table(seen, plan.named)}
-        assert by == ({"paper 002 tCDP", "pld"} if name == "tcdp" else {name})
+        assert by == ({"Chen 2024 tCDP", "pld"} if name == "tcdp" else {name})
         stds[name] = plan.mechanism.stds
-        assert said[name if name != "tcdp" else "paper 002 tCDP"].epsilon == pytest.approx(
+        assert said[name if name != "tcdp" else "Chen 2024 tCDP"].epsilon == pytest.approx(
             0.3, rel=3e-3
         )
     who = stds["pld"] > 0
@@ -356,7 +356,7 @@ OF_SUMS = {
 @pytest.mark.parametrize("method", OF_SUMS)
 def test_000_001_and_003_have_their_papers_noise_and_the_exact_one_at_one_epsilon(method):
     """Either way the paper's epsilon and those that truly hold are told, all at one delta."""
-    formula = "paper 003" if method == "003" else "paper"
+    formula = "Xu 2026" if method == "003" else "paper"
     noise = {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-3}
     asked = {"accountants": ["pld", "rdp", "paper"]}
     if method == "003":
@@ -386,7 +386,7 @@ def test_the_table_of_guarantees_names_who_has_which_noise(tmp_path, caplog):
     run(experiment(bounding=STEP, noise=noise, local=local, rounds=1), tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "guarantees.parquet")
     assert set(rows["calibrated_by"].to_pylist()) == {"rdp"}  # 180 samples, batches of 60
-    assert "paper 002 tCDP does not calibrate the noise of 20 of 20 clients" in caplog.text
+    assert "Chen 2024 tCDP does not calibrate the noise of 20 of 20 clients" in caplog.text
 
 
 def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp_path):
@@ -528,7 +528,7 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
         assert alone.epsilon == plan.mechanism.epsilons(name, took_part).max()
         assert any("losses choose, is not counted" in each for each in alone.exclusions)
         assert not any("losses choose" in each for each in said[name].exclusions)
-    assert said["paper 003 of the chosen"].kind == "paper"
+    assert said["Xu 2026 of the chosen"].kind == "paper"
     assert {each["accountant"] for each in result.summary["holds"]} == {"pld"}
     assert result.rounds["epsilon_pld"][-1].as_py() == said["pld"].epsilon
     whole = Plan.make(experiment(**{**CHOSEN, "selection": CHOICE}))

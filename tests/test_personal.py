@@ -490,11 +490,11 @@ def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
         assert found.stds[k] == paper.tcdp_noise(0.3, delta=1e-2, **client).value
         assert found.stds[k] > 4 * exact.stds[k]
     (said,) = [text for text in found.warnings(counts) if "does not calibrate" in text]
-    assert "paper 002 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
+    assert "Chen 2024 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
     assert "that of pld instead; for client 1, with 90 samples" in said
     assert "q = 0.1111 <= 0.1" in said
     rows = {row["client"]: row["calibrated_by"] for row in found.table(counts)}
-    assert rows == {0: "paper 002 tCDP", 1: "pld", 2: "paper 002 tCDP", 3: "pld"}
+    assert rows == {0: "Chen 2024 tCDP", 1: "pld", 2: "Chen 2024 tCDP", 3: "pld"}
     assert {row["calibrated_by"] for row in exact.table(counts)} == {"pld"}
     found.check_claims(counts)
 
@@ -504,7 +504,7 @@ def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_
     given = {**SMALL_002, "participations": counts}
     found = LocalSteps.calibrated(**given, calibration="tcdp")
     by = {each.accountant: each for each in found.guarantees(counts)}
-    printed = by["paper 002 tCDP"]
+    printed = by["Chen 2024 tCDP"]
     assert printed.epsilon == pytest.approx(0.3) and printed.conditions_failed == ()
     assert any("does not calibrate the noise of 2 of 4" in each for each in printed.exclusions)
     assert by["pld"].epsilon == pytest.approx(0.3, rel=1e-3)  # of the clients 1 and 3
@@ -515,7 +515,7 @@ def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_
     }
     # one that speaks of nobody says so of everybody
     alone = LocalSteps.calibrated(**{**given, "samples": [50] * 5}, calibration="tcdp")
-    (said,) = [one for one in alone.guarantees(counts) if one.accountant == "paper 002 tCDP"]
+    (said,) = [one for one in alone.guarantees(counts) if one.accountant == "Chen 2024 tCDP"]
     assert said.conditions_failed and said.epsilon > 0.3
 
 
@@ -541,7 +541,7 @@ def test_003_claims_one_where_the_truth_is_less():
         paper.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
     )
     assert found.epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
-    assert found.epsilons("paper 003", [5])[0] == pytest.approx(1.0)
+    assert found.epsilons("Xu 2026", [5])[0] == pytest.approx(1.0)
     found.check_claims([5])
 
 
@@ -734,7 +734,7 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
         )
         assert guarantee.kind == ("paper" if name in FORMULAS else "rigorous") and (
             guarantee.delta == 1e-5
-        ) == (name != "paper 002 Theorem 5")
+        ) == (name != "Chen 2024 Theorem 5")
         assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
         took_part = spent[counts > 0]
         assert found.quantiles(name, counts).tolist() == [
@@ -772,8 +772,8 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
             "steps": row["steps"],
         }
         failed = paper.tcdp_epsilon(row["noise_std"], delta=1e-5, **client).conditions_failed
-        assert [each for each in row["conditions_failed"] if each.startswith("paper 002 tCDP")] == [
-            f"paper 002 tCDP: {each}" for each in failed
+        assert [each for each in row["conditions_failed"] if each.startswith("Chen 2024 tCDP")] == [
+            f"Chen 2024 tCDP: {each}" for each in failed
         ]
     assert pa.table({name: [row[name] for row in rows] for name in rows[0]}).num_rows == len(rows)
 

@@ -450,26 +450,33 @@ def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
     assert [(row["local.lr"], row["best"]) for row in rows] == [("0.2", "best"), ("0.1", "")]
 
 
-def test_a_sweep_over_whole_sections_names_them_and_finds_the_best_for_each_value(tmp_path):
-    members = [{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 3}, {"kind": "normalize"}]
+MEMBERS = [{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 3}, {"kind": "normalize"}]
+
+
+def swept_over_sections(folder):
+    """A finished sweep over three members and two epsilons, two seeds each."""
     rows: dict = {name: [] for name in ("setting", "bounding", "noise.epsilon", "seed", "status")}
     scores = iter([0.5, 0.52, 0.6, 0.62, 0.55, 0.57, 0.5, 0.52, 0.5, 0.52, 0.7, 0.72])
     for place in range(12):
         rows["setting"].append(place // 2)
-        rows["bounding"].append(json.dumps(members[place // 4]))
+        rows["bounding"].append(json.dumps(MEMBERS[place // 4]))
         rows["noise.epsilon"].append((2, 20)[place // 2 % 2])
         rows["seed"].append(place % 2)
         rows["status"].append("completed")
     rows |= {"rounds": [6] * 12, "test_accuracy": [*scores], "directory": ["trials/a"] * 12}
-    made(tmp_path / "trials" / "a")
-    pq.write_table(pa.table(rows), tmp_path / "results.parquet")
-    (tmp_path / "sweep.yaml").write_text("")
+    made(folder / "trials" / "a")
+    pq.write_table(pa.table(rows), folder / "results.parquet")
+    (folder / "sweep.yaml").write_text("")
     reached = {"mean": 0.71, "spread": 0.014, "edges": {}, "setting": 5}
-    best = {"values": {"bounding": members[2], "noise.epsilon": 20}, "seeds": [0, 1], **reached}
+    best = {"values": {"bounding": MEMBERS[2], "noise.epsilon": 20}, "seeds": [0, 1], **reached}
     edges = {"mean": 0.56, "spread": 0.01, "setting": 2, "edges": {"local.lr": "largest"}}
     best_for = {"noise.epsilon": [{"value": 2, **edges}, {"value": 20, **reached}]}
     summary = {"status": "completed", "settings": 6, "best": best, "best_for": best_for}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_sweep_over_whole_sections_names_them_and_finds_the_best_for_each_value(tmp_path):
+    swept_over_sections(tmp_path)
     found = pieces(tmp_path)
     assert [row[0] for row in found["settings"].rows[:2]] == ["normalize", "clip, bound 1"]
     assert [row[5] for row in found["settings"].rows] == ["best", *[""] * 5]

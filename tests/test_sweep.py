@@ -472,7 +472,8 @@ def ended(sweep: Sweep, out: Path, score) -> list:
     return settings
 
 
-def test_the_best_for_each_value_and_the_edges_of_grids_are_told(tmp_path):
+def over_sections(out: Path) -> tuple:
+    """A sweep over members, rates and rounds, its settings and its result."""
     members = [{"kind": "clip", "bound": 1}, {"kind": "normalize", "bound": 1}]
     sweep = Sweep.from_dict(
         tree(
@@ -489,8 +490,13 @@ def test_the_best_for_each_value_and_the_edges_of_grids_are_told(tmp_path):
         best = 0.1 if short else 0.05
         return 0.5 * good - abs(values["local.lr"] - best) + 0.1 * (not short) + seed / 100
 
-    settings = ended(sweep, tmp_path, score)
-    result = gather(tmp_path, settings, sweep, True, {})
+    settings = ended(sweep, out, score)
+    result = gather(out, settings, sweep, True, {})
+    return sweep, settings, result
+
+
+def test_the_best_for_each_value_and_the_edges_of_grids_are_told(tmp_path):
+    sweep, settings, result = over_sections(tmp_path)
     best = result.summary["best"]
     assert settings[best["setting"]] is result.best
     assert best["edges"] == {"local.lr": "smallest", "rounds": "largest"}

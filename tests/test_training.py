@@ -402,7 +402,7 @@ def test_a_clients_epsilon_is_that_of_a_run_where_all_make_its_steps(sampling):
     what: dict[str, Any] = {"samples": samples, "batch": 10, "bound": 1.0, "delta": 1e-3}
     what |= {"stds": np.array([0.4, 0.2, 0.2, 0.3]), "sampling": sampling}
     own = LocalSteps(steps=steps, **what)
-    names = ("pld", "rdp", "paper 003", "paper 002")
+    names = ("pld", "rdp", "Xu 2026", "Chen 2024")
     names = [name for name in names if name in {row for row in own_names(own, counts)}]
     assert {"pld", "rdp"} < set(names)
     for k, count in enumerate(steps.tolist()):

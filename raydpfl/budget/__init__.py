@@ -28,9 +28,9 @@ One client's local steps (002, 003), where samples are protected and every updat
 ...     print(f"{answer.guarantee.accountant}: {answer.noise_multiplier / 10:.3f}")
 pld: 0.343
 rdp: 0.667
-paper 002 tCDP: 2.140
-paper 002 Theorem 5: 0.106
-paper 003: 2.277
+Chen 2024 tCDP: 2.140
+Chen 2024 Theorem 5: 0.106
+Xu 2026: 2.277
 
 `of_config` answers for an experiment, with noise at local steps client by client (`of_personal`);
 `from_options` is the command line. Noise is given and found as the multiplier z = std of the noise

@@ -13,6 +13,8 @@ from raydpfl import observers
 from raydpfl.budget.question import MOST_ROUNDS
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import SHARES
+from raydpfl.privacy.papers import PAPERS
+from raydpfl.report.words import accountant
 
 if TYPE_CHECKING:
     from raydpfl.budget.report import Answer, Budget, PersonalBudget
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 5  # clients that are shown
 _PROMISED = {
     "rigorous": "to meet each client's budget",
-    "paper": "by the formula of 003",
-    "tcdp": "by the formula of 002 (tCDP)",
+    "paper": f"by the formula of {PAPERS['003']}",
+    "tcdp": f"by the formula of {PAPERS['002']} (tCDP)",
 }
 
 
@@ -132,8 +134,7 @@ def _columns(budget: PersonalBudget) -> dict[str, str]:
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": ""}
     for name in budget.rows[0] if budget.rows else ():
         if "epsilon_" in name:
-            head = name.removeprefix("epsilon_").removeprefix("paper_").replace("_", " ")
-            names[name] = head
+            names[name] = accountant(name)
     names["epsilon_claimed"] = "promised"
     return names
 

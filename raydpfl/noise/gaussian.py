@@ -17,6 +17,7 @@ from raydpfl.noise.base import Asked, Facts, Noise, SideQuery, Source
 from raydpfl.noise.drawn_by import DrawnBy, settled, who_draws
 from raydpfl.privacy import Mechanism, Release, Sampling, Terms, budgets
 from raydpfl.privacy.facts import Placement, Relation, Unit
+from raydpfl.privacy.papers import PAPERS
 
 if TYPE_CHECKING:
     from raydpfl.config import Experiment
@@ -210,7 +211,7 @@ class Gaussian(Noise):
         assert isinstance(self.epsilon, int | float)
         target = float(self.epsilon)
         if self.calibration == "tcdp":
-            accepted = "rigorous or paper; tcdp (002) is for noise at local steps"
+            accepted = f"rigorous or paper; tcdp ({PAPERS['002']}) is for noise at local steps"
             raise ConfigError("noise.calibration", self.calibration, accepted)
         if self.calibration == "paper":
             law = outline.sampling

@@ -357,8 +357,8 @@ def quantiles(epsilons: np.ndarray) -> np.ndarray:
 def column(accountant: str) -> str:
     """The name that tables give to an accountant's epsilon.
 
-    >>> column("paper 002 tCDP")
-    'epsilon_paper_002_tcdp'
+    >>> column("Chen 2024 tCDP")
+    'epsilon_chen_2024_tcdp'
     >>> column("mine.gdp:Exact")
     'epsilon_mine_gdp_exact'
     """

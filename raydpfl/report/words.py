@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raydpfl.privacy import column as column_of
+from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.scores import metric_of
 
 
@@ -94,9 +96,12 @@ def quantity(name: str) -> Quantity:
 def accountant(column: str) -> str:
     """The name of an accountant as the column of its epsilons has it.
 
-    >>> accountant("epsilon_paper_002_tcdp")
-    'paper 002 tcdp'
+    >>> accountant("epsilon_chen_2024_tcdp"), accountant("epsilon_paper"), accountant("epsilon_pld")
+    ('Chen 2024 tCDP', 'Zhang, Das 2021', 'pld')
     """
+    for member in ACCOUNTANTS.values():
+        if column in (member.name, column_of(member.name)):
+            return member.label or member.name
     return column.removeprefix("epsilon_").replace("_", " ")
 
 

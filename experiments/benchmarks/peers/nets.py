@@ -19,7 +19,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """That of paper 003."""
+    """That of Xu 2026."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, padding=2),
         nn.ReLU(),

@@ -4,7 +4,7 @@ among them.
 >>> [name for name, member in ACCOUNTANTS.items() if member.rigorous]
 ['pld', 'rdp']
 >>> list(FORMULAS)
-['paper 002 tCDP', 'paper 002 Theorem 5', 'paper 003']
+['Chen 2024 tCDP', 'Chen 2024 Theorem 5', 'Xu 2026']
 >>> ASKED
 ('pld', 'rdp', 'paper')
 
@@ -106,7 +106,7 @@ def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
     >>> standing(("pld", "paper"), "client")
     ('pld', 'paper')
     >>> standing(("pld", "paper"), "sample")
-    ('pld', 'paper 002 tCDP', 'paper 002 Theorem 5', 'paper 003')
+    ('pld', 'Chen 2024 tCDP', 'Chen 2024 Theorem 5', 'Xu 2026')
     """
     return tuple(
         each

@@ -12,7 +12,7 @@ class Paper(Accountant):
     """The formula for noise on clients' updates; the papers leave its constant `v` open."""
 
     name = "paper"
-    label = "paper 000, 001"
+    label = "Zhang, Das 2021"
     rigorous = False
 
     def of(self, unit):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.privacy import Guarantee
+from raydpfl.privacy.papers import cited
 from raydpfl.report.figures.base import (
     Figure,
     Missing,
@@ -276,8 +277,8 @@ def _about(name: str, panels: Sequence[Panel]) -> str:
         parts = [CLIPPED if updates else "", CLIPPED_SAMPLES if samples else ""]
         return " With per-sample clipping: ".join(part for part in parts if part)
     if name == "bias_across" and not any(run.has("rounds", ("bias_within",)) for run in runs):
-        return ALONE
-    return ABOUT.get(name, "")
+        return cited(ALONE)
+    return cited(ABOUT.get(name, ""))
 
 
 def _title(columns: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from raydpfl.report.pages.base import Source, file_text, placed
 from raydpfl.report.reading import Case, Run
 from raydpfl.report.style import thin
 from raydpfl.report.tables import Table
-from raydpfl.report.words import number, quantity
+from raydpfl.report.words import accountant, number, quantity
 from raydpfl.scores import TEST, is_score, set_of
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
@@ -126,7 +126,7 @@ def tiles(run: Run) -> list[Tile]:
         note = "the formula as printed"
         if one.conditions_failed:
             note += "; its conditions fail"
-        found.append(Tile(f"epsilon by {one.accountant}", number(one.epsilon), note))
+        found.append(Tile(f"epsilon by {accountant(one.accountant)}", number(one.epsilon), note))
     seconds = run.summary.get("seconds")
     if seconds is not None:
         speed = number(run.summary.get("clients_per_second"))
@@ -171,7 +171,7 @@ def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:
     """A guarantee as a row of the table."""
     return [
         KINDS[one.kind] + (f", {AS_DECLARED}" if one.declared else ""),
-        one.accountant,
+        accountant(one.accountant),
         one.epsilon,
         one.delta,
         "yes" if one in holds else "",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from raydpfl.privacy import paper
 from raydpfl.privacy.accountants.base import Formula
+from raydpfl.privacy.papers import PAPERS
 
 
 class Tcdp(Formula):
     """Truncated concentrated DP per client, replace-one of one sample."""
 
-    name = "paper 002 tCDP"
+    name = f"{PAPERS['002']} tCDP"
     calibration = "tcdp"
 
     def refused(self, failed):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from raydpfl.privacy import paper
 from raydpfl.privacy.accountants.base import Formula
+from raydpfl.privacy.papers import PAPERS
 
 
 class Theorem5(Formula):
     """epsilon = rho (2 omega - 1) at delta = exp(-rho (omega - 1)^2)."""
 
-    name = "paper 002 Theorem 5"
+    name = f"{PAPERS['002']} Theorem 5"
 
     def own_delta(self):
         return True

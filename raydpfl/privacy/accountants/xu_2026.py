@@ -6,6 +6,7 @@ import numpy as np
 
 from raydpfl.privacy import paper
 from raydpfl.privacy.accountants.base import Formula
+from raydpfl.privacy.papers import PAPERS
 
 
 class Budgets(Formula):
@@ -13,7 +14,7 @@ class Budgets(Formula):
     each step, and leaves the neighbouring relation open.
     """
 
-    name = "paper 003"
+    name = PAPERS["003"]
     relation = "unstated"
     calibration = "paper"
 
