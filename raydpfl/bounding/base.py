@@ -53,8 +53,9 @@ class Bounding(Member):
     be written to.
 
     >>> import math
+    >>> from pydantic import Field
     >>> class Tanh(Bounding):
-    ...     bound: float = 1.0
+    ...     bound: float = Field(default=1.0, gt=0)
     ...     def factor(self, norm, bound):
     ...         return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0
     >>> norms = torch.tensor([0.0, 0.1, 3.0], dtype=torch.float64)

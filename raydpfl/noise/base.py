@@ -11,7 +11,7 @@ import numpy as np
 
 from raydpfl.member import Member
 from raydpfl.noise import sums
-from raydpfl.noise.drawn import survey_noise
+from raydpfl.noise.drawn import query_noise, survey_noise
 from raydpfl.privacy import Mechanism, Release, Sampling, Terms
 from raydpfl.privacy.facts import Placement, Relation, Unit
 
@@ -24,17 +24,31 @@ Asked = Literal["auto", "replace_one", "add_remove", "zero_out"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a noise is told of its run."""
+    """What a noise is told of its run.
+
+    Args:
+        experiment: its whole config (`raydpfl.Experiment`).
+        sizes: int64 [N], samples of each client.
+        rounds: how many a guarantee composes.
+        calibrated: of these, the rounds that an epsilon is for.
+        weight: the largest weight of any client.
+        survivors: the fewest clients that are left in any round.
+        draws: gives whose participations noise at local steps is sized for, int64 arrays of
+            clients, with repeats.
+        surveys: histograms of all clients that a guarantee composes with the rounds.
+        calibrated_surveys: of these, those that an epsilon is for.
+        data_root: the folder of data sets; None: the default.
+    """
 
     experiment: Experiment
-    sizes: np.ndarray  # int64 [N], samples of each client
-    rounds: int  # that a guarantee composes
-    calibrated: int  # of these, the rounds that an epsilon is for
-    weight: float  # the largest of any client
-    survivors: int  # the fewest clients that are left in any round
-    draws: Callable[[], list[np.ndarray]]  # whose participations it is sized for, with repeats
-    surveys: int = 0  # of all clients, that a guarantee composes with the rounds
-    calibrated_surveys: int = 0  # of these, those that an epsilon is for
+    sizes: np.ndarray
+    rounds: int
+    calibrated: int
+    weight: float
+    survivors: int
+    draws: Callable[[], list[np.ndarray]]
+    surveys: int = 0
+    calibrated_surveys: int = 0
     data_root: Path | None = None
 
 
@@ -42,15 +56,24 @@ class Facts:
 class SideQuery:
     """A side query of one round (such as the count of an adaptive bound), as noise is drawn on its
     sum.
+
+    Args:
+        name: of the query.
+        seed: the run's seed of noise.
+        t: the round, from 0.
+        std: of the noise on the sum of the answers, in the units of an answer.
+        clients: int64 [r], the cohort.
+        draws: int64 [r], the index of each draw among its client's draws of the round, from 0.
+        survivors: the fewest clients that any round keeps.
     """
 
     name: str
-    seed: int  # the run's seed of noise
-    t: int  # the round
-    std: float  # of the noise on the sum of the answers
-    clients: np.ndarray  # int64 [r], the cohort
-    draws: np.ndarray  # int64 [r], the index of each draw among its client's draws, from 0
-    survivors: int  # the fewest clients that any round keeps
+    seed: int
+    t: int
+    std: float
+    clients: np.ndarray
+    draws: np.ndarray
+    survivors: int
 
 
 class Source:
@@ -76,12 +99,12 @@ class Source:
 class Noise(Member):
     """Base of the family: noise that protects clients, with one multiplier for the whole run.
 
-    A member gives `size`, and what it draws. If the server draws on the sum, that is `source`, and
-    `on_query` for boundings that ask for numbers besides updates. If each client draws on what it
-    sends, it is `on_clients`, `client_std` and `least`, and `drawn_by` is "client". Whatever is
-    drawn must be Gaussian and have the std asked for, as accountants assume: a run holds every draw
-    of a class from outside the package against that law before it is released
-    (`raydpfl.noise.tested`).
+    A member gives `size`, and what it draws. If the server draws on the sum, that is `source`. If
+    each client draws on what it sends, it is `on_clients`, `client_std` and `least`, and `drawn_by`
+    is "client". Whatever is drawn must be Gaussian and have the std asked for, as accountants
+    assume: a run holds every draw of a class from outside the package against that law before it is
+    released (`raydpfl.noise.tested`). The delta of its guarantees is the field `delta`, if it has
+    one, else 1e-5; or `terms` says it.
 
     >>> from raydpfl.noise.drawn import server_noise
     >>> class Plain(Source):
@@ -91,12 +114,15 @@ class Noise(Member):
     ...         return server_noise(self.seed, t, std, self.d)
     >>> class Mine(Noise):
     ...     z: float = 2.0
+    ...     delta: float = 1e-6
     ...     def size(self, outline, facts):
     ...         return self.z
     ...     def source(self, seed, d):
     ...         return Plain(seed, d)
     >>> Mine().source(seed=0, d=3).on_sum(t=0, std=1.0).shape
     (3,)
+    >>> Mine().terms("auto", "replace_one")
+    Terms(relation='replace_one', delta=1e-06, v=4.0)
     """
 
     # --- what it draws ---
@@ -148,12 +174,23 @@ class Noise(Member):
 
     def on_query(self, query: SideQuery) -> float:
         """The noise on the sum of the answers to a side query, drawn by whoever draws the noise on
-        updates.
+        updates: the server, or each client its part of std `client_std(query.std, survivors)`.
 
         Returns:
-            One draw, of std `query.std` on the sum; 0: none is drawn.
+            One draw, of std `query.std` on the sum; 0 where that std is 0, or noise is drawn at
+            local steps.
         """
-        return 0.0
+        if not query.std or self.drawn_by() == "step":
+            return 0.0
+        if self.drawn_by() == "server":
+            return query_noise(query.seed, query.t, query.std, query=query.name)
+        part = self.client_std(query.std, query.survivors)
+        drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
+        # in client order, whoever trained them
+        return sum(
+            query_noise(query.seed, query.t, part, client, draw, query.name)
+            for client, draw in drawn
+        )
 
     def on_survey(self, seed: int, t: int, std: float, bins: int, clients: int) -> np.ndarray:
         """The noise on the counts of a histogram over all clients, drawn by whoever draws that on
@@ -223,8 +260,15 @@ class Noise(Member):
         Args:
             asked: the relation in the config.
             natural: the relation that suits the selection's cohorts, for `auto`.
+
+        Returns:
+            By default `natural` for `auto`, else `asked`, and the field `delta`, or 1e-5 of a class
+            without it.
+
+        Raises:
+            ConfigError: delta is not above 0 and below 1.
         """
-        return Terms(natural if asked == "auto" else asked, DELTA)
+        return Terms(natural if asked == "auto" else asked, getattr(self, "delta", DELTA))
 
     def target(self) -> float | None:
         """The epsilon that all clients are promised; None: it follows from the noise, or differs

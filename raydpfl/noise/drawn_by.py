@@ -14,8 +14,8 @@ import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.noise import steps, sums
-from raydpfl.noise.base import Asked, Facts, SideQuery, Source
-from raydpfl.noise.drawn import client_noise, query_noise, server_noise
+from raydpfl.noise.base import Asked, Facts, Source
+from raydpfl.noise.drawn import client_noise, server_noise
 from raydpfl.privacy import Mechanism, Release, Sampling
 from raydpfl.privacy.facts import Placement, Relation, Unit
 
@@ -48,10 +48,6 @@ class DrawnBy(ABC):
     def source(self, seed: int, d: int) -> Source:
         """See `Noise.source`."""
         return Source()
-
-    def on_query(self, query: SideQuery) -> float:
-        """See `Noise.on_query`."""
-        return 0.0
 
     def kept(self, override: str | None) -> str | None:
         """See `Noise.kept`, where `override` fixes the rounds that a size is for."""
@@ -148,9 +144,6 @@ class ByServer(OnSums):
     def source(self, seed: int, d: int) -> Source:
         return Independent(seed, d)
 
-    def on_query(self, query: SideQuery) -> float:
-        return query_noise(query.seed, query.t, query.std, query=query.name)
-
 
 class ByClients(OnSums):
     """Each client on what it sends: everyone draws as much as the round with the fewest clients
@@ -169,15 +162,6 @@ class ByClients(OnSums):
 
     def least(self, survivors: int) -> int:
         return survivors
-
-    def on_query(self, query: SideQuery) -> float:
-        own = self.client_std(query.std, query.survivors)
-        drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
-        # in client order, whoever trained them
-        return sum(
-            query_noise(query.seed, query.t, own, client, draw, query.name)
-            for client, draw in drawn
-        )
 
     def total(self, std: float, facts: Facts) -> float:
         return std * math.sqrt(facts.survivors)

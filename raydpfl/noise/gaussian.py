@@ -13,7 +13,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.noise import sums
-from raydpfl.noise.base import Asked, Facts, Noise, SideQuery, Source
+from raydpfl.noise.base import Asked, Facts, Noise, Source
 from raydpfl.noise.drawn_by import DrawnBy, settled, who_draws
 from raydpfl.privacy import Mechanism, Release, Sampling, Terms, budgets
 from raydpfl.privacy.facts import Placement, Relation, Unit
@@ -149,9 +149,6 @@ class Gaussian(Noise):
 
     def source(self, seed: int, d: int) -> Source:
         return self._by.source(seed, d)
-
-    def on_query(self, query: SideQuery) -> float:
-        return self._by.on_query(query)
 
     # --- what accountants are told ---
 

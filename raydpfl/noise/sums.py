@@ -101,7 +101,11 @@ def excluded(experiment: Experiment, noise: Noise, at_steps: bool = False) -> tu
 
 
 def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
-    """See `Noise.outline`."""
+    """See `Noise.outline`. Raises `ConfigError` too for a bounding of nothing that clients send."""
+    if experiment.bounding.initial_bound is None:
+        accepted = f"one that bounds what a client sends, as clip with a bound: noise {noise.kind} "
+        accepted += "is scaled by that bound"
+        raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
     remembering = experiment.stateful.kind if experiment.stateful else ""
     if experiment.model.local:
         remembering = remembering or "model.local"

@@ -21,11 +21,18 @@ class Terms:
         delta: the delta that epsilons are at.
         v: the constant that 000 Theorem 3.2 and 001 Theorem 1 leave open; rigorous accountants have
             none.
+
+    Raises:
+        ConfigError: delta is not above 0 and below 1.
     """
 
     relation: Relation
     delta: float
     v: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < 1:
+            raise ConfigError("noise.delta", self.delta, "a number above 0 and below 1")
 
 
 def one_of(field: str, value: object, choices: object) -> None:
