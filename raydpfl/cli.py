@@ -186,17 +186,22 @@ def run(
 
 
 NEW = "A new directory, or one that is empty."
+FAMILY = """The family of the class: bounding, selection, local, noise, weights, server, measure,
+metric, model, data or track."""
 NEXT = """  cd {folder}
   python -m pytest -q            (the project's own tests; pip install pytest)
   raydpfl run experiment.yaml"""
 
 
 @app.command()
-def new(folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")]) -> None:
-    """Make a project to begin with: a config, a method of your own, and its test."""
+def new(
+    folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")],
+    family: Annotated[str, _option(FAMILY)] = "bounding",
+) -> None:
+    """Make a project to begin with: a config, a class of your own of some family, and its test."""
     from raydpfl import project
 
-    print("\n".join(str(path) for path in project.make(folder)))
+    print("\n".join(str(path) for path in project.make(folder, family)))
     print(NEXT.format(folder=folder))
 
 

@@ -190,16 +190,23 @@ class LaneResult:
 
 @dataclass(frozen=True)
 class View:
-    """What k clients know of the round, as the hooks of a member are given it.
+    """What k clients know of the round, as the hooks of a bounding or a local rule are given it.
+    Tensors are on the device that trains, and are not to be written to.
 
-    Tensors are on the device that trains.
+    Args:
+        t: the round, from 0.
+        lr: the local learning rate of all their steps in this round.
+        bound: the bound in force, an L2 norm; None: nothing is bounded.
+        model: float32 [d], the round's model, as broadcast.
+        told: what the member itself tells clients of its state (`tells`), float32 by name.
+        remembered: gives `own`.
     """
 
     t: int
-    lr: float  # of all their local steps
-    bound: float | None  # that is in force; None: nothing is bounded
-    model: torch.Tensor  # float32 [d], as broadcast
-    told: Mapping[str, torch.Tensor]  # what the member itself tells clients of its state
+    lr: float
+    bound: float | None
+    model: torch.Tensor
+    told: Mapping[str, torch.Tensor]
     remembered: Callable[[], torch.Tensor]
 
     @cached_property
@@ -210,11 +217,20 @@ class View:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows of a round, as the hooks of a member are given it."""
+    """What the server knows of a round, as the hooks of a bounding or a local rule are given it.
+
+    Args:
+        t: the round, from 0.
+        lr: the learning rate of the clients' local steps.
+        model: float32 [d], as it was broadcast.
+        divisor: of the released sum: the mean is the sum over it.
+        cohort: clients of the round.
+        population: N, all clients.
+    """
 
     t: int
-    lr: float  # of the clients' local steps
-    model: np.ndarray  # float32 [d], as it was broadcast
-    divisor: float  # of the released sum: the mean is the sum over it
-    cohort: int  # clients of the round
+    lr: float
+    model: np.ndarray
+    divisor: float
+    cohort: int
     population: int

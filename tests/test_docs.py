@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -16,8 +18,17 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import Experiment, check
+from raydpfl import Experiment, check, measure, project, rounds
+from raydpfl.bounding import Query
 from raydpfl.cli import app
+from raydpfl.data import Samples, Split
+from raydpfl.local import Step
+from raydpfl.noise import SideQuery
+from raydpfl.noise.base import Facts
+from raydpfl.privacy import Sampling, Terms
+from raydpfl.selection import Cohort, Population
+from raydpfl.tasks import Form, Target
+from raydpfl.track import Tracked
 from raydpfl.tune import Sweep
 
 ROOT = Path(raydpfl.__file__).parent.parent
@@ -130,7 +141,9 @@ def test_every_config_can_be_read(page, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page, text", fences("python"))
+@pytest.mark.parametrize(
+    "page, text", [each for each in fences("python") if each.values[0].stem != "members"]
+)
 def test_every_snippet_runs(page, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -172,6 +185,76 @@ def test_a_class_that_the_docs_check_keeps_its_promises(name, tmp_path, monkeypa
     snippet = next(each for each in fences("python") if f"class {name}" in each.values[1])
     (tmp_path / "mine.py").write_text(snippet.values[1])
     assert all(promise.kept is not False for promise in check.check(f"mine:{name}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", [each.values[1] for each in fences("python") if each.values[0].stem == "members"]
+)
+def test_every_member_of_the_docs_keeps_its_promises(text, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(text)
+    names = re.findall(r"^(?:class|def) (\w+)", text, re.M)
+    helpers = {"OnSums", "Plain", "File"}  # a source or a log, which no config names
+    for name in set(names) - helpers:
+        found = check.check(f"mine:{name}")
+        assert all(promise.kept is not False for promise in found), check.render(found)
+
+
+EXAMPLES = {
+    "Tanh": "bounding.base", "First": "selection.base", "Signs": "local.base", "Mine": "noise.base",
+    "Nesterov": "server", "Capped": "weights", "Focal": "tasks",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_class_of_a_docstring_keeps_its_promises(name, tmp_path, monkeypatch):
+    module = importlib.import_module(f"raydpfl.{EXAMPLES[name]}")
+    examples = next(
+        test.examples
+        for test in doctest.DocTestFinder().find(module)
+        if any(f"class {name}" in each.source for each in test.examples)
+    )
+    source = f"from {module.__name__} import *\nimport numpy as np\nimport torch\n"
+    (tmp_path / f"documented_{name}.py").write_text(
+        source + "".join(each.source for each in examples)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = check.check(f"documented_{name}:{name}")
+    assert all(promise.kept is not False for promise in found), check.render(found)
+
+
+GIVEN = (
+    rounds.View, rounds.Facts, Step, Facts, SideQuery, Query, Population, Cohort, Sampling,
+    Terms, measure.Sent, measure.Round, measure.Problem, measure.Finished, Form, Target, Split,
+    Samples, Tracked,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__qualname__)
+def test_what_a_hook_is_given_is_documented_field_by_field(cls):
+    page = (DOCS / "members.md").read_text()
+    names = [*getattr(cls, "__dataclass_fields__", inspect.signature(cls).parameters)]
+    args = (cls.__doc__ or "").partition("Args:")[2]
+    for name in names:
+        assert re.search(rf"^ +(\w+, )*{name}(, \w+)*: ", args, re.M), name
+        # `v` is the constant of papers' formulas, of which no member says more
+        assert name == "v" or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", page), name
+    assert f".{cls.__qualname__}\n" in (DOCS / "reference/api.md").read_text()
+
+
+def test_the_examples_of_the_docs_are_those_of_new_projects():
+    page = (DOCS / "members.md").read_text()
+    for family in project.FAMILIES:
+        text = (project.TEMPLATE / f"{family}.py.txt").read_text()
+        assert f"```python\n{text}```" in page, family
+
+
+def test_no_page_sends_its_reader_to_the_source():
+    pages = [ROOT / "README.md", *PAGES]
+    assert not [page for page in pages if re.search(r"raydpfl/\w+/|tests/str", page.read_text())]
 
 
 @pytest.mark.slow

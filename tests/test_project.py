@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import tomllib
 from pathlib import Path
@@ -11,40 +12,79 @@ import forks
 import pytest
 
 import raydpfl
-from raydpfl import Experiment, project
+from raydpfl import Experiment, cli, project
 
 ROOT = Path(raydpfl.__file__).parent
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch, typed):
-    """The directory of a project, where its own modules are found."""
-    code, said, _ = typed("new", tmp_path / "mine")
-    assert code == 0 and f"cd {tmp_path / 'mine'}" in said and "raydpfl run experiment.yaml" in said
-    monkeypatch.syspath_prepend(tmp_path / "mine")
-    return tmp_path / "mine"
+    """Makes a project of a family, and imports its tests."""
+
+    def make(*options):
+        folder = tmp_path / "mine"
+        code, said, _ = typed("new", folder, *options)
+        assert code == 0 and f"cd {folder}" in said and "raydpfl run experiment.yaml" in said
+        monkeypatch.syspath_prepend(folder)
+        for name in ("mine", "test_mine"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return folder, importlib.import_module("test_mine")
+
+    yield make
+    for name in ("mine", "test_mine"):
+        sys.modules.pop(name, None)
 
 
-def test_a_projects_config_is_its_own_method_and_its_tests_pass(made, tmp_path):
-    tests = importlib.import_module("test_mine")
+def test_a_project_is_a_bounding_unless_another_family_is_asked_for(made):
+    folder, tests = made()
     for norm in (1e-9, 1.0, 1e300):
         tests.test_an_update_has_the_norm_that_the_equation_gives(norm)
-    tests.test_two_rounds_of_the_experiment_are_private(tmp_path)
-    assert Experiment.from_yaml(made / "experiment.yaml").bounding.kind == "mine:Tanh"
+    assert Experiment.from_yaml(folder / "experiment.yaml").bounding.kind == "mine:Tanh"
+    assert "mine:Tanh" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", project.FAMILIES)
+def test_a_project_of_each_family_runs_and_its_own_test_passes(made, family, tmp_path):
+    folder, tests = made("--family", family)
+    values = {"tmp_path": tmp_path, "norm": 1.0}
+    of_check = "test_the_promises_of_its_family_are_kept"
+    for name in [each for each in vars(tests) if each.startswith("test_") and each != of_check]:
+        test = getattr(tests, name)
+        taken = inspect.signature(test).parameters.keys()
+        test(**{key: value for key, value in values.items() if key in taken})
+    assert "mine:" in (folder / "experiment.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", project.FAMILIES)
+def test_a_member_of_each_family_keeps_its_promises(made, family):
+    _, tests = made("--family", family)
+    tests.test_the_promises_of_its_family_are_kept()
+
+
+def test_a_family_that_is_none_is_refused_by_name(tmp_path, complain):
+    said = complain(["new", tmp_path / "mine", "--family", "nois"])
+    assert said.startswith("--family = 'nois': one of bounding, selection, local, noise")
+    assert not (tmp_path / "mine").exists()
+    help_of = " ".join(cli.FAMILY.split())
+    assert all(name in help_of for name in project.FAMILIES)
 
 
 @pytest.mark.slow
 def test_a_project_passes_as_its_readme_says(made):
+    folder, _ = made()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = forks.run(command, cwd=made, timeout=300)
+    done = forks.run(command, cwd=folder, timeout=300)
     assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
 
 
-def test_what_is_in_a_directory_is_left_alone(made, tmp_path, complain):
-    before = {path: path.read_bytes() for path in made.iterdir()}
-    said = complain(["new", made])
+def test_what_is_in_a_directory_is_left_alone(tmp_path, complain):
+    folder = tmp_path / "mine"
+    project.make(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = complain(["new", folder])
     assert said.startswith("DIR = ") and said.endswith("a new directory, or one that is empty")
-    assert {path: path.read_bytes() for path in made.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "file").touch()
     assert "one that is empty" in complain(["new", tmp_path / "file"])
     below = complain(["new", tmp_path / "file" / "mine"])

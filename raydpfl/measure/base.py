@@ -26,32 +26,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What k clients of a lane send, as a probe is shown it."""
+    """What k clients of a lane send, as a probe is shown it.
 
-    updates: torch.Tensor  # float32 [k, d]
-    vectors: torch.Tensor  # float64 [k, d]: bounded and weighted, without noise
-    noise: np.ndarray | None  # float64 [k, d]: what each has drawn on it; None: nothing
-    told: Mapping[str, torch.Tensor]  # what the probe itself tells clients of its state
-    # Of so many more trainings of each client, with batches and noise of their own: the sum of what
-    # it would send unbounded, float64 [k, d], and that of its squared norms, float64 [k].
+    Args:
+        updates: float32 [k, d].
+        vectors: float64 [k, d]: bounded and weighted, without noise.
+        noise: float64 [k, d]: what each has drawn on it; None: nothing.
+        told: what the probe itself tells clients of its state (`tells`), float32 by name.
+        again: of so many more trainings of each client, with batches and noise of their own: the
+            sum of what it would send unbounded, float64 [k, d], and that of its squared norms,
+            float64 [k].
+    """
+
+    updates: torch.Tensor
+    vectors: torch.Tensor
+    noise: np.ndarray | None
+    told: Mapping[str, torch.Tensor]
     again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What the server has of a round, as a probe is shown it."""
+    """What the server has of a round, as a probe is shown it.
+
+    Args:
+        t: the round, from 0.
+        bound: the bound that was in force, an L2 norm; None: nothing is bounded.
+        columns: all that is known of each client, [r] by name: `client`, `norm`, `factor`,
+            `train_loss`, and what `lane` gave; NaN where a client failed.
+        total: float64 [d]: the sum of what was sent, without the server's noise.
+        noise: float64 [d]: what the server has drawn on it; None: nothing.
+        update: float64 [d]: the mean update, noise included.
+    """
 
     t: int
-    bound: float | None  # that was in force
-    columns: Columns  # all that is known of each client: `client`, `norm`, `factor`, ...
-    total: np.ndarray  # float64 [d]: the sum of what was sent
-    noise: np.ndarray | None  # float64 [d]: what the server has drawn on it
-    update: np.ndarray  # float64 [d]: the mean update
+    bound: float | None
+    columns: Columns
+    total: np.ndarray
+    noise: np.ndarray | None
+    update: np.ndarray
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a run is to solve, as a probe is shown it before the first round."""
+    """What a run is to solve, as a probe is shown it before the first round.
+
+    Args:
+        experiment: the whole config.
+        shards: the prepared data of all clients.
+        population: the public facts about the clients.
+    """
 
     experiment: Experiment
     shards: Shards
@@ -76,13 +100,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has done all its rounds."""
+    """A run that has done all its rounds.
+
+    Args:
+        out: its directory.
+        problem: what it was to solve.
+        model: float32 [d], after the last round.
+        mechanism: what it has released; None: it is not private.
+        participations: how often each client was drawn, by client; clients never drawn are absent.
+    """
 
     out: Path
     problem: Problem
-    model: np.ndarray  # float32 [d]
-    mechanism: Release | None  # what it has released; None: it is not private
-    participations: Mapping[int, int]  # client -> times drawn
+    model: np.ndarray
+    mechanism: Release | None
+    participations: Mapping[int, int]
 
 
 class Afterwards(Protocol):

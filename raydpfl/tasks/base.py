@@ -21,9 +21,10 @@ Closed = Literal["softmax", "squares"]
 class Target:
     """What the targets of one sample are.
 
-    `shape`: of a sample's targets, () for a single one. `classes`: int64 targets are below it; 0:
-    they are float32 numbers. `names`: of the classes, or of the several targets, where they have
-    any.
+    Args:
+        shape: of a sample's targets, () for a single one.
+        classes: int64 targets are below it; 0: they are float32 numbers.
+        names: of the classes, or of the several targets, where they have any.
     """
 
     shape: tuple[int, ...] = ()
@@ -131,7 +132,11 @@ class Task(Member):
 class Form:
     """What one sample is, and what is learnt of it.
 
-    `shape`: of its inputs. `tokens`: these are whole numbers below it, int64; 0: they are float32.
+    Args:
+        shape: of its inputs.
+        target: what its targets are.
+        task: what is learnt.
+        tokens: inputs are int64, whole numbers below it; 0: they are float32.
     """
 
     shape: tuple[int, ...]

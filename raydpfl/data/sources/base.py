@@ -40,29 +40,42 @@ class Split:
     x is uint8, pixels that are scaled to [0, 1] when read; float32; or int64, whole numbers from 0
     to `tokens` - 1. y is int64, classes from 0 to `classes` - 1; or float32 numbers, where
     `classes` is 0.
+
+    Args:
+        sizes: int64 [clients], samples of each.
+        shape: of one sample.
+        classes: how many there are; 0: targets are numbers.
+        rows: training rows of clients first to last - 1, client after client.
+        test: the test rows.
+        mean, std: per channel, of samples scaled to [0, 1]; empty: not normalised.
+        unused: training samples that no client holds.
+        optimum: the least loss on the test set that any model of `kind: linear` can reach, where it
+            is known.
+        samples: which sample each row is that `rows` gives, int64 [rows]; needed where clients
+            share samples.
+        at: x and y of samples by their numbers, ascending; where it is given too, each sample is
+            kept once, however many clients hold it.
+        tokens: x is whole numbers below it; 0: it is none.
+        targets: the shape of the targets of one sample.
+        names: of the classes, or of the targets, where they have any.
+        without: the same where nothing is learnt of these samples, int64, as they are held out of
+            training; None: nothing is learnt of any.
     """
 
-    sizes: np.ndarray  # int64 [clients]
-    shape: tuple[int, ...]  # of one sample
+    sizes: np.ndarray
+    shape: tuple[int, ...]
     classes: int
-    # training rows of clients first to last - 1, client after client
     rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     test: Callable[[], tuple[np.ndarray, np.ndarray]]
-    mean: tuple[float, ...] = ()  # per channel, of samples scaled to [0, 1]; empty: not normalised
+    mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    unused: int = 0  # training samples that no client holds
-    # the least loss on the test set that any model of `kind: linear` can reach, where it is known
+    unused: int = 0
     optimum: float | None = None
-    # which sample each row is that `rows` gives, int64 [rows]; needed where clients share samples
     samples: Callable[[int, int], np.ndarray] | None = None
-    # x and y of samples by their numbers, ascending; where it is given too, each sample is kept
-    # once, however many clients hold it
     at: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
-    tokens: int = 0  # x is whole numbers below it; 0: it is none
-    targets: tuple[int, ...] = ()  # shape of the targets of one sample
-    names: tuple[str, ...] = ()  # of the classes, or of the targets, where they have any
-    # the same where nothing is learnt of these samples, int64, as they are held out of training;
-    # None: nothing is learnt of any
+    tokens: int = 0
+    targets: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
     without: Callable[[np.ndarray], Split] | None = None
 
     @property
@@ -80,11 +93,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Samples:
-    """A data set in memory: x [rows, *shape] uint8 (0 to 255), float32 or int64 (from 0), y [rows,
-    *targets] in int64 (classes) or float32 (numbers), and int64 [rows] of clients if the rows tell.
+    """A data set in memory.
 
-    `target`: what y is; None: as many classes as the largest y says, or numbers. `tokens`: see
-    `Split`; None: as many as the largest x says.
+    Args:
+        x: [rows, *shape] uint8 (0 to 255), float32 or int64 (from 0).
+        y: [rows, *targets] in int64 (classes) or float32 (numbers).
+        test_x, test_y: the same, of test rows.
+        client: int64 [rows], who holds each training row; None: the rows do not tell.
+        target: what y is; None: as many classes as the largest y says, or numbers.
+        tokens: see `Split`; None: as many as the largest x says.
     """
 
     x: np.ndarray
