@@ -762,7 +762,8 @@ def data_describe(
     with _kept(config, trust_code):
         experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
         found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
-    for name, value in found.describe().items():
+        counted = experiment.data.counted(data_root)
+    for name, value in {**found.describe(), **counted}.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {each:g}" for key, each in value.items())
         print(f"{name}: {value}")

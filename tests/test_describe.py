@@ -290,7 +290,8 @@ BAD = {
     "twice.csv": (text_of("a,a,label\n1,2,0\n3,4,1\n"), "the column 'a' twice"),
     "words.csv": (
         lambda file: csv(file, {"comment": ["hello there"] * 8, "label": [0, 1] * 4}),
-        "column comment is left out: no numbers but string (encode it as numbers)",
+        "column comment is left out: no numbers but string (encode it as numbers, "
+        "or as text: data.tokenizer)",
     ),
     "latin.csv": (
         lambda file: file.write_bytes("a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -150,6 +151,8 @@ def test_every_snippet_runs(page, text, tmp_path, monkeypatch):
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "net.py").write_text(text)
+    rows = [{"text": "some words here", "label": place % 2} for place in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = {}
     exec(compile(text, str(page), "exec"), done)
     small = {"rounds": 2, "client": {"actors": 0}}
@@ -168,6 +171,18 @@ SECTIONS = {
     "net": {"model": {"kind": "net:net"}},
     "Lines": {"track": ["mine:Lines"]},
     "Visits": {"data": {"kind": "mine:Visits"}, "model": {"kind": "softmax"}},
+    "tokenize": {
+        "data": {
+            "kind": "table",
+            "train": "texts.jsonl",
+            "x": "text",
+            "clients": 30,
+            "length": 20,
+            "tokenizer": "mine:ids",
+            "vocabulary": 257,
+        },
+        "model": {"kind": "embedding_mean"},
+    },
     "Exact": {
         "selection": {"kind": "full"},
         "bounding": {"kind": "clip", "bound": 1.0},

@@ -540,7 +540,8 @@ def test_a_noise_of_ones_own_draws_on_side_queries_as_it_does_on_updates(name, m
     """
     mine(NOISES)
     drawn_by = experiment(noise={"kind": f"mine:{name}"}).noise
-    who, std = np.arange(5), 3.0
+    who = np.arange(5)
+    std = 3.0
     asked = [noise.SideQuery("sum", 1, t, std, who, 0 * who, len(who)) for t in range(2000)]
     found = np.array([drawn_by.on_query(each) for each in asked])
     assert found.std() == pytest.approx(std, rel=4 / np.sqrt(2 * len(found)))

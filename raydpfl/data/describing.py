@@ -40,6 +40,7 @@ PRIVATE = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 
 FEW = 100  # whole numbers of so many values at most are taken for classes
 CLIENTS = 10  # that rows are dealt to where no column says whose they are
 ALIKE = 0.9999  # a correlation from which a column says what the target is
+ENCODE = "encode it as numbers, or as text: data.tokenizer"
 FRACTION = re.compile(r"-?\d+\.\d+(e-?\d+)?")  # which no column is called
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 HUGE = 1e12  # numbers beyond which gradients may overflow, however they are bounded
@@ -78,6 +79,8 @@ def understood(files: list[str], given: Mapping[str, Any], root: Path | None = N
     told = ", ".join(f"{name}: {value}" for name, value in where.items())
     found.notes.insert(0, f"data: {told}")
     split = _dealt(keys, root, found)
+    counted = choose("data", keys, FAMILY, Data).counted(root)
+    found.notes += [f"{name}: {count:,}" for name, count in counted.items()]
     found.notes.append(f"no noise; private for each client with {PRIVATE}")
     found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys)}
     return found
@@ -185,6 +188,8 @@ def _roles(
         found.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
     taken = {*_listed(y), client, split}
     free = [name for name in left if name not in taken]
+    if "tokenizer" in keys and not keys.get("x"):
+        keys = {**keys, "x": next(iter(_texts(train, free, client)), None)}
     x = keys.get("x") or _untold(train, _inputs(train, free, found), _listed(y), found)
     if not x:
         reasons = "".join(f"; {each}" for each in found.warnings if "left out" in each)
@@ -286,7 +291,7 @@ def _unfit(column: Any, name: str) -> str | None:
     try:
         values = inputs(column, name)
     except ConfigError:
-        return _stray(column) or f"no numbers but {_type(column)} (encode it as numbers)"
+        return _stray(column) or f"no numbers but {_type(column)} ({ENCODE})"
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         return "numbers that are not finite (fill them, or leave out these rows)"
     most = np.abs(values.astype(np.float64)).max(initial=0)
@@ -493,7 +498,7 @@ def _training(split: Split, keys: Mapping[str, Any]) -> dict[str, Any]:
         if np.abs(x).max(initial=0) > WIDE:
             lr = float(f"{lr / np.square(x).sum(1).mean():.0e}")
     return {
-        "model": _model(split),
+        "model": _model(split, "tokenizer" in keys),
         "selection": {"kind": "uniform", "cohort": min(10, clients)},
         "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": lr},
         "bounding": {"kind": "none"},
@@ -501,7 +506,9 @@ def _training(split: Split, keys: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _model(split: Split) -> dict[str, Any]:
+def _model(split: Split, tokenizer: bool) -> dict[str, Any]:
+    if tokenizer and not split.targets:
+        return {"kind": "embedding_mean"}
     if split.tokens and len(split.shape) == 1:
         return {"kind": "transformer", "width": 32, "layers": 1}
     image = len(split.shape) == 3 and min(split.shape[1:]) >= 8

@@ -183,6 +183,11 @@ class Data(Member):
         """The columns of its training rows, where it is a table. Raises `ConfigError`."""
         return None
 
+    def counted(self, root: Path | None) -> dict[str, int]:
+        """What `raydpfl data describe` counts of a column of text, by name; nothing of others.
+        Raises `ConfigError`."""
+        return {}
+
     def knows_clients(self) -> bool:
         """Whether its rows say who holds them."""
         return False

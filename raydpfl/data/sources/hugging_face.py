@@ -26,7 +26,7 @@ class HuggingFace(Tabular):
     a single split, that is `train`.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"path"})
+    named: ClassVar[frozenset[str]] = Tabular.named | {"path"}
 
     kind: str = "hugging_face"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a data set

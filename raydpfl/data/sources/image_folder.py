@@ -28,7 +28,7 @@ class ImageFolder(Tabular):
     or with `channels` they are made grey (1) or RGB (3).
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
+    named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
     newer: ClassVar[frozenset[str]] = Tabular.newer | {"channels"}
 
     kind: str = "image_folder"

@@ -28,7 +28,7 @@ class Table(Tabular):
     relative to the data root or the working folder.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"train", "test"})
+    named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
 
     kind: str = "table"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file

@@ -1,0 +1,168 @@
+"""Token ids of texts, by a vocabulary that is declared: none is learnt from the data, which would
+be a query of them that no accountant counts.
+
+>>> encoder = Encoder("words", ("good", "film"), length=4)
+>>> encoder.ids(["A good film!", "good"])
+array([[1, 2, 3, 1],
+       [2, 0, 0, 0]])
+>>> encoder.size
+4
+
+0 stands behind the end of a text, 1 for a token that the vocabulary lacks, and 2, 3, ... for its
+tokens in their order. A tokenizer that gives ids has its own from 1 on, below the number that
+`vocabulary` is; 0 stands behind the end there too, and no token is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.files import digest
+from raydpfl.member import load
+
+PADDING = 0  # the id behind the end of a text
+UNKNOWN = 1  # of a token that the vocabulary lacks
+FIRST = 2  # of the tokens of a vocabulary
+LARGEST = 1 << 20  # entries of a vocabulary at most
+WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
+
+Vocabulary = tuple[str, ...] | int
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case, and each sign between them.
+
+    >>> words("It's GOOD, no?")
+    ["it's", 'good', ',', 'no', '?']
+    """
+    return WORD.findall(text.lower())
+
+
+TOKENIZERS: dict[str, Callable[[str], Sequence[Any]]] = {"words": words, "characters": list}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What makes token ids of texts.
+
+    Args:
+        tokenizer: a name of `TOKENIZERS`, or the import path of a function that gives the tokens of
+            a text: str, or int ids.
+        vocabulary: the tokens in the order of their ids; or how many ids there are, for a tokenizer
+            that gives them.
+        length: how many tokens of a text are taken, the first ones.
+    """
+
+    tokenizer: str
+    vocabulary: Vocabulary
+    length: int
+
+    @property
+    def size(self) -> int:
+        """Ids are below it."""
+        if isinstance(self.vocabulary, int):
+            return self.vocabulary
+        return FIRST + len(self.vocabulary)
+
+    @cached_property
+    def _split(self) -> Callable[[str], Sequence[Any]]:
+        known = TOKENIZERS.get(self.tokenizer)
+        return known or load(self.tokenizer, "data.tokenizer")
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        assert not isinstance(self.vocabulary, int)
+        return {token: FIRST + place for place, token in enumerate(self.vocabulary)}
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        """Which ids are tokens of the vocabulary, bool of the same shape."""
+        return ids >= (1 if self._gives_ids else FIRST)
+
+    def code(self) -> str | None:
+        """The digest of the file that a user's tokenizer is in; None: it comes with the project, or
+        is in no file.
+        """
+        source = getattr(sys.modules.get(self._split.__module__), "__file__", None)
+        return digest(Path(source)) if source and self.tokenizer not in TOKENIZERS else None
+
+    def ids(self, texts: Sequence[str]) -> np.ndarray:
+        """Int64 [texts, length]. Raises `ConfigError`."""
+        found = np.full((len(texts), self.length), PADDING, np.int64)
+        for row, ids in enumerate(self.whole(texts)):
+            found[row, : len(ids)] = ids[: self.length]
+        return found
+
+    def whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The ids of all tokens of each text. Raises `ConfigError`."""
+        split = self._split
+        for row, text in enumerate(texts):
+            try:
+                tokens = list(split(text))
+            except RAISED as error:  # a user's tokenizer may raise anything
+                accepted = f"a function of a text that gives its tokens; of row {row} it raises "
+                raise self._wrong(f"{accepted}{in_line(error)}") from None
+            yield self._of_ids(tokens, row) if self._gives_ids else self._of_words(tokens, row)
+
+    @property
+    def _gives_ids(self) -> bool:
+        return isinstance(self.vocabulary, int)
+
+    def _of_words(self, tokens: list[Any], row: int) -> list[int]:
+        if not all(isinstance(each, str) for each in tokens):
+            accepted = "one that gives text with a data.vocabulary of tokens (of ids, that is their"
+            raise self._wrong(f"{accepted} number); it gives another of row {row}")
+        return [self._numbers.get(each, UNKNOWN) for each in tokens]
+
+    def _of_ids(self, tokens: list[Any], row: int) -> list[int]:
+        whole = all(isinstance(each, int | np.integer) for each in tokens)
+        if not whole or not all(0 < each < self.size for each in tokens):
+            accepted = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says; "
+            raise self._wrong(f"{accepted}it gives another of row {row}")
+        return [int(each) for each in tokens]
+
+    def _wrong(self, accepted: str) -> ConfigError:
+        return ConfigError("data.tokenizer", self.tokenizer, accepted)
+
+    def counted(self, texts: Sequence[str]) -> dict[str, int]:
+        """What becomes of the tokens of some texts: how many there are, how many are unknown, how
+        many stand behind `length`; the texts without any; and how many ids occur.
+        """
+        rows = [np.array(each, np.int64) for each in self.whole(texts)]
+        whole = np.concatenate([*rows, np.zeros(0, np.int64)])
+        unknown = 0 if self._gives_ids else int((whole == UNKNOWN).sum())
+        return {
+            "texts": len(rows),
+            "empty texts": sum(not len(each) for each in rows),
+            "tokens": len(whole),
+            "unknown tokens": unknown,
+            "tokens cut off": sum(max(0, len(each) - self.length) for each in rows),
+            "tokens of the vocabulary": self.size - (1 if self._gives_ids else FIRST),
+            "of these, in some text": len(np.unique(whole)) - (unknown > 0),
+        }
+
+
+def of_file(text: str) -> tuple[str, ...]:
+    """The vocabulary in the text of a file, a token a line; a last empty line is none."""
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+
+
+def check(vocabulary: Sequence[str], named: object) -> None:
+    """Raises `ConfigError` for one that is empty or has a token twice. `named`: what it is called
+    in the config.
+    """
+    counts = Counter(vocabulary)
+    most = max(counts, key=counts.__getitem__, default="")
+    if not most or "" in counts or counts[most] > 1 or len(counts) > LARGEST:
+        reason = f"; it has {most!r} twice" if counts[most] > 1 else ""
+        accepted = f"1 to {LARGEST:,} tokens, each once and none empty, a token a line of a file"
+        raise ConfigError("data.vocabulary", named, f"{accepted}{reason}")

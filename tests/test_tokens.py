@@ -1,0 +1,226 @@
+"""Columns of text: token ids by a declared vocabulary, their classifier, and the next word."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from conftest import form
+
+from raydpfl import data, models
+from raydpfl.config import Experiment
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.plan import Plan
+
+ROWS = [
+    ("A good film.", "pos", "u"),
+    ("Bad, bad FILM", "neg", "u"),
+    ("it's good", "pos", "v"),
+    ("", "neg", "v"),
+    ("film good film good film", "pos", "w"),
+]
+WORDS = ("good", "bad", "film", "it's")
+OF_WORDS = [[1, 2, 4, 1], [3, 1, 3, 4], [5, 2, 0, 0], [0, 0, 0, 0], [4, 2, 4, 2]]
+OWN = """
+def tokenize(text):
+    return text.split()
+
+def ids(text):
+    return [len(each) for each in text.split()]
+
+def broken(text):
+    return text.no_such_method()
+"""
+
+
+def keys(folder, **more):
+    """A table of the rows, which are for training and for testing."""
+    path = folder / "reviews.jsonl"
+    rows = [dict(zip(("text", "label", "user"), row, strict=True)) for row in ROWS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "words.txt").write_text("\n".join(WORDS) + "\n")
+    given = {"kind": "table", "train": str(path), "test": str(path), "x": "text", "clients": 2}
+    text = {"tokenizer": "words", "vocabulary": str(folder / "words.txt"), "length": 4}
+    return {key: value for key, value in {**given, **text, **more}.items() if value is not None}
+
+
+def samples(folder, **more):
+    return data.parse(keys(folder, **more)).samples(0, None)
+
+
+@pytest.mark.parametrize("vocabulary", [None, list(WORDS)], ids=["of a file", "in the config"])
+def test_a_column_of_text_becomes_the_ids_of_its_first_words(vocabulary, tmp_path):
+    given = {"vocabulary": vocabulary} if vocabulary else {}
+    found = samples(tmp_path, **given)
+    assert found.x.dtype == np.int64 and found.x.tolist() == OF_WORDS == found.test_x.tolist()
+    assert found.tokens == 6 and found.y.tolist() == [1, 0, 1, 0, 1]
+
+
+def test_a_csv_gives_what_json_lines_give(tmp_path):
+    path = tmp_path / "some.csv"
+    path.write_text("text,label\n" + "".join(f'"{a}",{b}\n' for a, b, _ in ROWS if a))
+    found = samples(tmp_path, train=str(path))
+    assert found.x.tolist() == [row for row in OF_WORDS if any(row)]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"tokenizer": "characters", "vocabulary": list("adgo ")}, [1, 6, 4, 5]),
+        ({"tokenizer": "mine_tokens:tokenize", "vocabulary": ["good", "A"]}, [3, 2, 1, 0]),
+        ({"tokenizer": "mine_tokens:ids", "vocabulary": 6}, [1, 4, 5, 0]),
+    ],
+    ids=["characters", "of one's own", "that gives ids"],
+)
+def test_tokens_are_made_by_the_tokenizer_that_the_config_names(
+    more, expected, tmp_path, monkeypatch
+):
+    (tmp_path / "mine_tokens.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = samples(tmp_path, **more)
+    assert found.x[0].tolist() == expected
+    sizes = {"characters": 7, "mine_tokens:tokenize": 4, "mine_tokens:ids": 6}
+    assert found.tokens == sizes[more["tokenizer"]]
+
+
+def test_the_next_word_is_the_target_at_every_position_but_unknown_ones(tmp_path):
+    found = samples(tmp_path, y="text", task="sequence")
+    whole = [[1, 2, 4, 1, 0], [3, 1, 3, 4, 0], [5, 2, 0, 0, 0], [0] * 5, [4, 2, 4, 2, 4]]
+    assert found.x.tolist() == [row[:-1] for row in whole]
+    assert found.y.tolist() == [[y if y > 1 else -100 for y in row[1:]] for row in whole]
+    assert found.target.shape == (4,) and found.target.classes == found.tokens == 6
+
+
+def test_a_folder_of_hugging_face_gives_what_the_table_gives(tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    columns = dict(zip(("text", "label", "user"), zip(*ROWS, strict=True), strict=True))
+    table = pa.table({name: list(values) for name, values in columns.items()})
+    with pa.ipc.new_stream(str(folder / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    more = {"kind": "hugging_face", "path": str(folder), "train": None, "test": None}
+    found = samples(tmp_path, **more, test_fraction=0.2)
+    rows = np.concatenate([found.x, found.test_x]).tolist()
+    assert sorted(rows) == sorted(OF_WORDS) and found.tokens == 6
+
+
+def test_a_vocabulary_is_no_query_of_the_data(tmp_path):
+    """The same ids, whatever other rows hold; and it is said that it is taken as public."""
+    before = samples(tmp_path)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    path = changed / "reviews.jsonl"
+    text = (tmp_path / "reviews.jsonl").read_text()
+    path.write_text(text.replace("film good film good film", "other words entirely"))
+    after = samples(tmp_path, train=str(path))
+    assert np.array_equal(before.x[:4], after.x[:4]) and before.tokens == after.tokens
+    said = data.parse(keys(tmp_path)).exclusions
+    assert any("taken as public" in each for each in said)
+    assert not any("data.dtype" in each for each in said)
+    following = data.parse(keys(tmp_path, y="text", task="sequence")).exclusions
+    assert len(following) == 1 and "taken as public" in following[0]
+
+
+def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, monkeypatch):
+    (tmp_path / "mine_tokens.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = data.parse(keys(tmp_path, tokenizer="mine_tokens:tokenize"))
+    found = [own.identity(None)]
+    (tmp_path / "mine_tokens.py").write_text(OWN + "# changed\n")
+    found.append(own.identity(None))
+    (tmp_path / "words.txt").write_text("good\nfilm\n")
+    found.append(own.identity(None))
+    inline = [data.parse(keys(tmp_path, vocabulary=each)).identity(None) for each in (["a"], ["b"])]
+    digests = {json.dumps(each) for each in (*found, *inline)}
+    assert len(digests) == 5
+    plain = data.parse(keys(tmp_path, tokenizer=None, vocabulary=None, length=None))
+    assert not {"tokenizer", "vocabulary", "length"} & plain.facts().keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"vocabulary": None}, "data.vocabulary = None: a file of tokens, one a line, or the list"),
+        ({"vocabulary": 9}, "data.vocabulary = 9: a file of tokens, one a line, or the list"),
+        ({"vocabulary": ["a", "a"]}, "data.vocabulary = ['a', 'a']: 1 to 1,048,576 tokens, each"),
+        ({"vocabulary": []}, "data.vocabulary = []: 1 to 1,048,576 tokens"),
+        ({"vocabulary": "none.txt"}, "data.vocabulary = 'none.txt': a file, absolute or under"),
+        ({"length": None}, "data.length = None: how many tokens of a text are taken"),
+        ({"tokenizer": None}, "data.vocabulary = "),
+        ({"tokenizer": "word"}, "data.tokenizer = 'word': words, characters, or the import path"),
+        ({"tokenizer": "mine_tokens:none"}, "data.tokenizer = 'mine_tokens:none': an import path"),
+        ({"tokenizer": "mine_tokens:ids"}, "data.tokenizer = 'mine_tokens:ids': one that gives te"),
+        ({"tokenizer": "mine_tokens:ids", "vocabulary": 4}, "data.tokenizer = 'mine_tokens:ids': "),
+        ({"tokenizer": "mine_tokens:broken"}, "data.tokenizer = 'mine_tokens:broken': a function "),
+        ({"dtype": "float32"}, "data.dtype = 'float32': none with data.tokenizer"),
+        ({"features": {"kind": "pca", "components": 2}}, "data.features = "),
+        ({"x": ["text", "user"]}, "data.x = ['text', 'user']: one column of text"),
+        ({"x": "number"}, "data.x = 'number': a column of reviews.jsonl"),
+        ({"y": "text"}, "data.x = ['text']: columns without text, which is data.y"),
+        ({"y": "text", "task": "sequence", "classes": 6}, "data.classes = 6: none where the next"),
+    ],
+)
+def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_path, monkeypatch):
+    (tmp_path / "mine_tokens.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        samples(tmp_path, **more)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_unknown_words_are_counted_by_data_describe(tmp_path, typed, monkeypatch):
+    given = keys(tmp_path)
+    counted = {"texts": 5, "empty texts": 1, "tokens": 15, "unknown tokens": 3}
+    found = data.parse(given).counted(None)
+    assert {name: found[name] for name in counted} == counted
+    assert found["tokens cut off"] == 1 and found["of these, in some text"] == 4
+    config = tmp_path / "text.yaml"
+    config.write_text(
+        Experiment.from_dict(
+            {"data": given, "selection": {"cohort": 2, "kind": "uniform"}}
+        ).to_yaml()
+    )
+    for arguments in (
+        [config],
+        [
+            given["train"],
+            "data.tokenizer=words",
+            f"data.vocabulary={given['vocabulary']}",
+            "data.length=4",
+        ],
+    ):
+        code, said, _ = typed("data", "describe", *arguments)
+        assert code == 0 and "unknown tokens: 3" in said
+
+
+def test_the_mean_of_embeddings_does_not_look_at_padding_and_learns_on_texts(tmp_path):
+    model = models.parse({"kind": "embedding_mean", "width": 5})
+    module = models.build(model, form((4,), 2, tokens=6), 0)
+    x = torch.tensor([[3, 4, 0, 0], [0, 0, 0, 0]])
+    expected = module.out((module.embed.weight[3] + module.embed.weight[4]) / 2)
+    assert torch.allclose(module(x)[0], expected, atol=1e-6)
+    assert torch.allclose(module(x)[1], module.out.bias)
+    longer = torch.nn.functional.pad(x, (0, 7))
+    assert torch.allclose(module(longer), module(x))
+    for wrong in (form((4,), 2), form((4,), 6, "sequence", (4,), tokens=6)):
+        with pytest.raises(ConfigError, match=r"model.kind = 'embedding_mean': another model"):
+            models.build(model, wrong, 0)
+
+
+@pytest.mark.slow
+def test_a_run_on_texts_is_private_and_its_guarantee_names_the_vocabulary(tmp_path):
+    tree = {
+        "data": keys(tmp_path),
+        "model": {"kind": "embedding_mean", "width": 4},
+        "selection": {"kind": "full"},
+        "bounding": {"kind": "clip", "bound": 1.0},
+        "noise": {"kind": "gaussian", "multiplier": 1.0},
+    }
+    plan = Plan.make(Experiment.from_dict(tree))
+    assert any("data.vocabulary" in each for each in plan.mechanism.exclusions)
+    assert Shards.open(plan.shards).tokens == 6 and plan.d == 6 * 4 + 4 * 2 + 2
