@@ -10,7 +10,7 @@ bounding.clip
   scaling: update | gradient; default update
     what is bounded: the update, or update / lr, minus the sum of gradients, as
     Das 2021 writes it.
-  bound: number, > 0, <= 1e+15; required
+  bound: number, >= 1e-12, <= 1e+15; required
     c: the largest L2 norm of what one client sends.
 """
 

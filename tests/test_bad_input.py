@@ -288,13 +288,15 @@ def test_a_budget_in_letters_is_told_in_the_words_of_a_config():
 
 
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
-def test_data_that_are_not_there_leave_nothing_behind(command, tmp_path, monkeypatch, complain):
+def test_data_that_are_not_there_leave_nothing_behind(
+    command, tmp_path, tmp_path_factory, monkeypatch, complain
+):
     def offline(*_, **__):
         raise OSError("no network")
 
     monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
     monkeypatch.setenv("RAYDPFL_DATA", str(tmp_path / "data" / "root"))
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "small.yaml"
     repeats = {"sweep": {"repeats": 2}} if command == "sweep" else {}

@@ -255,7 +255,9 @@ def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
 )
 def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
     noise = {"kind": "gaussian", "epsilon": 8.0}
-    with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0: none here, as no proof holds"):
+    with pytest.raises(
+        ConfigError, match=r"noise\.epsilon = 8\.0: expected none here, as no proof holds"
+    ):
         Plan.make(experiment(**clients, noise=noise))
     proved = {"selection": {"kind": "poisson", "cohort": 20}}
     if "bounding" in clients:

@@ -41,7 +41,9 @@ def test_bounds_of_every_size_are_kept_or_refused(kind):
     case = Case("bounding", {"kind": kind, "bound": 1.0})
     assert scales(case) == "bounds of 1e-12 to 1e15"
     for bound in (1e-30, 0.9e-12, 1.1e15, 1e30):
-        with pytest.raises(ConfigError, match=r"^bounding.bound = .*: should be (less|greater)"):
+        with pytest.raises(
+            ConfigError, match=r"^bounding.bound = .*: expected a number (less|greater)"
+        ):
             Experiment.from_dict(Case("bounding", {"kind": kind, "bound": bound}).tree())
 
 

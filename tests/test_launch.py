@@ -139,7 +139,7 @@ def test_a_run_that_is_taken_over_moves_after_that_round_unless_it_was_the_last(
     monkeypatch.setattr(places, "_remote", remote)
     assert places.actors(plan) == 2
     (tmp_path / "out").mkdir()
-    call = places.coordinator(plan, str(tmp_path / "out"), False, False)
+    call = places.coordinator(plan, str(tmp_path / "out"), False, False, lambda _: None)
     places.begun(0)
     for t in range(4):
         if t == taken:  # the actors are up as the round begins

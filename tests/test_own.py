@@ -570,7 +570,9 @@ def test_a_noise_of_ones_own_states_its_delta_by_a_field_or_by_terms(name, key, 
     asked = experiment(noise={"kind": f"mine:{name}"})
     guarantees = Plan.make(asked).guarantees(2, {0: 2})
     assert {one.delta for one in guarantees} == {1e-3}
-    with pytest.raises(ConfigError, match=r"noise.delta = 1.0: a number above 0 and below 1"):
+    with pytest.raises(
+        ConfigError, match=r"noise.delta = 1.0: expected a number above 0 and below 1"
+    ):
         Plan.make(experiment(noise={"kind": f"mine:{name}", key: wrong}))
 
 
@@ -581,7 +583,9 @@ def test_a_noise_of_ones_own_is_refused_where_nothing_bounds_what_clients_send(
 ):
     """It would claim an epsilon, and draw nothing, as its std is a multiple of the bound."""
     mine(NOISES)
-    with pytest.raises(ConfigError, match=rf"bounding.kind = '{bounding['kind']}': one that bound"):
+    with pytest.raises(
+        ConfigError, match=rf"bounding.kind = '{bounding['kind']}': expected one that bound"
+    ):
         Plan.make(experiment(noise={"kind": f"mine:{name}"}, bounding=bounding))
 
 

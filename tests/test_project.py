@@ -64,7 +64,7 @@ def test_a_member_of_each_family_keeps_its_promises(made, family):
 
 def test_a_family_that_is_none_is_refused_by_name(tmp_path, complain):
     said = complain(["new", tmp_path / "mine", "--family", "nois"])
-    assert said.startswith("--family = 'nois': one of bounding, selection, local, noise")
+    assert said.startswith("--family = 'nois': expected one of bounding, selection, local, noise")
     assert not (tmp_path / "mine").exists()
     help_of = " ".join(cli.FAMILY.split())
     assert all(name in help_of for name in project.FAMILIES)

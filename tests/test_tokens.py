@@ -145,8 +145,14 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, m
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"vocabulary": None}, "data.vocabulary = None: a file of tokens, one a line, or the list"),
-        ({"vocabulary": 9}, "data.vocabulary = 9: a file of tokens, one a line, or the list"),
+        (
+            {"vocabulary": None},
+            "data.vocabulary = None: expected a file of tokens, one a line, or the list",
+        ),
+        (
+            {"vocabulary": 9},
+            "data.vocabulary = 9: expected a file of tokens, one a line, or the list",
+        ),
         ({"vocabulary": ["a", "a"]}, "data.vocabulary = ['a', 'a']: 1 to 1,048,576 tokens, each"),
         ({"vocabulary": []}, "data.vocabulary = []: 1 to 1,048,576 tokens"),
         ({"vocabulary": "none.txt"}, "data.vocabulary = 'none.txt': a file, absolute or under"),
@@ -208,7 +214,9 @@ def test_the_mean_of_embeddings_does_not_look_at_padding_and_learns_on_texts(tmp
     longer = torch.nn.functional.pad(x, (0, 7))
     assert torch.allclose(module(longer), module(x))
     for wrong in (form((4,), 2), form((4,), 6, "sequence", (4,), tokens=6)):
-        with pytest.raises(ConfigError, match=r"model.kind = 'embedding_mean': another model"):
+        with pytest.raises(
+            ConfigError, match=r"model.kind = 'embedding_mean': expected another model"
+        ):
             models.build(model, wrong, 0)
 
 
