@@ -17,7 +17,7 @@ INDENT = " " * 6
 
 def config_page() -> str:
     """Every key of a config, as `raydpfl kinds` prints it."""
-    from raydpfl import kinds
+    from raydpfl.cli import kinds
 
     lines = ["# The config", "", "As `raydpfl kinds` prints it, from the classes themselves."]
     for family, members in groupby(kinds.of(), key=lambda each: each.family):
@@ -34,7 +34,7 @@ def commands_page() -> str:
     import typer
     from typer.main import get_command
 
-    from raydpfl.cli import app
+    from raydpfl.cli.app import app
 
     lines = ["# The command line", ""]
     for name, command in _commands(get_command(app)):

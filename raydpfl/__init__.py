@@ -19,15 +19,15 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:  # the runtime imports Ray and torch; the name alone should not
     if name == "Experiment":
-        from raydpfl.config import Experiment
+        from raydpfl.experiment import Experiment
 
         return Experiment
     if name in ("run", "Result"):
-        from raydpfl import notebook
+        from raydpfl.cli import notebook
 
         return getattr(notebook, name)
     if name == "load":
-        from raydpfl.saved import load
+        from raydpfl.simulation.export import load
 
         return load
     raise AttributeError(f"module 'raydpfl' has no attribute {name!r}")

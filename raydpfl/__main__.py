@@ -2,22 +2,22 @@
 
 import sys
 
-from raydpfl import interrupts
+from raydpfl.core import signals
 
 
 def main() -> None:
-    """As `raydpfl.cli.main`, with Ctrl-C taken while that is imported too."""
-    with interrupts.handled():
+    """As `raydpfl.cli.app.main`, with Ctrl-C taken while that is imported too."""
+    with signals.handled():
         try:
-            from raydpfl import cli
+            from raydpfl.cli import app
 
-            interrupts.check()
+            signals.check()
         except (Exception, KeyboardInterrupt):
-            if not interrupts.asked():
+            if not signals.asked():
                 raise
             print("raydpfl: interrupted", file=sys.stderr)
             sys.exit(130)
-        cli.main()
+        app.main()
 
 
 if __name__ == "__main__":

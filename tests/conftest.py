@@ -24,7 +24,8 @@ from threading import Thread
 import forks
 import pytest
 
-from raydpfl import compiling, hardware
+from raydpfl.core import hardware
+from raydpfl.core.native import build
 
 gc.disable()  # until all is imported, which makes much and leaves little behind
 sys.dont_write_bytecode = False  # pytest rewrites a test file once, and not in each process
@@ -79,14 +80,14 @@ def experiment(**sections):
 
 def form(shape, classes=10, task="classification", targets=(), tokens=0):
     """Samples of this shape, and what is learnt of them."""
-    from raydpfl import tasks
+    from raydpfl.models import tasks
 
     return tasks.Form(tuple(shape), tasks.Target(targets, classes), tasks.parse(task), tokens)
 
 
 def task_of(y):
     """The task for single targets."""
-    from raydpfl import tasks
+    from raydpfl.models import tasks
 
     numbers = "float" in str(y.dtype)  # torch's, or numpy's
     return tasks.parse("regression" if numbers else "classification")
@@ -108,13 +109,13 @@ def forgotten():
 @pytest.fixture
 def typed(monkeypatch, capsys):
     """Runs the command line in this process: its exit code, and what it prints to both streams."""
-    from raydpfl import cli
+    from raydpfl.cli import app
 
     def run(*words) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["raydpfl", *map(str, words)])
         code = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as stop:
             code = stop.code
         out, said = capsys.readouterr()
@@ -161,8 +162,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch):
     """Client actors of other tests' runs take no core from this test's."""
-    if "raydpfl.launch" in sys.modules:
-        monkeypatch.setattr(sys.modules["raydpfl.launch"], "at_work", lambda: 0)
+    if "raydpfl.runtime.launcher" in sys.modules:
+        monkeypatch.setattr(sys.modules["raydpfl.runtime.launcher"], "at_work", lambda: 0)
 
 
 @pytest.fixture(scope="session")
@@ -173,7 +174,7 @@ def shared_ray():
     import ray
     from ray._private import node
 
-    from raydpfl import cluster
+    from raydpfl.runtime import session as cluster
 
     # has what Ray's agents need imported, before Ray waits half a minute for them and no longer
     forks.run([sys.executable, "-c", ""], ray=False, check=True)
@@ -258,7 +259,7 @@ def _compile_for_workers() -> None:
     """Begins to compile what is native, in a thread that holds its lock until it is there, or until
     it is known that it cannot be: a worker then says why.
     """
-    command = compiling.command(hardware.vectors())
+    command = build.command(hardware.vectors())
     if command is None:
         return
     folder = Path(os.environ["RAYDPFL_CACHE"], "native")
@@ -268,7 +269,7 @@ def _compile_for_workers() -> None:
 
     def work() -> None:
         with lock, suppress(OSError, subprocess.SubprocessError):
-            compiling.compiled(command, compiling.place(compiling.name(command)))
+            build.compiled(command, build.place(build.name(command)))
 
     Thread(target=work, daemon=True).start()
 

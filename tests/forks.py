@@ -38,18 +38,26 @@ from typing import Any, NoReturn
 
 # What is imported ahead of a fork: all but Ray first, which takes the settings of a worker from the
 # environment as it is imported.
-BASE = ("aiohttp", "grpc", "jsonschema", "pandas", "requests", "raydpfl.cli", "raydpfl.runner")
+BASE = (
+    "aiohttp",
+    "grpc",
+    "jsonschema",
+    "pandas",
+    "requests",
+    "raydpfl.cli.app",
+    "raydpfl.runtime.runner",
+)
 WORKER = (
     "ray._private.workers.default_worker",
     "ray._private.workers.setup_worker",
-    "raydpfl.hosted",
-    "raydpfl.tune.trial",
+    "raydpfl.runtime.coordinator_actor",
+    "raydpfl.sweep.trial",
 )
 COMMAND = (
     "raydpfl.check",
-    "raydpfl.study",
-    "raydpfl.submit",
-    "raydpfl.tune.trial",
+    "raydpfl.sweep.study",
+    "raydpfl.jobs.client",
+    "raydpfl.sweep.trial",
     "ray._private.log_monitor",
     "ray._private.runtime_env.agent.runtime_env_agent",
     "ray.autoscaler._private.monitor",

@@ -15,20 +15,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import models, saved
+from raydpfl import models
 from raydpfl.check.runs import carried_out
-from raydpfl.cli import app
+from raydpfl.cli.app import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.local import (
-    Sgd,
-    Trainer,
-    adapters,
-    one_batch,
-    resolve,
-)
-from raydpfl.local.adapters import adapted
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Sgd, Trainer, resolve
+from raydpfl.simulation import export
+from raydpfl.simulation.plan import Plan
+from raydpfl.training.backends import frozen_base
+from raydpfl.training.layers import adapters
+from raydpfl.training.layers.adapters import adapted
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
 GPT = {
@@ -224,8 +221,8 @@ def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change
     module = build({**SMALL, "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
     loop = train("loop", module, local, clip)
-    for limit in (one_batch.LIMIT, 1):
-        monkeypatch.setattr(one_batch, "LIMIT", limit)
+    for limit in (frozen_base.LIMIT, 1):
+        monkeypatch.setattr(frozen_base, "LIMIT", limit)
         whole = train("one_batch", module, local, clip)
         assert close(whole, loop)
         for slot in (0, 3):
@@ -275,7 +272,7 @@ def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_lay
     expected = train("loop", module, local)
     ranks: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        one_batch, "adapted", lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]
+        frozen_base, "adapted", lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]
     )
     assert close(train("one_batch", module, local), expected)
     # once for a sample alone, to count, and once a step
@@ -319,14 +316,14 @@ def test_a_module_that_draws_otherwise_is_left_to_the_loop_and_said(caplog):
 
 def test_a_wrong_gradient_behind_a_matrix_of_zeros_is_noticed(monkeypatch):
     module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
-    right = one_batch.OneBatch._means
+    right = frozen_base.OneBatch._means
 
     def skewed(self, named, *given):
         gradients, losses = right(self, named, *given)
         gradients["2.into.lora_A.weight"] *= 1.5
         return gradients, losses
 
-    monkeypatch.setattr(one_batch.OneBatch, "_means", skewed)
+    monkeypatch.setattr(frozen_base.OneBatch, "_means", skewed)
     assert resolve(module, Sgd(steps=2, batch=2), 5, TOKENS) == "vmap"
 
 
@@ -401,11 +398,11 @@ def test_a_run_leaves_adapters_merged_weights_and_a_model_that_is_loaded(finishe
     plain = build({**SMALL, "init": str(whole)}, of)
     assert torch.allclose(plain(x), loaded(x), atol=1e-5)
     with pytest.raises(ConfigError, match="--out = None: expected a file for the merged weights"):
-        saved.export(folder, merged=True)
+        export.export(folder, merged=True)
     run = tmp_path / "plain"
     raydpfl.run(experiment(rounds=1), run)
     with pytest.raises(ConfigError, match="--merged = True: expected a run with adapters"):
-        saved.export(run, whole, merged=True)
+        export.export(run, whole, merged=True)
 
 
 def test_training_starts_from_weights_of_the_base_of_the_adapters_or_of_both(finished, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import raydpfl
-from raydpfl import bounding, local, measure, noise, selection, server, weights
+from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 
 ROOT = Path(raydpfl.__file__).parent
 # From the top of DESIGN.md's list to its bottom; rooms on one line may import one another only
@@ -50,7 +50,7 @@ def room_of(path: Path) -> str:
 
 
 # What a hook is handed may be named in its annotation, for the type checker alone.
-HANDED = {"raydpfl.config"}
+HANDED = {"raydpfl.experiment"}
 
 
 def statements(node: ast.AST):
@@ -127,7 +127,7 @@ def test_nothing_below_the_runtime_line_imports_ray():
 
 @pytest.mark.slow
 def test_describing_an_experiment_does_not_load_ray():
-    code = "import sys, raydpfl.plan; sys.exit('ray' in sys.modules)"
+    code = "import sys, raydpfl.simulation.plan; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -146,7 +146,7 @@ def test_a_round_fits_on_one_screen():
 
 def test_the_coordinator_is_a_page_and_names_no_method():
     text = (ROOT / "coordinator.py").read_text()
-    families = [bounding, local, noise, selection, server, weights, measure]
+    families = [bounding, local, noise, selection, server, weights, probes]
     kinds = {kind for family in families for kind in family.FAMILY} - {"bounding"}  # a section
     classes = {cls.__name__ for family in families for cls in family.FAMILY.values()}
     nodes = [*ast.walk(ast.parse(text))]

@@ -18,9 +18,10 @@ from typing import ClassVar
 import pytest
 from test_submit import free_ports, server
 
-from raydpfl import archive, submit
-from raydpfl.archive import ArchiveError, Limits, Plain, place, plain, unpack
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.jobs import archive
+from raydpfl.jobs import client as submit
+from raydpfl.jobs.archive import ArchiveError, Limits, Plain, place, plain, unpack
 
 
 def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, **more) -> tuple:

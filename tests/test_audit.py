@@ -18,8 +18,6 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from raydpfl import adapting, sums
-from raydpfl.adapting import next_bound
 from raydpfl.audit import audit, checks
 from raydpfl.audit.bounds import (
     gaussian_pair_epsilon,
@@ -29,23 +27,27 @@ from raydpfl.audit.bounds import (
     one_shot,
 )
 from raydpfl.audit.canaries import Canaries
-from raydpfl.audit.curve import CERTAIN, least_delta, presence
-from raydpfl.client import ClientActor
-from raydpfl.coordinator import Coordinator
+from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.core import exact_sum
+from raydpfl.core.messages import Grid
+from raydpfl.core.prng import clients_normals, normals
 from raydpfl.errors import ConfigError
-from raydpfl.histogram import Histogram
-from raydpfl.keys import clients_normals, normals
-from raydpfl.local import Trainer, way
-from raydpfl.noise import base as noises
-from raydpfl.noise import drawn_by
-from raydpfl.noise.banded_gaussian import BandedGaussian
-from raydpfl.noise.drawn import client_noise, query_noise, server_noise
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Trainer
+from raydpfl.methods.noise import base as noises
+from raydpfl.methods.noise import placements
+from raydpfl.methods.noise.banded_gaussian import BandedGaussian
+from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise
+from raydpfl.models.client_histogram import Histogram
 from raydpfl.privacy import Ledger, LocalSteps, Mechanism, Query, Sampling, gaussian_epsilon
 from raydpfl.privacy import epsilon as accounted
 from raydpfl.privacy import pld as accounting_pld
-from raydpfl.record import joined
-from raydpfl.rounds import Grid
+from raydpfl.simulation import adaptive_bound
+from raydpfl.simulation.adaptive_bound import next_bound
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.recorder import joined
+from raydpfl.training.backends import base
 
 ONE_ROUND = {  # the setting of PRIVACY.md sec. 7: one release, 1000 canaries, 7,850 parameters
     "rounds": 1,
@@ -349,11 +351,11 @@ def halved(draw):
 
 
 def half_the_clients_noise(patch):
-    patch.setattr(drawn_by, "client_noise", halved(client_noise))
+    patch.setattr(placements, "client_noise", halved(client_noise))
 
 
 def half_the_servers_noise(patch):
-    patch.setattr(drawn_by, "server_noise", halved(server_noise))
+    patch.setattr(placements, "server_noise", halved(server_noise))
 
 
 def one_clip_skipped(patch):
@@ -401,19 +403,19 @@ def one_round_behind(patch):
 
 def a_servers_key_used_twice(patch):
     patch.setattr(
-        drawn_by,
+        placements,
         "server_noise",
         lambda seed, t, std, d: server_noise(seed, 2 if t == 4 else t, std, d),
     )
 
 
 def a_clients_key_used_in_every_round(patch):
-    patch.setattr(drawn_by, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
+    patch.setattr(placements, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
 
 
 def one_key_for_two_clients(patch):
     patch.setattr(
-        drawn_by,
+        placements,
         "client_noise",
         lambda seed, t, clients, *rest: client_noise(seed, t, np.maximum(clients, 2), *rest),
     )
@@ -452,7 +454,7 @@ def noise_that_is_not_gaussian(patch):
         gaussian = server_noise(seed, t, 1.0, d)
         return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
 
-    patch.setattr(drawn_by, "server_noise", uniform)
+    patch.setattr(placements, "server_noise", uniform)
 
 
 def a_client_always_taken(patch):
@@ -542,22 +544,22 @@ def half_the_sensitivity(patch):
 
 
 def an_unnoised_count(patch):
-    patch.setattr(drawn_by, "query_noise", lambda *where, **which: 0.0)
+    patch.setattr(placements, "query_noise", lambda *where, **which: 0.0)
 
 
 def half_the_counts_noise(patch):
-    patch.setattr(drawn_by, "query_noise", halved(query_noise))
+    patch.setattr(placements, "query_noise", halved(query_noise))
 
 
 def a_count_noised_elsewhere(patch):
     """What adapts the bound gets the exact sums."""
-    answered = adapting._answers
+    answered = adaptive_bound._answers
 
     def exact(plan, bound, t, cohort, columns):
         plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
         return answered(plan, bound, t, cohort, columns)
 
-    patch.setattr(adapting, "_answers", exact)
+    patch.setattr(adaptive_bound, "_answers", exact)
 
 
 def a_bound_by_something_else(patch):
@@ -566,12 +568,14 @@ def a_bound_by_something_else(patch):
     def exact(plan, bound, state, t, cohort, columns):
         return bound * math.exp(0.5 - np.mean(columns["norm"] <= bound))
 
-    patch.setattr(adapting, "next_bound", exact)
+    patch.setattr(adaptive_bound, "next_bound", exact)
 
 
 def a_key_for_all_counts(patch):
     patch.setattr(
-        drawn_by, "query_noise", lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more)
+        placements,
+        "query_noise",
+        lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more),
     )
 
 
@@ -586,12 +590,12 @@ def a_coarse_grid(patch):
 
 
 def a_sum_on_a_coarse_grid(patch):
-    add = sums.add
+    add = exact_sum.add
 
     def coarse(total, rows, grid, *rest):
         return add(total, rows, replace(grid, step=grid.step * 2**5), *rest)
 
-    patch.setattr(sums, "add", coarse)
+    patch.setattr(exact_sum, "add", coarse)
 
 
 def a_client_counted_twice_in_histograms(patch):
@@ -840,9 +844,9 @@ def one_key_for_all_steps(patch):
         clients_normals = staticmethod(
             lambda *where, **name: clients_normals(*where, **{**name, "step": 0})
         )
-        normals = staticmethod(way.keys.normals)
+        normals = staticmethod(base.keys.normals)
 
-    patch.setattr(way, "keys", Keys)
+    patch.setattr(base, "keys", Keys)
 
 
 @pytest.mark.slow
@@ -974,7 +978,7 @@ def test_an_audit_leaves_the_run_as_it_is():
     first = audit(small(), canaries=60)
     second = audit(small(), canaries=60)
     assert first.to_dict() == second.to_dict()
-    from raydpfl.keys import Purpose
+    from raydpfl.core.prng import Purpose
 
     assert not np.array_equal(
         normals(3, Purpose.CANARY, 8, client=1), normals(3, Purpose.CLIENT_NOISE, 8, client=1)

@@ -11,8 +11,8 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment
-from raydpfl.config import dump, parse_yaml
 from raydpfl.errors import ConfigError
+from raydpfl.experiment import dump, parse_yaml
 
 # What is changed (overrides of the small experiment), and how the one line begins.
 BAD = {
@@ -110,14 +110,14 @@ BAD = {
         "imported (ModuleNotFoundError",
     ),
     "name that is not there": (
-        ["server.kind=raydpfl.server:Nothing"],
-        "server.kind = 'raydpfl.server:Nothing': expected an import path "
+        ["server.kind=raydpfl.methods.server:Nothing"],
+        "server.kind = 'raydpfl.methods.server:Nothing': expected an import path "
         "package.module:Name that can be "
         "imported (AttributeError",
     ),
     "class of another family": (
-        ["server.kind=raydpfl.bounding:Clip"],
-        "server.kind = 'raydpfl.bounding:Clip': expected a subclass of raydpfl.server.Server",
+        ["server.kind=raydpfl.methods.bounding:Clip"],
+        "server.kind = 'raydpfl.methods.bounding:Clip': expected a subclass of raydpfl.methods.server.Server",
     ),
     "model that cannot be imported": (
         ["model.kind=nowhere:Net"],

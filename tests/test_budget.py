@@ -15,9 +15,9 @@ from conftest import SMALL, experiment
 from rich.console import Console
 from scipy.special import ndtr, ndtri
 
-from raydpfl import budget, privacy
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Sampling, paper
+from raydpfl.privacy import Mechanism, Query, Sampling, calculator, paper_formulas
 
 CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
 SMALLER = {"population": 200, "cohort": 20}
@@ -50,9 +50,11 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def ask(unit, given, rounds=None, **options) -> budget.Budget:
+def ask(unit, given, rounds=None, **options) -> calculator.Budget:
     repeated = "rounds" if unit == "client" else "participations"
-    return budget.from_options(unit, **given, **options, **({repeated: rounds} if rounds else {}))
+    return calculator.from_options(
+        unit, **given, **options, **({repeated: rounds} if rounds else {})
+    )
 
 
 def shown(found, width: int = 100) -> str:
@@ -61,7 +63,7 @@ def shown(found, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def by_accountant(found) -> dict[str, budget.Answer]:
+def by_accountant(found) -> dict[str, calculator.Answer]:
     """The answer of each accountant against whoever sees least."""
     return {answer.guarantee.accountant: answer for answer in reversed(found.answers)}
 
@@ -161,7 +163,7 @@ def test_a_participation_cap_counts_only_where_the_cohort_is_known():
     assert few[0].guarantee.epsilon == all_of_them[0].guarantee.epsilon
     assert few[1].guarantee.epsilon < all_of_them[1].guarantee.epsilon
     capped = ask("client", CLIENTS, noise_multiplier=60.0, epsilon=2.0, participations=3)
-    assert capped.answers[1].rounds == budget.MOST_ROUNDS and ">= 1048576" in shown(capped)
+    assert capped.answers[1].rounds == calculator.MOST_ROUNDS and ">= 1048576" in shown(capped)
 
 
 def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
@@ -183,7 +185,7 @@ def test_002_asks_for_what_is_printed_and_is_worth_what_is_true():
 
 def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
     found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["Chen 2024 Theorem 5"]
-    printed, forced = paper.tcdp_theorem5(
+    printed, forced = paper_formulas.tcdp_theorem5(
         found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300
     )
     assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
@@ -306,13 +308,13 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered():
                 }
                 asked |= {"sampling": sampling, "relation": relation, "placement": placement}
                 try:
-                    budget.of_clients(**asked)
+                    calculator.of_clients(**asked)
                 except ConfigError as error:
                     refused += 1
                     for change in error.expected.partition(": ")[0].split(" or "):
                         name, value = change.removeprefix("--").split(" ")
                         assert math.isfinite(
-                            budget.of_clients(**asked | {name: value}).guarantees[0].epsilon
+                            calculator.of_clients(**asked | {name: value}).guarantees[0].epsilon
                         )
     assert refused == 13
 
@@ -324,7 +326,7 @@ def test_a_config_is_answered_as_its_run_reports(tmp_path):
     asked = experiment(
         noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]}
     )
-    found = budget.of_config(asked)
+    found = calculator.of_config(asked)
     reported = run(asked, tmp_path / "out").guarantees
     assert list(found.guarantees) == reported
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
@@ -352,7 +354,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
         "noise": {"kind": "gaussian", **noise},
         "privacy": {"accountants": ["pld", "rdp", "paper"]},
     }
-    found = budget.of_config(experiment(**given))
+    found = calculator.of_config(experiment(**given))
     assert list(found.guarantees) == run(experiment(**given), tmp_path / "out").guarantees
     assert (
         found.noise["std_of_the_losses"] == 4.0
@@ -373,7 +375,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
 
 def test_a_config_says_how_long_its_own_budget_lasts():
     asked = experiment(rounds=50, noise={"multiplier": 8.0}, privacy={"budget": 2.0})
-    found = budget.of_config(asked)
+    found = calculator.of_config(asked)
     (note,) = (note for note in found.notes if note.startswith("privacy.budget"))
     lasts = privacy.rounds_for(2.0, found.mechanism, "replace_one", 1e-5, "rdp")
     assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
@@ -394,7 +396,7 @@ def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_pat
     from raydpfl import run
 
     asked = experiment(**STEPS)
-    found = budget.of_config(asked)
+    found = calculator.of_config(asked)
     ran = run(asked, tmp_path / "out")
     assert list(found.guarantees) == ran.guarantees and found.broken is None
     assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
@@ -423,11 +425,11 @@ def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_pat
 
 
 def test_a_config_with_noise_at_local_steps_says_how_long_its_budget_lasts():
-    from raydpfl.plan import Plan
+    from raydpfl.simulation.plan import Plan
 
     sections = {**STEPS, "rounds": 30, "noise": {"kind": "gaussian", "multiplier": 2.0}}
     curve = Plan.make(experiment(**sections)).curves()["pld"]
-    found = budget.of_config(
+    found = calculator.of_config(
         experiment(**{**sections, "privacy": {"accountants": ["pld"], "budget": float(curve[7])}})
     )
     assert curve[8] > curve[7]
@@ -444,7 +446,7 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
         "delta": 1e-5,
         "participations": [1, 1],
     }
-    found = budget.of_personal(
+    found = calculator.of_personal(
         privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
     )
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
@@ -457,7 +459,7 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
 
 
 def test_nobody_takes_part():
-    found = budget.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
+    found = calculator.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
     assert found.guarantees[0].epsilon == 0 and found.rows == () and "Epsilon 0 " in shown(found)
 
 
@@ -596,7 +598,7 @@ def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, tm
 @pytest.mark.slow
 def test_every_number_is_shown_whole_in_80_columns():
     given = {"samples": 500, "batch": 250, "steps": 1, "participations": 1}
-    found = budget.of_samples(**given, epsilon=20.0, delta=1e-5)
+    found = calculator.of_samples(**given, epsilon=20.0, delta=1e-5)
     text = shown(found, width=80)
     assert "…" not in text
     assert all(
@@ -615,7 +617,7 @@ def test_every_number_is_shown_whole_in_80_columns():
             {"weight": 0.7, "mean": 10, "std": 1},
         ],
     }
-    found = budget.of_config(
+    found = calculator.of_config(
         experiment(
             **step,
             noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3},

@@ -25,8 +25,9 @@ from conftest import experiment
 from test_study import check_same_tables, command, cut_short, longer, written
 from test_submit import end, summary, token_environment
 
-from raydpfl import Experiment, cli, run
-from raydpfl.study import Study, reproduce
+from raydpfl import Experiment, run
+from raydpfl.cli import app
+from raydpfl.sweep.study import Study, reproduce
 
 pytestmark = pytest.mark.slow
 
@@ -347,13 +348,13 @@ def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(tmp_pa
     words = shlex.split(manifest("kuberay-job")["spec"]["entrypoint"])
     calls = []
     monkeypatch.setattr(
-        "raydpfl.runner.run",
+        "raydpfl.runtime.runner.run",
         lambda experiment, out, **options: calls.append((experiment, str(out), options)),
     )
-    monkeypatch.setattr("raydpfl.shown.report", lambda *given, **named: None)
+    monkeypatch.setattr("raydpfl.cli.run_display.report", lambda *given, **named: None)
     words = [word.replace("/home/ray/raydpfl", str(FOLDER.parent)) for word in words]
     monkeypatch.setattr(sys, "argv", words)
-    cli.main()
+    app.main()
     ((ran, out, options),) = calls
     assert ran == Experiment.from_yaml(FOLDER.parent / "experiments" / "quickstart.yaml")
     assert out.startswith("/shared/") and options["address"] == "auto"

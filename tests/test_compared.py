@@ -15,12 +15,12 @@ import yaml
 from rich.console import Console
 from test_report import GUARANTEE, lean, made, studied, swept
 
+from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
 from raydpfl.report import compare
 from raydpfl.report.figures import Drawing
 from raydpfl.report.pages import compared
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.printed import show
 
 
 def changed(folder, **sections):

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from conftest import SMALL
 
-from raydpfl import completion, config
+from raydpfl import experiment
+from raydpfl.cli import completion
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_the_only_field_is_offered_with_values_so_that_no_shell_ends_the_word(co
 
 
 def test_what_bash_cuts_at_the_sign_is_completed_alike(complete):
-    kinds = [*config.KINDS["bounding"]]
+    kinds = [*experiment.KINDS["bounding"]]
     assert complete("bounding.kind", "=", "") == complete("bounding.kind", "") == kinds
     assert complete("bounding.kind", "=", "model") == ["model_clip"]
     assert "bounding.quantile=" in complete("bounding.kind", "=", "quantile_clip", "bounding.")
@@ -56,8 +57,8 @@ def test_a_config_that_cannot_be_read_offers_the_fields_of_the_default(tmp_path)
     for name in ("nowhere.yaml", str(tmp_path), None):
         found = completion.overrides(SimpleNamespace(params={"config": name}), "local.")
         assert "local.lr=" in found
-    assert {name: next(iter(config.KINDS[name])) for name in config.DEFAULTS} == {
-        name: section["kind"] for name, section in config.DEFAULTS.items()
+    assert {name: next(iter(experiment.KINDS[name])) for name in experiment.DEFAULTS} == {
+        name: section["kind"] for name, section in experiment.DEFAULTS.items()
     }
 
 
@@ -88,7 +89,7 @@ def test_the_command_completes_as_a_shell_asks_it_to(tmp_path):
     words = ["raydpfl", "run", str(tmp_path / "c.yaml"), "local.mom"]
     asked = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": "3"}
     environment = {**os.environ, **asked, "_RAYDPFL_COMPLETE": "complete_bash"}
-    code = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl']; main()"
+    code = "import sys; from raydpfl.cli.app import main; sys.argv = ['raydpfl']; main()"
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -15,24 +15,24 @@ import torch
 from conftest import experiment
 from torch import nn
 
-from raydpfl.bounding import FAMILY as BOUNDINGS
-from raydpfl.bounding import Clip, Query
 from raydpfl.check import bounding, check, members_of, render, resolved, selection
-from raydpfl.check.promise import Broken
+from raydpfl.check.contract import Broken
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.local import Local
-from raydpfl.measure import Probe
+from raydpfl.methods.bounding import FAMILY as BOUNDINGS
+from raydpfl.methods.bounding import Clip, Query
+from raydpfl.methods.local import Local
+from raydpfl.methods.noise import Gaussian
+from raydpfl.methods.probes import Probe
+from raydpfl.methods.selection import Cohort, Selection, Uniform
+from raydpfl.methods.server import Server
+from raydpfl.methods.weights import Weights
 from raydpfl.models import Model
-from raydpfl.noise import Gaussian
 from raydpfl.privacy import Sampling, pld
-from raydpfl.privacy.laws import LAWS
-from raydpfl.runner import run
-from raydpfl.selection import Cohort, Selection, Uniform
-from raydpfl.server import Server
-from raydpfl.track import Log, Tracker
-from raydpfl.weights import Weights
+from raydpfl.privacy.sampling import LAWS
+from raydpfl.runtime.runner import run
+from raydpfl.tracking import Log, Tracker
 
 QUICK = ("bounding:clip", "weights:uniform", "law:full", "accountant:rdp")
 MEMBERS = [

@@ -17,20 +17,21 @@ from conftest import experiment, form
 from test_same_bits import METHODS, SAMPLE, STEPS, TINY, TUNE, assert_same_bits
 from torch import nn
 
-from raydpfl import crew, hardware
 from raydpfl.check.runs import carried_out
-from raydpfl.client import ClientActor
-from raydpfl.crew import Crew, Done, Pace
+from raydpfl.core import hardware
 from raydpfl.data.shards import Made
 from raydpfl.data.sources.synthetic import Synthetic
-from raydpfl.dealing import lanes
 from raydpfl.errors import ClientError, RunError
-from raydpfl.local import vmap
-from raydpfl.local.checks import draws_torch
-from raydpfl.placement import Inline
-from raydpfl.plan import Plan
-from raydpfl.resident import Rows
-from raydpfl.selection import Cohort
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation import thread_pool
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.data_cache import Rows
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline
+from raydpfl.simulation.scheduler import lanes
+from raydpfl.simulation.thread_pool import Crew, Done, Pace
+from raydpfl.training.backends import vmap
+from raydpfl.training.validation import draws_torch
 
 COUNT = 3
 
@@ -236,7 +237,7 @@ def test_a_client_that_hangs_in_a_thread_is_named(several, tmp_path, monkeypatch
 
     monkeypatch.setattr(ClientActor, "train", hangs)
     monkeypatch.setattr(ClientActor, "twin", copied)
-    monkeypatch.setattr(crew, "PATIENCE", 0.1)
+    monkeypatch.setattr(thread_pool, "PATIENCE", 0.1)
     plan = Plan.make(experiment(**{**FULL, "client": {**MLP["client"], "timeout": 1}}))
     began = time.monotonic()
     try:
@@ -279,7 +280,7 @@ def test_a_crew_is_gone_with_who_holds_it_and_works_until_then():
 
 HANGS = """
 import time
-from raydpfl.crew import Crew
+from raydpfl.simulation.thread_pool import Crew
 crew = Crew(2)
 print(next(crew.each(lambda thread, piece: time.sleep(1000 * piece), range(3))).value)
 """

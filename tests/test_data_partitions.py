@@ -8,7 +8,7 @@ from scipy import stats
 
 from raydpfl import data
 from raydpfl.data import PARTITIONS, SIZES
-from raydpfl.data.partitions.mixture import fit
+from raydpfl.data.partitions.label_mixture import fit
 from raydpfl.data.sizes import Balanced
 from raydpfl.errors import ConfigError
 

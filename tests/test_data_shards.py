@@ -19,11 +19,12 @@ import pyarrow as pa
 import pytest
 from conftest import experiment
 
-from raydpfl import data, native
+from raydpfl import data
+from raydpfl.core import native
 from raydpfl.data import Room, Shards, prepare, shards, sources
 from raydpfl.errors import ConfigError
-from raydpfl.plan import Plan
-from raydpfl.runner import run as carried_out
+from raydpfl.runtime.runner import run as carried_out
+from raydpfl.simulation.plan import Plan
 
 
 @pytest.fixture(autouse=True)

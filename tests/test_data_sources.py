@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from raydpfl import data
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import embedded
 from raydpfl.data.sources.fashion_mnist import FashionMnist
 from raydpfl.data.sources.mnist import Mnist
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
 
 needs_data = pytest.mark.skipif(
     not os.environ.get("RAYDPFL_DATA"), reason="RAYDPFL_DATA is not set"
@@ -765,7 +765,7 @@ def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(
         pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     assert (tmp_path / f"t.{suffix}").stat().st_size < 100_000
     free = type("Memory", (), {"available": 10_000_000})
-    monkeypatch.setattr("raydpfl.files.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("raydpfl.storage.files.psutil.virtual_memory", lambda: free)
     with pytest.raises(ConfigError, match=r"\(MemoryError: 0.0 GB are needed, 0.0 are free\)"):
         table(train=f"t.{suffix}", x="v").split(0, tmp_path)
 

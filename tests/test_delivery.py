@@ -21,10 +21,11 @@ from conftest import experiment
 from test_cluster import until
 from test_submit import end, token_environment
 
-from raydpfl import Experiment, delivery, run, storage
+from raydpfl import Experiment, run, storage
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.files import SEAL, put, whole
-from raydpfl.plan import Plan
+from raydpfl.runtime import file_transfer
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.files import SEAL, put, whole
 
 pytestmark = pytest.mark.slow
 
@@ -144,21 +145,23 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
 
 @pytest.fixture
 def node(shared_ray, monkeypatch):
-    monkeypatch.setattr(delivery, "PIECE", 10_000)
+    monkeypatch.setattr(file_transfer, "PIECE", 10_000)
     return shared_ray.get_runtime_context().get_node_id()
 
 
 def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_path, monkeypatch):
     folder = Plan.make(experiment(data={"kind": "synthetic", "clients": 20})).shards
-    assert sum(path.stat().st_size for path in folder.iterdir()) > 20 * delivery.PIECE
+    assert sum(path.stat().st_size for path in folder.iterdir()) > 20 * file_transfer.PIECE
     sent = []
-    pieces = delivery._pieces
-    monkeypatch.setattr(delivery, "_pieces", lambda *given: sent.append(given[0]) or pieces(*given))
+    pieces = file_transfer._pieces
+    monkeypatch.setattr(
+        file_transfer, "_pieces", lambda *given: sent.append(given[0]) or pieces(*given)
+    )
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     place = tmp_path / "data" / folder.name
     with ThreadPoolExecutor(3) as pool:
-        about = lambda: delivery._sealed(node, str(folder))  # noqa: E731
-        asked = [pool.submit(delivery._kept, place, node, about, folder) for _ in range(3)]
+        about = lambda: file_transfer._sealed(node, str(folder))  # noqa: E731
+        asked = [pool.submit(file_transfer._kept, place, node, about, folder) for _ in range(3)]
         assert {each.result() for each in asked} == {place}
     assert whole(place)
     names = {path.name for path in folder.iterdir()}
@@ -170,8 +173,8 @@ def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_pa
 
 def test_what_is_here_is_not_sent(tmp_path):
     put(tmp_path / "here", lambda scratch: (scratch / "a").write_text("1"))
-    assert delivery.prepared(str(tmp_path / "here"), "no node") == tmp_path / "here"
-    assert delivery.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
+    assert file_transfer.prepared(str(tmp_path / "here"), "no node") == tmp_path / "here"
+    assert file_transfer.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
 
 
 def test_what_arrives_otherwise_or_finds_no_room_is_refused(node, tmp_path, monkeypatch):
@@ -179,11 +182,11 @@ def test_what_arrives_otherwise_or_finds_no_room_is_refused(node, tmp_path, monk
     (tmp_path / "a").write_bytes(bytes(25_000))
     files = {"a": (25_000, "another digest")}
     with pytest.raises(FileError, match="did not arrive as it is"):
-        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
     files = {"a": (1 << 60, "")}
     with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*MB free"):
-        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
     files = {"gone": (10, "")}
     with pytest.raises(FileError, match=r"did not arrive.*No such file"):
-        delivery._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
+        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
     assert not (tmp_path / "cache" / "b").exists()

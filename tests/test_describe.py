@@ -20,11 +20,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
-from raydpfl import cli, data, report, run
-from raydpfl.config import Experiment, parse_yaml
+from raydpfl import data, report, run
+from raydpfl.cli import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.report import dealt
+from raydpfl.experiment import Experiment, parse_yaml
+from raydpfl.report import class_histogram
 
 ROWS = 120
 DRAWN = np.random.default_rng(0)
@@ -419,7 +420,7 @@ def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def described(*arguments):
-        return CliRunner().invoke(cli.app, ["data", "describe", *arguments])
+        return CliRunner().invoke(app.app, ["data", "describe", *arguments])
 
     told = described("mine.yaml", "--out", "pictures/split.svg")
     assert "samples_per_client: min 36, median 36, max 36" in told.stdout
@@ -441,7 +442,7 @@ def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
 def test_of_many_classes_the_rare_ones_are_drawn_together():
     counts = np.random.default_rng(0).integers(1, 9, (5, 23))
     counts[:, 7] = 0
-    picture = dealt.drawing(counts, [])
+    picture = class_histogram.drawing(counts, [])
     assert [key.label for key in picture.keys][-1] == "3 others" and len(picture.keys) == 21
     axes = Figure().subplots()
     picture.parts[0].draw(axes)
@@ -523,7 +524,9 @@ def lab(colour: str, sight) -> np.ndarray:
 
 @pytest.mark.parametrize(("classes", "neighbours", "any_two"), [(10, 55, 23), (20, 25, 0)])
 def test_classes_can_be_told_apart_by_the_colour_blind_too(classes, neighbours, any_two):
-    colours = [key.look.colour for key in dealt.drawing(np.eye(classes, dtype=int), []).keys]
+    colours = [
+        key.look.colour for key in class_histogram.drawing(np.eye(classes, dtype=int), []).keys
+    ]
     for sight in SIGHTS:
         seen = np.array([lab(colour, sight) for colour in colours])
         apart = np.linalg.norm(seen[:, None] - seen, axis=-1)

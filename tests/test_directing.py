@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import SMALL
 
-from raydpfl import directing
+from raydpfl.cli import wrong_command
 
 SPACE = {"kind": "sgd", "lr": {"grid": [0.1, 0.2]}}
 ARMS = {"study": {"id": "rates", "title": "Two", "seeds": 2}, **SMALL, "arms": {"Clip": {}}}
@@ -55,6 +55,6 @@ def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, complain):
 
 
 def test_every_command_that_takes_a_file_or_a_directory_is_known():
-    every = {kind for _, kinds in directing.TAKEN.values() for kind in kinds}
-    assert every == directing.INSTEAD.keys()
-    assert set(directing.FILES.values()) <= every
+    every = {kind for _, kinds in wrong_command.TAKEN.values() for kind in kinds}
+    assert every == wrong_command.INSTEAD.keys()
+    assert set(wrong_command.FILES.values()) <= every

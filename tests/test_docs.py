@@ -19,18 +19,21 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import Experiment, check, measure, project, rounds
-from raydpfl.bounding import Query
-from raydpfl.cli import app
+from raydpfl import Experiment, check
+from raydpfl.cli import new_project
+from raydpfl.cli.app import app
+from raydpfl.core import messages
 from raydpfl.data import Samples, Split
-from raydpfl.local import Step
-from raydpfl.noise import SideQuery
-from raydpfl.noise.base import Facts
+from raydpfl.methods import probes
+from raydpfl.methods.bounding import Query
+from raydpfl.methods.local import Step
+from raydpfl.methods.noise import SideQuery
+from raydpfl.methods.noise.base import Facts
+from raydpfl.methods.selection import Cohort, Population
+from raydpfl.models.tasks import Form, Target
 from raydpfl.privacy import Sampling, Terms
-from raydpfl.selection import Cohort, Population
-from raydpfl.tasks import Form, Target
-from raydpfl.track import Tracked
-from raydpfl.tune import Sweep
+from raydpfl.sweep import Sweep
+from raydpfl.tracking import Tracked
 
 ROOT = Path(raydpfl.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -242,8 +245,8 @@ def test_the_class_of_a_docstring_keeps_its_promises(name, tmp_path, monkeypatch
 
 
 GIVEN = (
-    rounds.View, rounds.Facts, Step, Facts, SideQuery, Query, Population, Cohort, Sampling,
-    Terms, measure.Sent, measure.Round, measure.Problem, measure.Finished, Form, Target, Split,
+    messages.View, messages.Facts, Step, Facts, SideQuery, Query, Population, Cohort, Sampling,
+    Terms, probes.Sent, probes.Round, probes.Problem, probes.Finished, Form, Target, Split,
     Samples, Tracked,
 )  # fmt: skip
 
@@ -262,8 +265,8 @@ def test_what_a_hook_is_given_is_documented_field_by_field(cls):
 
 def test_the_examples_of_the_docs_are_those_of_new_projects():
     page = (DOCS / "members.md").read_text()
-    for family in project.FAMILIES:
-        text = (project.TEMPLATE / f"{family}.py.txt").read_text()
+    for family in new_project.FAMILIES:
+        text = (new_project.TEMPLATE / f"{family}.py.txt").read_text()
         assert f"```python\n{text}```" in page, family
 
 

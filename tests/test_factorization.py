@@ -11,11 +11,11 @@ from scipy import stats
 from scipy.linalg import toeplitz
 from scipy.optimize import minimize
 
-from raydpfl import noise
+from raydpfl.config.registry import choose
 from raydpfl.errors import ConfigError
-from raydpfl.member import choose
-from raydpfl.noise.banded_gaussian import BandedGaussian, Correlated
-from raydpfl.noise.drawn import server_noise
+from raydpfl.methods import noise
+from raydpfl.methods.noise.banded_gaussian import BandedGaussian, Correlated
+from raydpfl.methods.noise.keyed_noise import server_noise
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.factorization import banded_toeplitz, check, error, sensitivity
 

@@ -25,12 +25,14 @@ import yaml
 from conftest import experiment
 from test_same_bits import RUN
 
-from raydpfl import cluster, interrupts, models, run
-from raydpfl.actors import Patience
-from raydpfl.client import ClientActor
+from raydpfl import models, run
+from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.heterogeneity import Heterogeneity
-from raydpfl.plan import Plan
+from raydpfl.methods.probes.client_optima import Heterogeneity
+from raydpfl.runtime import session
+from raydpfl.runtime.actor_pool import Patience
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.plan import Plan
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +165,7 @@ def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_
 def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_path, monkeypatch):
     shards = str(Plan.make(experiment()).shards)
     (tmp_path / "only_at_home.py").write_text(
-        "from raydpfl.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n"
+        "from raydpfl.methods.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n"
     )
     with monkeypatch.context() as home:
         home.syspath_prepend(str(tmp_path))
@@ -197,7 +199,7 @@ def work_in(folder: Path) -> dict:
 def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, monkeypatch):
     # Ray Tune starts a process for a trial and then, where another one has become free meanwhile,
     # has that one run it.
-    from raydpfl.tune.trial import TrialActor
+    from raydpfl.sweep.trial import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)
@@ -214,7 +216,7 @@ def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, m
 def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
     lacks, tmp_path, monkeypatch
 ):
-    from raydpfl.tune.trial import TrialActor
+    from raydpfl.sweep.trial import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)
@@ -288,11 +290,11 @@ def test_a_driver_that_is_killed_leaves_no_process(running):
 
 
 def test_what_listens_but_is_no_control_store_is_told_apart_soon(monkeypatch):
-    monkeypatch.setattr(cluster, "ANSWER", 0.2)
+    monkeypatch.setattr(session, "ANSWER", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match="takes connections but says nothing"):
-            cluster._greet("127.0.0.1", port)
+            session._greet("127.0.0.1", port)
 
         def answer() -> None:
             server.accept()  # the connection before
@@ -303,14 +305,14 @@ def test_what_listens_but_is_no_control_store_is_told_apart_soon(monkeypatch):
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(OSError, match="is no control store of Ray"):
-            cluster._greet("127.0.0.1", port)
+            session._greet("127.0.0.1", port)
     with pytest.raises(OSError):
-        cluster._greet("127.0.0.1", port)
+        session._greet("127.0.0.1", port)
 
 
 def test_a_control_store_answers(shared_ray):
     host, _, port = shared_ray.get_runtime_context().gcs_address.rpartition(":")
-    cluster._greet(host, int(port))
+    session._greet(host, int(port))
 
 
 # Signals.
@@ -345,12 +347,12 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
 
 
 def test_a_second_signal_raises_at_once():
-    with interrupts.handled(), interrupts.deferred():
+    with signals.handled(), signals.deferred():
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.asked()
+        assert signals.asked()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert not interrupts.asked()
+    assert not signals.asked()
 
 
 def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp_path, monkeypatch):

@@ -11,15 +11,16 @@ import pytest
 import torch
 from scipy import stats
 
-from raydpfl import bounding, keys, server, sums, weights
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Broken
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Broken
 from raydpfl.check.scales import scales
-from raydpfl.client import ClientActor
-from raydpfl.config import Experiment
+from raydpfl.core import exact_sum, prng
+from raydpfl.core.messages import Grid
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.noise import drawn
-from raydpfl.rounds import Grid
+from raydpfl.experiment import Experiment
+from raydpfl.methods import bounding, server, weights
+from raydpfl.methods.noise import keyed_noise
+from raydpfl.simulation.client.actor import ClientActor
 
 NORMS = [0.0, 1e-300, 1e-12, 0.3, 1.0, 1.0 + 1e-12, 7.0, 1e12, 1e300]
 UNBOUNDED = ("none", "per_sample_clip")
@@ -111,7 +112,7 @@ def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bo
 def test_a_contribution_out_of_range_is_a_divergence():
     for wrong in (1e30, np.nan):
         with pytest.raises(RunError, match="diverged"):
-            sums.add(np.zeros(2), np.array([[1.0, wrong]]), Grid.of(10, None))
+            exact_sum.add(np.zeros(2), np.array([[1.0, wrong]]), Grid.of(10, None))
 
 
 def test_data_weights_are_unbiased_by_enumeration_of_all_cohorts():
@@ -190,13 +191,13 @@ def test_no_two_names_share_a_stream():
         for s in (0, 1)
     ]
     firsts = {
-        keys.stream(9, purpose, **name).bit_generator.random_raw()
-        for purpose in keys.Purpose
+        prng.stream(9, purpose, **name).bit_generator.random_raw()
+        for purpose in prng.Purpose
         for name in names
     }
-    assert len(firsts) == len(names) * len(keys.Purpose)
+    assert len(firsts) == len(names) * len(prng.Purpose)
     seeds = {
-        keys.stream(seed, keys.Purpose.BATCH).bit_generator.random_raw()
+        prng.stream(seed, prng.Purpose.BATCH).bit_generator.random_raw()
         for seed in (0, 1, 2**32, 2**63)
     }
     assert len(seeds) == 4
@@ -206,7 +207,7 @@ def test_torch_streams_keep_all_the_bits_of_their_key():
     import torch
 
     near = [
-        keys.torch_stream(s, keys.Purpose.MODEL, client=c)
+        prng.torch_stream(s, prng.Purpose.MODEL, client=c)
         for s in (1, 1 + 2**32)
         for c in (0, 2**32)
     ]
@@ -218,14 +219,16 @@ def test_client_noise_has_its_law_and_is_independent_over_clients_and_rounds():
     each.
     """
     vectors = np.array(
-        [drawn.client_noise(0, t, range(6), [0] * 6, 2.0, 500) for t in range(10)]
+        [keyed_noise.client_noise(0, t, range(6), [0] * 6, 2.0, 500) for t in range(10)]
     ).reshape(60, 500)
     assert stats.kstest(vectors.ravel() / 2.0, "norm").pvalue > 1e-4
     correlations = np.corrcoef(vectors)[np.triu_indices(60, 1)]
     assert np.abs(correlations).max() < stats.norm.isf(1e-4 / 2 / len(correlations)) / math.sqrt(
         500
     )
-    once, again, next_draw = (drawn.client_noise(0, 3, [4], [draw], 2.0, 500) for draw in (0, 0, 1))
+    once, again, next_draw = (
+        keyed_noise.client_noise(0, 3, [4], [draw], 2.0, 500) for draw in (0, 0, 1)
+    )
     assert np.array_equal(once, again)
     assert not np.array_equal(once, next_draw)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raydpfl import data, files
+from raydpfl import data
 from raydpfl.data import Shards, prepare
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Sampling, calibrate, noise_for
+from raydpfl.privacy import Mechanism, Query, Sampling, calibration, noise_for
+from raydpfl.storage import files
 
 PREPARED = ["train.arrow", "clients.arrow", "test.arrow", "data.json", files.SEAL]
 
@@ -235,7 +236,7 @@ def test_a_calibration_that_was_edited_is_computed_again(cache):
     assert json.loads(kept.read_text())["noise_multiplier"] == z
     kept.write_text("[" * 10_000)
     assert noise_for(2.0, mechanism, "zero_out", 1e-5) == z
-    assert calibrate.cached(["another"], lambda: 1.0) == 1.0 != z
+    assert calibration.cached(["another"], lambda: 1.0) == 1.0 != z
 
 
 def test_features_of_the_cache_that_were_damaged_are_extracted_again(

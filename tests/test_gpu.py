@@ -28,21 +28,27 @@ from test_same_bits import METHODS, SAMPLE
 from torch import nn
 from torch.nn import functional as F
 
-from raydpfl import client, device, launch, local, models, run
-from raydpfl.bounding import FAMILY
+from raydpfl import models, run
 from raydpfl.check.runs import carried_out
-from raydpfl.client import ClientActor
-from raydpfl.config import Client
-from raydpfl.coordinator import Coordinator
+from raydpfl.core import device
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, convolutional, engine, linear, vmap, way
-from raydpfl.origin import check_node, differences, of, of_capability, of_device
-from raydpfl.plan import Plan
-from raydpfl.process import Started
-from raydpfl.resident import Resident
+from raydpfl.experiment import Client
+from raydpfl.methods import local
+from raydpfl.methods.bounding import FAMILY
+from raydpfl.methods.local import Sgd
+from raydpfl.runtime import launcher
+from raydpfl.simulation.client import actor
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.data_cache import Resident
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
+from raydpfl.simulation.worker import Started
+from raydpfl.training import trainer as engine
+from raydpfl.training.backends import base, convolutional, fused, vmap
 
 SEEN = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
@@ -78,9 +84,9 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
-        patch.setattr(linear, "PICK", 1 << 60)
+        patch.setattr(fused, "PICK", 1 << 60)
         patch.setattr(convolutional.Convolution, "compiled", False)
-        patch.setattr(client, "_scales", lambda _: False)
+        patch.setattr(actor, "_scales", lambda _: False)
         patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))
         return numbers_of(plan, out)
 
@@ -174,9 +180,9 @@ def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, 
 
 @needs_none
 def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
-    draw = way.StepNoise.__call__
+    draw = base.StepNoise.__call__
     left = lambda noise, *of: draw(replace(noise, device=device.CPU), *of)  # noqa: E731
-    monkeypatch.setattr(way.StepNoise, "__call__", left)
+    monkeypatch.setattr(base.StepNoise, "__call__", left)
     with pytest.raises(ClientError, match=r"pretended.Mixed: Expected all tensors"):
         check_path("DPNFL", tmp_path, monkeypatch)
 
@@ -648,7 +654,7 @@ import traceback
 
 import torch
 import torch._inductor.config
-from raydpfl import device
+from raydpfl.core import device
 
 def check(asked):
     torch.cuda.set_per_process_memory_fraction = lambda *_: None
@@ -709,13 +715,13 @@ def of_run(plan: Plan) -> dict[str, str]:
 
 def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
     plan = on_gpu()
-    places = launch.Places(plan.experiment.model_copy(update={"client": CLUSTER}), "auto")
+    places = launcher.Places(plan.experiment.model_copy(update={"client": CLUSTER}), "auto")
     places._connected.set()
     facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
-    monkeypatch.setattr(launch, "_gpu_facts", lambda *_: facts)
+    monkeypatch.setattr(launcher, "_gpu_facts", lambda *_: facts)
     assert places.located(plan).origin() == {**plan.origin(), **facts}
     assert places.located(plan).noise_seed != plan.noise_seed
-    monkeypatch.setattr(launch, "_gpu_facts", lambda *_: {})
+    monkeypatch.setattr(launcher, "_gpu_facts", lambda *_: {})
     with pytest.raises(ConfigError, match=r"torch can use no GPU on a node that Ray counts one of"):
         places.located(plan)
 
@@ -747,7 +753,7 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
 
 
 def test_actors_with_different_gpus_are_refused():
-    from raydpfl.actors import Actors  # with Ray, which what needs a GPU can do without
+    from raydpfl.runtime.actor_pool import Actors  # with Ray, which what needs a GPU can do without
 
     actors = object.__new__(Actors)
     actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
@@ -961,7 +967,7 @@ def test_a_run_leaves_the_memory_of_a_gpu_to_the_process(tmp_path):
 
 ASSERTS = """
 import torch
-from raydpfl import device
+from raydpfl.core import device
 
 try:
     with device.blamed(torch.device("cuda")):

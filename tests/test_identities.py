@@ -16,8 +16,8 @@ from quadratics import stationary
 
 from raydpfl import models, run
 from raydpfl.data import Shards
-from raydpfl.plan import Plan
-from raydpfl.weights import FAMILY
+from raydpfl.methods.weights import FAMILY
+from raydpfl.simulation.plan import Plan
 
 NONE = {"kind": "none"}
 QUIET = {"noise": NONE, "bounding": NONE, "server": {"kind": "sgd"}}

@@ -11,22 +11,22 @@ import pytest
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl.launch import SHORT
-from raydpfl.plan import Plan
+from raydpfl.runtime.launcher import SHORT
+from raydpfl.simulation.plan import Plan
 
 pytestmark = pytest.mark.slow
 
 NEVER = (
     "torchvision", "matplotlib", "tensorboard", "cvxpy", "optuna", "pandas", "dp_accounting",
-    "scipy.optimize", "scipy.signal", "scipy.stats", "PIL", "raydpfl.tune", "raydpfl.submit",
+    "scipy.optimize", "scipy.signal", "scipy.stats", "PIL", "raydpfl.sweep", "raydpfl.jobs.client",
     "torch._dynamo", "torch._inductor",
 )  # fmt: skip
-RAY = ("ray", "raydpfl.actors")
+RAY = ("ray", "raydpfl.runtime.actor_pool")
 # what accounting, tables and pages need, and those who train do not
-ABOVE = ("scipy", "rich", "typer", "raydpfl.coordinator", "raydpfl.plan")
+ABOVE = ("scipy", "rich", "typer", "raydpfl.simulation.coordinator", "raydpfl.simulation.plan")
 COMMAND = """
 import gc, json, os, sys
-from raydpfl.cli import main
+from raydpfl.cli.app import main
 main()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it was off while torch was imported
 sys.argv[-1] += "-auto"
@@ -48,7 +48,7 @@ def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout))
-    assert {"torch", "raydpfl.runner"} <= loaded
+    assert {"torch", "raydpfl.runtime.runner"} <= loaded
     assert not loaded & {*NEVER, *RAY}
     summary = json.loads((tmp_path / "out-auto" / "summary.json").read_text())
     assert summary["ray"]["why_not"] == SHORT
@@ -56,14 +56,14 @@ def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_
 
 CLIENT = """
 import gc, json, pickle, sys
-import raydpfl.remote
-from raydpfl.client import ClientActor
+import raydpfl.runtime.client_actor
+from raydpfl.simulation.client.actor import ClientActor
 assert gc.isenabled() and gc.get_freeze_count() > 100_000  # as in the command
 
 experiment, shards, d = pickle.load(open(sys.argv[1], "rb"))
 client = ClientActor(experiment, shards)
 import numpy as np
-from raydpfl.rounds import Broadcast, Grid, Lane, Work
+from raydpfl.core.messages import Broadcast, Grid, Lane, Work
 
 model = np.zeros(d, np.float32)
 lane = Lane(np.arange(8), np.zeros(8, int), np.ones(8), int(client.shards.sizes.max()))
@@ -81,11 +81,11 @@ def test_a_client_imports_what_training_and_evaluating_need_and_no_more(tmp_path
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout))
-    assert {"torch", "raydpfl.client"} <= loaded
+    assert {"torch", "raydpfl.simulation.client.actor"} <= loaded
     assert not loaded & {*NEVER, *RAY, *ABOVE}
 
 
-READING = "raydpfl.runner, raydpfl.cli, raydpfl.shown, raydpfl.report.figures"
+READING = "raydpfl.runtime.runner, raydpfl.cli.app, raydpfl.cli.run_display, raydpfl.report.figures"
 
 
 def test_the_commands_are_there_and_a_study_is_read_without_ray_and_matplotlib():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from raydpfl import keys
-from raydpfl.keys import Purpose, clients_normals, normals
-from raydpfl.noise import drawn
+from raydpfl.core import prng
+from raydpfl.core.prng import Purpose, clients_normals, normals
+from raydpfl.methods.noise import keyed_noise
 
 ALARM = 1e-5  # false-alarm rate of each statistic below
 
@@ -68,7 +68,7 @@ def _from_words(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     within = angles & 0x1FFFFF
     high = sine << 31 | within << 10 | (radii & 0x1FF) << 1 | angles >> 21 & 1
     given = low.astype(np.uint32)[None], high.astype(np.uint32)[None]
-    return np.concatenate(keys._box_muller(*given, np.ones((1, 1), np.float32)))
+    return np.concatenate(prng._box_muller(*given, np.ones((1, 1), np.float32)))
 
 
 ONES = (1 << 40) - 1
@@ -103,11 +103,11 @@ def test_logarithms_sines_and_cosines_are_exact_to_two_units_in_the_last_place()
     places = np.linspace(0, 1, 200_001)
     v = (2.0 ** (41 * places - 10)).astype(np.float32)
     some = v[v < np.float32(2.0**31)]
-    log = keys._minus_two_logarithms(some)
+    log = prng._minus_two_logarithms(some)
     r = (np.pi / 4 * places[1:]).astype(np.float32)
     z = r * r
-    sine = keys._fused(keys._polynomial(z, keys._SINE) * z, r, r)
-    cosine = keys._polynomial(z, keys._COSINE)
+    sine = prng._fused(prng._polynomial(z, prng._SINE) * z, r, r)
+    cosine = prng._polynomial(z, prng._COSINE)
     angle = r.astype(np.float64)
     true = np.sin(angle), np.cos(angle), -2 * np.log(some.astype(np.float64) * 2.0**-31)
     for found, exact in zip((sine, cosine, log), true, strict=True):
@@ -120,7 +120,7 @@ def test_a_fused_multiply_add_is_rounded_once_where_its_sum_in_double_is_halfway
     a = np.float32([641, -641, 1 - u, 1])
     b = np.float32([6700417 * 2.0**-56, 6700417 * 2.0**-56, (1 + u) / 2**24, 2.0**-24])
     c = np.float32([1, -1, 1 + u, 1])
-    np.testing.assert_array_equal(keys._fused(a, b, c), np.float32([1 + u, -1 - u, 1 + u, 1]))
+    np.testing.assert_array_equal(prng._fused(a, b, c), np.float32([1 + u, -1 - u, 1 + u, 1]))
 
 
 def test_the_angles_go_round_the_circle_in_equal_steps():
@@ -154,17 +154,17 @@ BLOCKS = [
 
 def test_the_generator_gives_its_published_vectors_for_several_names_at_once():
     names = np.frombuffer(bytes.fromhex("".join(key + nonce for key, nonce, _ in BLOCKS)), "<u8")
-    blocks = keys.chacha(names.reshape(-1, 5), 0, 2)
+    blocks = prng.chacha(names.reshape(-1, 5), 0, 2)
     found = [blocks[:, i].T.astype("<u4").tobytes().hex() for i in range(len(BLOCKS))]
     assert found == [expected for _, _, expected in BLOCKS]
 
 
 def test_blocks_are_counted_in_64_bits():
     names = np.array([[1, 2, 3, 4, 5]], np.uint64)
-    around = keys.chacha(names, (1 << 32) - 2, 4)
-    assert np.array_equal(around[..., 2:], keys.chacha(names, 1 << 32, 2))
-    assert len(np.unique(keys.chacha(names, 0, 3).T, axis=0)) == 3
-    assert not np.array_equal(around[..., 2:], keys.chacha(names, 0, 2))
+    around = prng.chacha(names, (1 << 32) - 2, 4)
+    assert np.array_equal(around[..., 2:], prng.chacha(names, 1 << 32, 2))
+    assert len(np.unique(prng.chacha(names, 0, 3).T, axis=0)) == 3
+    assert not np.array_equal(around[..., 2:], prng.chacha(names, 0, 2))
 
 
 def test_halves_and_neighbouring_names_are_uncorrelated():
@@ -202,7 +202,7 @@ def test_a_name_alone_decides_the_bits_whatever_was_drawn_before():
     assert first.dtype == torch.float32 and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("n", [1, 333, 7850, 2 * keys._AT_ONCE + 5])
+@pytest.mark.parametrize("n", [1, 333, 7850, 2 * prng._AT_ONCE + 5])
 def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
     clients = [5, 2**40, 0, 5, 7, 8, 9, 1, 2, 3, 4]
     draws = [0, 1, 0, 2] + 7 * [0]
@@ -225,7 +225,7 @@ def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
 
 
 def test_any_number_of_normals_can_be_drawn_odd_ones_too():
-    for n in (0, 1, 2, 3, 17, 2 * keys._AT_ONCE - 1, 2 * keys._AT_ONCE + 1, 2 * keys._AT_ONCE + 2):
+    for n in (0, 1, 2, 3, 17, 2 * prng._AT_ONCE - 1, 2 * prng._AT_ONCE + 1, 2 * prng._AT_ONCE + 2):
         drawn = normals(1, Purpose.STEP_NOISE, n)
         assert drawn.shape == (n,) and (n < 2 or len(drawn.unique()) > 0.99 * n)
 
@@ -233,9 +233,9 @@ def test_any_number_of_normals_can_be_drawn_odd_ones_too():
 def test_noise_is_scaled_in_double_precision():
     for noise, base in (
         (
-            drawn.client_noise(2, 3, [4], [1], 1 / 3, 1001)[0],
+            keyed_noise.client_noise(2, 3, [4], [1], 1 / 3, 1001)[0],
             normals(2, Purpose.CLIENT_NOISE, 1001, t=3, client=4, draw=1),
         ),
-        (drawn.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
+        (keyed_noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
     ):
         assert noise.dtype == np.float64 and np.array_equal(noise, base.double().numpy() * (1 / 3))

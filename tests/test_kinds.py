@@ -15,10 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import Experiment, config, kinds
-from raydpfl.cli import app
+from raydpfl import Experiment, experiment
+from raydpfl.cli import kinds
+from raydpfl.cli.app import app
+from raydpfl.config.hints import FOREIGN, METHODS
 from raydpfl.errors import ConfigError
-from raydpfl.hints import FOREIGN, METHODS
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
 ROOT = Path(raydpfl.__file__).parent.parent
@@ -63,7 +64,7 @@ def test_what_is_printed_is_what_the_classes_take():
 
 
 def test_every_default_is_one_that_the_config_takes_back():
-    for section, cls in config.SECTIONS.items():
+    for section, cls in experiment.SECTIONS.items():
         defaults = {key.name: key.default for key in kinds.of(section)[0].keys}
         assert cls.model_validate(defaults) == cls()
 

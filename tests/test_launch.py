@@ -21,14 +21,16 @@ from ray._private.node import Node
 from ray._private.worker import print_to_stdstream
 from test_same_bits import METHODS, RUN, assert_same_bits
 
-from raydpfl import cluster, hardware, launch, native, run
+from raydpfl import run
 from raydpfl.check.runs import Dealt, Watched, carried_out
-from raydpfl.coordinator import Coordinator
-from raydpfl.crew import Pace
+from raydpfl.core import hardware, native
 from raydpfl.errors import RunError
-from raydpfl.launch import Places, Worth
-from raydpfl.placement import Moving
-from raydpfl.plan import Plan
+from raydpfl.runtime import launcher, session
+from raydpfl.runtime.launcher import Places, Worth
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Moving
+from raydpfl.simulation.thread_pool import Pace
 
 AUTO = {"actors": "auto", "num_cpus": 1}
 
@@ -132,9 +134,9 @@ def test_a_run_that_is_taken_over_moves_after_that_round_unless_it_was_the_last(
         """The coordinator elsewhere, which knows of the run what is in its directory."""
         moved.append(places._done)
         elsewhere = Coordinator(plan, out, places.clients, resume=resume, anew=anew)
-        return launch._inline(elsewhere)
+        return launcher._inline(elsewhere)
 
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     monkeypatch.setattr(places, "_begin", lambda bring_up: None)
     monkeypatch.setattr(places, "_remote", remote)
     assert places.actors(plan) == 2
@@ -199,8 +201,8 @@ def test_a_ray_that_does_not_start_is_warned_of_and_the_run_goes_on(
         raise RunError("Ray could not be started: no room")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr(launch, "Session", broken)
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "Session", broken)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     found = run(experiment(rounds=5, client=AUTO), tmp_path / "out")
     assert found.summary["ray"]["why_not"] == "Ray could not be started: no room"
     assert not found.summary["ray"]["used"] and found.summary["status"] == "completed"
@@ -208,21 +210,23 @@ def test_a_ray_that_does_not_start_is_warned_of_and_the_run_goes_on(
 
 
 def test_a_short_run_starts_no_ray_and_its_summary_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     found = run(experiment(client=AUTO), tmp_path / "out")
     assert found.summary["ray"] == {
         "asked": True,
         "used": False,
         "from_round": None,
         "actors": 0,
-        "why_not": launch.SHORT,
+        "why_not": launcher.SHORT,
     }
 
 
 @pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
-@pytest.mark.parametrize(("way", "reason"), [("compiled", launch.NO_GAIN), ("vmap", launch.SHORT)])
+@pytest.mark.parametrize(
+    ("way", "reason"), [("compiled", launcher.NO_GAIN), ("vmap", launcher.SHORT)]
+)
 def test_no_ray_is_started_for_what_trains_in_threads_here(way, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     begun = []
@@ -234,7 +238,7 @@ def test_no_ray_is_started_for_what_trains_in_threads_here(way, reason, tmp_path
 
 
 def test_no_ray_is_started_once_threads_of_python_are_known_to_gain(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for name in ("SURE", "SHORT", "FREE"):  # the first piece tells
@@ -242,14 +246,14 @@ def test_no_ray_is_started_once_threads_of_python_are_known_to_gain(tmp_path, mo
     monkeypatch.setattr(Places, "_when_it_pays", lambda places: None)
     found = run(experiment(client={**AUTO, "way": "vmap"}), tmp_path / "out")
     alone = run(experiment(client={"actors": 0, "way": "vmap"}), tmp_path / "alone")
-    assert found.summary["ray"]["why_not"] == launch.NO_GAIN
+    assert found.summary["ray"]["why_not"] == launcher.NO_GAIN
     assert found.summary["model_sha256"] == alone.summary["model_sha256"]
 
 
 def test_the_clock_of_a_run_that_begins_here_is_that_of_a_thread(monkeypatch):
     ran = iter([10.0, 14.0, 20.0, 26.0])
-    monkeypatch.setattr(launch.time, "process_time", lambda: next(ran))
-    monkeypatch.setattr(launch, "threads", lambda: 4)
+    monkeypatch.setattr(launcher.time, "process_time", lambda: next(ran))
+    monkeypatch.setattr(launcher, "threads", lambda: 4)
     places = Places(experiment(client=AUTO), None)
     places._worth = Worth(100, 2, 8.0)
     places._here = SimpleNamespace(speed=None)
@@ -262,7 +266,7 @@ def test_the_clock_of_a_run_that_begins_here_is_that_of_a_thread(monkeypatch):
     assert places._worth.threads == 1.5
 
 
-BEHIND = "from raydpfl.launch import Worth; Worth.gains = lambda *_: True\n" + RUN
+BEHIND = "from raydpfl.runtime.launcher import Worth; Worth.gains = lambda *_: True\n" + RUN
 
 
 @pytest.mark.slow
@@ -296,7 +300,7 @@ def _named(process: psutil.Process, name: str) -> bool:
 
 
 def test_a_ray_that_is_started_here_starts_without_what_nobody_asks_of_it(monkeypatch):
-    before = {name: vars(Node)[name] for name in cluster.UNUSED}
+    before = {name: vars(Node)[name] for name in session.UNUSED}
     starting = []
 
     def init(**options):
@@ -308,7 +312,7 @@ def test_a_ray_that_is_started_here_starts_without_what_nobody_asks_of_it(monkey
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("ray.init", init)
-    cluster.Session("local", num_cpus=3).close()
+    session.Session("local", num_cpus=3).close()
     assert {name: vars(Node)[name] for name in before} == before
     (options,) = starting
     assert (options["num_cpus"], options["include_dashboard"]) == (3, False)
@@ -318,7 +322,7 @@ def test_a_process_for_each_client_is_no_news_of_rays(monkeypatch, capsys):
     for name in ("ray.init", "ray.shutdown"):
         monkeypatch.setattr(name, lambda **options: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    cluster.Session("local", num_cpus=3).close()
+    session.Session("local", num_cpus=3).close()
     many = "WARNING: 12 PYTHON worker processes have been started on node: 5248, which is 6x the"
     for line in (many, "The node is out of disk space."):
         print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, False)
@@ -361,7 +365,7 @@ FORKS = """
 import subprocess, sys, threading
 import numpy as np
 import scipy.linalg
-from raydpfl.hardware import single_blas
+from raydpfl.core.hardware import single_blas
 
 values = np.ones((600, 600))
 started = threading.Event()

@@ -21,9 +21,11 @@ from pathlib import Path
 import forks
 import pytest
 
-from raydpfl import Experiment, runner, tracking
-from raydpfl.coordinator import Coordinator
+from raydpfl import Experiment
 from raydpfl.privacy import Ledger
+from raydpfl.runtime import runner
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.storage import run_files
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +87,7 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
     Coordinator.release = noting
     runner.versions = dict  # what is installed takes longer to list than the run takes
     # Snapshots after every round, where the run's own pace would make none in so short a time.
-    tracking.SHARE = 1e9
+    run_files.SHARE = 1e9
     runner.run(Experiment.from_dict(EXPERIMENT), folder, resume=resume)
 
 

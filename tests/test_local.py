@@ -23,9 +23,11 @@ from scipy import stats
 from torch import nn
 
 from raydpfl import models
+from raydpfl.config.registry import choose
+from raydpfl.core.messages import Facts, View
+from raydpfl.core.prng import Purpose, stream, torch_stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream, torch_stream
-from raydpfl.local import (
+from raydpfl.methods.local import (
     FAMILY,
     Adam,
     Local,
@@ -33,23 +35,19 @@ from raydpfl.local import (
     Sgd,
     Trainer,
     batches,
-    checks,
-    linear,
     picked,
-    process,
     resolve,
-    trial,
     tune_allocator,
 )
-from raydpfl.local import compiled as compiled_module
-from raydpfl.local import way as way_module
-from raydpfl.local.compiled import Compiled
-from raydpfl.local.convolutional import Convolutional, links
-from raydpfl.local.linear import Fused, SampleSpace
-from raydpfl.local.stack import NoStack, stack
-from raydpfl.local.vmap import Vmap
-from raydpfl.member import choose
-from raydpfl.rounds import Facts, View
+from raydpfl.models.linear_stack import NoStack, stack
+from raydpfl.training import backend_check, process_settings, validation
+from raydpfl.training.backends import base as way_module
+from raydpfl.training.backends import compiled as compiled_module
+from raydpfl.training.backends import fused
+from raydpfl.training.backends.compiled import Compiled
+from raydpfl.training.backends.convolutional import Convolutional, links
+from raydpfl.training.backends.fused import Fused, SampleSpace
+from raydpfl.training.backends.vmap import Vmap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = (1, 6, 6)
@@ -312,7 +310,7 @@ def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t
     with pytest.MonkeyPatch.context() as patch:
         # as in a lane too large to be worth taking whole, its updates formed one by one
         if picking:
-            patch.setattr(linear, "PICK", -1)
+            patch.setattr(fused, "PICK", -1)
             patch.setattr(way_module, "BLOCK", 1)
         trainer = Trainer(module, local, way=way, seed=seed, task=task_of(y))
         lane = trainer.lane(
@@ -757,7 +755,7 @@ def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, m
     sizes = [33, 7, 8, 9]
     local = Sgd(steps=40, batch=6, sampling=sampling)
     # 24 as it is, which 16.8 million rows fill
-    monkeypatch.setattr(sys.modules["raydpfl.local.batches"], "BITS", 3)
+    monkeypatch.setattr(sys.modules["raydpfl.training.minibatches"], "BITS", 3)
     index, _ = batches(**name, clients=[5, 6, 7, 8], draws=[0] * 4, sizes=sizes, local=local)
     for slot, n in enumerate(sizes):
         assert set(index[slot].ravel()) == set(range(n))
@@ -959,7 +957,9 @@ def found_in(module: nn.Module) -> list[str]:
 def test_layers_one_after_another_are_found_as_torch_fx_finds_them(name, monkeypatch):
     module = {**OTHERS, **NESTED}.get(name, lambda: made(name))()
     found = found_in(module)
-    monkeypatch.setattr(sys.modules["raydpfl.local.stack"], "_sequence", lambda module: None)
+    monkeypatch.setattr(
+        sys.modules["raydpfl.models.linear_stack"], "_sequence", lambda module: None
+    )
     assert found == found_in(module)
     assert name not in ("hook around", "own forward") or all(
         isinstance(each, str) for each in found
@@ -1061,7 +1061,7 @@ class Normed(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm2d(1)
         self.last = nn.Linear(36, 4)
-        models.split.set_local(self, {"norm.running_mean", "norm.running_var"})
+        models.shared_and_local.set_local(self, {"norm.running_mean", "norm.running_var"})
 
     def forward(self, x):
         return self.last(self.norm(x).flatten(1))
@@ -1155,9 +1155,9 @@ def test_a_maximum_that_rounds_the_other_way_on_some_rows_is_no_mismatch(always,
         ours[0 if always else given[-1]] *= 1.01
         return ours, theirs
 
-    steps = trial.first_steps
-    monkeypatch.setattr(trial, "first_steps", flipped)
-    reason = trial.mismatch(made("mlp"), Sgd(), form(SHAPE), "fused", None)
+    steps = backend_check.first_steps
+    monkeypatch.setattr(backend_check, "first_steps", flipped)
+    reason = backend_check.mismatch(made("mlp"), Sgd(), form(SHAPE), "fused", None)
     assert reason == ("its first step is off by 1.0e-02 of the loop's" if always else None)
 
 
@@ -1170,7 +1170,7 @@ def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_
 
     def asked(module, local=None, way="fused", clip=None):
         before = len(seen)
-        trial.mismatch(module, local or Sgd(), form(SHAPE), way, clip, known)
+        backend_check.mismatch(module, local or Sgd(), form(SHAPE), way, clip, known)
         return len(seen) > before
 
     class Own(nn.Sequential):
@@ -1179,10 +1179,10 @@ def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_
         def __init__(self):
             super().__init__(*made("mlp"))
 
-    steps = trial.first_steps
+    steps = backend_check.first_steps
     seen = []
     known = set()
-    monkeypatch.setattr(trial, "first_steps", counted)
+    monkeypatch.setattr(backend_check, "first_steps", counted)
     assert asked(made("mlp")) and not asked(made("mlp")) and not asked(copy.deepcopy(made("mlp")))
     other = made("mlp")
     with torch.no_grad():
@@ -1384,8 +1384,9 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
 
 HASHES = """
 import sys, hashlib, numpy as np, torch
-from raydpfl import models, tasks
-from raydpfl.local import Sgd, Trainer, single_thread, tune_allocator
+from raydpfl import models
+from raydpfl.models import tasks
+from raydpfl.methods.local import Sgd, Trainer, single_thread, tune_allocator
 single_thread()
 form = tasks.Form((1, 28, 28), tasks.Target((), 10), tasks.parse("classification"), 0)
 if sys.argv[1] == "tuned":
@@ -1424,7 +1425,7 @@ def test_two_processes_give_the_same_bits(monkeypatch, capsys):
 def test_tensors_come_to_lie_where_huge_pages_are_asked_for():
     tune_allocator()
     # a tensor of half the bytes that are asked for: the first huge page begins within it
-    place = torch.empty(process.POOL // 8).data_ptr() + process.HUGE
+    place = torch.empty(process_settings.POOL // 8).data_ptr() + process_settings.HUGE
     maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())[1:]
     spans = [[int(end, 16) for end in each.split()[0].split("-")] for each in maps]
     (lies,) = (each for each, (a, b) in zip(maps, spans, strict=True) if a <= place < b)
@@ -1432,14 +1433,14 @@ def test_tensors_come_to_lie_where_huge_pages_are_asked_for():
 
 
 def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
-    drawn = checks._drawn_once
+    drawn = validation._drawn_once
     asked = []
 
     def beside_a_thread(module, shape):
         asked.append(drawn(module, shape))
         return "Python's random" if len(asked) == 1 else asked[-1]
 
-    monkeypatch.setattr(checks, "_drawn_once", beside_a_thread)
+    monkeypatch.setattr(validation, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     assert resolve(module, Sgd(), 20, form((1, 28, 28))) == "compiled"
     assert asked == [None] * 2  # one try without is enough

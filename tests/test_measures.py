@@ -18,12 +18,12 @@ from scipy.optimize import linprog, minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.heterogeneity import Heterogeneity
-from raydpfl.measure.bounding import BoundingProbe
-from raydpfl.measure.trajectory import together
-from raydpfl.plan import Plan
-from raydpfl.privacy import paper
-from raydpfl.selection.problem1 import solve
+from raydpfl.methods.probes.client_optima import Heterogeneity
+from raydpfl.methods.probes.clipping import BoundingProbe
+from raydpfl.methods.probes.trajectory import together
+from raydpfl.methods.selection.privacy_aware_solver import solve
+from raydpfl.privacy import paper_formulas
+from raydpfl.simulation.plan import Plan
 
 
 def path_of(run: Path, d: int) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_common_axes_are_the_principal_ones_of_all_models_whatever_the_block(mon
     whole = np.delete(whole, 9, axis=0)
     assert np.allclose(np.abs(whole), np.abs(expected))
     assert np.allclose(np.abs(whole[1:] - whole[:-1]), np.abs(expected[1:] - expected[:-1]))
-    monkeypatch.setattr("raydpfl.measure.trajectory.BLOCK", 40)
+    monkeypatch.setattr("raydpfl.methods.probes.trajectory.BLOCK", 40)
     again = np.concatenate(together(paths)[0])
     assert np.allclose(again, np.concatenate(found), equal_nan=True)
 
@@ -588,7 +588,7 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     budgets = asked.noise.epsilon.draw(asked.seed, 12)
     assert np.array_equal(rows["budget"], budgets)
     batches = np.minimum(10, sizes)
-    variance = paper.budget_variance(budgets, 1e-3, batch=batches, samples=sizes)
+    variance = paper_formulas.budget_variance(budgets, 1e-3, batch=batches, samples=sizes)
     assert np.allclose(rows["variance"], variance)
     solved = solve(sizes / sizes.sum(), 0.01 * plan.d * variance).probabilities
     assert np.allclose(rows["probability"], solved, atol=1e-12)

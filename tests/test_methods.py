@@ -14,18 +14,19 @@ import pytest
 import torch
 from conftest import experiment
 
-from raydpfl import Experiment, budget, local, models, privacy, run
-from raydpfl.coordinator import Coordinator
+from raydpfl import Experiment, models, privacy, run
+from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.keys import Purpose, normals, stream
-from raydpfl.noise.drawn import query_noise
-from raydpfl.plan import Plan
-from raydpfl.privacy import holding
-from raydpfl.selection.power_of_choice import successive
-from raydpfl.server import Server
-from raydpfl.tasks.regression import Regression
-from raydpfl.tracking import load
+from raydpfl.methods import local
+from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.selection.power_of_choice import successive
+from raydpfl.methods.server import Server
+from raydpfl.models.tasks.regression import Regression
+from raydpfl.privacy import calculator, holding
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.run_files import load
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
@@ -737,13 +738,13 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
     plan = Plan.make(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
-    answer = budget.of_config(asked).answers[-1]
+    answer = calculator.of_config(asked).answers[-1]
     assert answer.noise_multiplier == pytest.approx(plan.mechanism.noise_multiplier)
 
 
 def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
     (tmp_path / "mine_weights.py").write_text(
-        "import numpy as np\nfrom raydpfl.weights import Weights\n"
+        "import numpy as np\nfrom raydpfl.methods.weights import Weights\n"
         "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return "
         "np.full(len(sizes), -3.0)\n"
     )

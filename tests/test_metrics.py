@@ -12,15 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raydpfl import Experiment, metrics, run, scores, tasks
+from raydpfl import Experiment, run
 from raydpfl.check import check
 from raydpfl.check.runs import Watched
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.metrics import Metric
-from raydpfl.plan import Plan
-from raydpfl.tables import Table
-from raydpfl.tasks import Form, Target
+from raydpfl.models import metric_columns, metrics, tasks
+from raydpfl.models.metrics import Metric
+from raydpfl.models.tasks import Form, Target
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.tables import Table
 
 CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
 TWO = Form((2,), Target((), 2), tasks.parse("classification"))
@@ -216,14 +217,14 @@ def test_a_run_has_the_metrics_that_it_asks_for_and_is_followed_by_the_first(tmp
     found = run(asked, tmp_path / "a")
     names = [f"{rows}_{name}" for rows in ("test", "validation")
              for name in ("f1", "top_2", "auc", "loss", "accuracy")]  # fmt: skip
-    assert [name for name in found.rounds.column_names if scores.is_score(name)] == names
+    assert [name for name in found.rounds.column_names if metric_columns.is_score(name)] == names
     assert found.rounds["test_f1"].null_count == 2
     for name in names:
         assert found.summary[name] == found.rounds[name].to_pylist()[-1] is not None
     best = max(value for value in found.rounds["test_f1"].to_pylist() if value is not None)
     assert found.summary["best_test_f1"] == best and "best_test_accuracy" not in found.summary
-    assert scores.words(found.rounds.to_pylist()[-1]).startswith("f1 ")
-    assert scores.told(found.summary).startswith("Test f1 ")
+    assert metric_columns.words(found.rounds.to_pylist()[-1]).startswith("f1 ")
+    assert metric_columns.told(found.summary).startswith("Test f1 ")
     table = pq.read_table(tmp_path / "a" / "test_confusion_matrix.parquet").to_pylist()
     last = [row for row in table if row["round"] == 3]
     every = sum(row["samples"] for row in last)
@@ -238,7 +239,7 @@ def test_a_run_that_goes_on_has_the_same_scores(tmp_path):
     part = run(experiment(), tmp_path / "part", on_rows=lambda rows: rows[-1]["round"] == 1)
     assert part.summary["rounds"] == 2
     again = run(experiment(), tmp_path / "part", resume=True)
-    names = [name for name in whole.rounds.column_names if scores.is_score(name)]
+    names = [name for name in whole.rounds.column_names if metric_columns.is_score(name)]
     assert again.rounds.select(names).equals(whole.rounds.select(names))
     file = "test_confusion_matrix.parquet"
     assert pq.read_table(tmp_path / "part" / file).equals(pq.read_table(tmp_path / "whole" / file))
@@ -249,7 +250,7 @@ def test_scores_are_the_same_on_actors(tmp_path, shared_ray):
     found = [
         run(experiment(client={"actors": place}), tmp_path / str(place)).rounds for place in (0, 2)
     ]
-    names = [name for name in found[0].column_names if scores.is_score(name)]
+    names = [name for name in found[0].column_names if metric_columns.is_score(name)]
     assert found[0].select(names).equals(found[1].select(names))
 
 
@@ -395,8 +396,11 @@ def test_a_run_is_stopped_by_scores_of_rows_held_out_alone(metric):
 def test_the_mode_says_which_way_is_better():
     assert stopping(mode="max").evaluate.stop.sign(stopping()) == 1
     assert stopping().evaluate.stop.sign(stopping()) == -1
-    assert scores.since_best([0.1, 0.2, 0.3], -1) == [0.1, 0.2, 0.3]
-    assert scores.since_best([0.1, 0.2, 0.3], 1) == [0.3] and scores.since_best([], 1) == []
+    assert metric_columns.since_best([0.1, 0.2, 0.3], -1) == [0.1, 0.2, 0.3]
+    assert (
+        metric_columns.since_best([0.1, 0.2, 0.3], 1) == [0.3]
+        and metric_columns.since_best([], 1) == []
+    )
 
 
 def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeypatch):
@@ -444,7 +448,7 @@ def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):
     kept = [value for value in known if value is not None]
     known = [math.nan if value is None else value for value in known]
     assert told == pytest.approx(known, rel=1e-5, nan_ok=True)
-    summary = {name: found.summary[f"client_{metric}_{name}"] for name in scores.STATISTICS}
+    summary = {name: found.summary[f"client_{metric}_{name}"] for name in metric_columns.STATISTICS}
     worst = sorted(kept, reverse=metric == "perplexity")[: math.ceil(len(kept) / 10)]
     expected = [np.mean(kept), np.std(kept), *np.quantile(kept, (0.1, 0.5, 0.9)), np.mean(worst)]
     assert list(summary.values()) == pytest.approx(expected, rel=1e-5)
@@ -476,7 +480,7 @@ def test_scores_of_clients_are_the_same_on_actors_and_after_a_resume(tmp_path, s
     spread = experiment(evaluate=asked, client={"actors": 2})
     run(spread, tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] == 1)
     again = run(spread, tmp_path / "cut", resume=True)
-    names = [name for name in whole.rounds.column_names if scores.is_score(name)]
+    names = [name for name in whole.rounds.column_names if metric_columns.is_score(name)]
     assert again.rounds.select(names).equals(whole.rounds.select(names))
     file = "client_scores.parquet"
     tables = [pq.read_table(tmp_path / name / file).to_pydict() for name in ("cut", "whole")]

@@ -8,8 +8,8 @@ import pytest
 from test_sweep import tree
 
 from raydpfl.errors import ConfigError
-from raydpfl.tune import Sweep
-from raydpfl.tune.mirror import Mirror
+from raydpfl.sweep import Sweep
+from raydpfl.sweep.optuna_storage import Mirror
 
 optuna = pytest.importorskip("optuna")
 RATES = (0.1, 0.2, 0.4)

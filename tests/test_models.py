@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import models
+from raydpfl.core.prng import Purpose, keyed_globals, torch_stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, keyed_globals, torch_stream
 
 GREY = (1, 28, 28)
 COLOUR = (3, 32, 32)

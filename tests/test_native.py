@@ -22,15 +22,17 @@ import torch.nn.functional as F
 from conftest import experiment, form, task_of
 from torch import nn
 
-from raydpfl import compiling, hardware, keys, models, native, sums
-from raydpfl.client import ClientActor
+from raydpfl import models
+from raydpfl.core import exact_sum, hardware, native, prng
+from raydpfl.core.messages import Grid
+from raydpfl.core.native import build
+from raydpfl.core.prng import Purpose, clients_normals, stream, words
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.keys import Purpose, clients_normals, stream, words
-from raydpfl.local import Sgd, Trainer, batches, resolve
-from raydpfl.local.filters import Filters, Window
-from raydpfl.local.spanned import spanned_pays
-from raydpfl.plan import Plan
-from raydpfl.rounds import Grid
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.plan import Plan
+from raydpfl.training.layers.pooled_convolution import Filters, Window
+from raydpfl.training.span_noise import spanned_pays
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
 needs = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -136,13 +138,13 @@ def test_what_is_added_is_put_on_the_grid_as_numpy_rounds_it(d, step, monkeypatc
     for _ in range(2):
         found = np.zeros(d)
         for rows in (sent[2:], sent[:2]):
-            sums.add(found, rows, grid)
+            exact_sum.add(found, rows, grid)
         assert found.tobytes() == expected.tobytes()
         for wrong in (np.nan, -np.inf, most * step * (1 + 1e-9)):
             others = sent.copy()
             others[2, d - 1] = wrong
             with pytest.raises(RunError, match="diverged"):
-                sums.add(np.zeros(d), others, grid)
+                exact_sum.add(np.zeros(d), others, grid)
         monkeypatch.setattr(native, "library", lambda: None)
 
 
@@ -162,7 +164,7 @@ def test_sums_have_the_bits_of_adding_row_by_row(d, noised, monkeypatch):
         expected += np.rint(sent / grid.step) * grid.step
     for _ in range(2):
         total = np.zeros(d)
-        sums.add(total, rows, grid, factors, noise)
+        exact_sum.add(total, rows, grid, factors, noise)
         np.testing.assert_array_equal(total, expected)
         monkeypatch.setattr(native, "library", lambda: None)
 
@@ -335,7 +337,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     others = [trained(name=name, steps=steps) for name, steps in TRAINED]
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
-    monkeypatch.setitem(compiling.KINDS, "AVX512", compiling.KINDS["AVX2"])
+    monkeypatch.setitem(build.KINDS, "AVX512", build.KINDS["AVX2"])
     native.found.cache_clear()
     try:
         assert (trained(), trained(**noised), trained(**weights), filtered()) == expected
@@ -611,14 +613,14 @@ def compiled_here(tmp_path_factory):
 @pytest.fixture
 def quickly(monkeypatch):
     """Compiles as everyone does, but for the optimiser, which takes two thirds of the time."""
-    monkeypatch.setattr(compiling, "FLAGS", ("-O0", *compiling.FLAGS[1:]))
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
 
 
 def test_the_processor_is_known_before_torch_is_imported():
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("Linux does not say it here")
     kind = torch.backends.cpu.get_cpu_capability()
-    assert hardware.vectors() == (kind if kind in compiling.KINDS else "")
+    assert hardware.vectors() == (kind if kind in build.KINDS else "")
 
 
 @needs
@@ -627,23 +629,23 @@ def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
     no_compiler, quickly, monkeypatch
 ):
     monkeypatch.setenv("CC", "cc")
-    compiling.ahead()
-    compiling.ahead()
-    if not compiling._under_way:
+    build.ahead()
+    build.ahead()
+    if not build._under_way:
         pytest.skip("nobody here knows the processor before torch does")
     calls = []
-    monkeypatch.setattr(compiling, "_compile", lambda *given: calls.append(given))
+    monkeypatch.setattr(build, "_compile", lambda *given: calls.append(given))
     assert native.library() is not None
-    assert not calls and not compiling._under_way
+    assert not calls and not build._under_way
     assert sorted(each.suffix for each in (no_compiler / "native").iterdir()) == [".json", ".so"]
-    compiling.ahead()
-    assert not compiling._under_way  # it is there
+    build.ahead()
+    assert not build._under_way  # it is there
 
 
 def test_a_compiler_that_fails_ahead_is_told_of_by_whoever_needs_it(no_compiler, monkeypatch):
-    compiling.ahead()
+    build.ahead()
     assert "no-such-compiler" in str(native.found())
-    assert not compiling._under_way
+    assert not build._under_way
 
 
 @pytest.mark.slow
@@ -699,10 +701,10 @@ void __attribute__((constructor)) stray(void) { __builtin_trap(); }
 @pytest.fixture(scope="module")
 def shelved(tmp_path_factory):
     """The folder of a library that is compiled without the optimiser, and the library's name."""
-    command = compiling.command(torch.backends.cpu.get_cpu_capability())
+    command = build.command(torch.backends.cpu.get_cpu_capability())
     command = ["-O0" if each == "-O2" else each for each in command]
     path = tmp_path_factory.mktemp("shelf") / "native" / "kernels.so"
-    compiling.compiled(command, path)
+    build.compiled(command, path)
     return path
 
 
@@ -770,7 +772,7 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded(
     with monkeypatch.context() as within:
         DAMAGES[how](path, within)
         with pytest.raises(OSError):
-            compiling.loaded(path)
+            build.loaded(path)
 
 
 @needs
@@ -790,22 +792,22 @@ def test_it_is_compiled_again_in_its_place(how, shelved, tmp_path, monkeypatch):
             shutil.copy(shelved.parent / name, tmp_path / "made")
             os.replace(tmp_path / "made", to.parent / name)
 
-    monkeypatch.setattr(compiling, "compiled", again)
+    monkeypatch.setattr(build, "compiled", again)
     assert native._opened([], path.name) is not None
     assert made == [path] and native._sound(path) is not None
 
 
 @needs
 def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, monkeypatch):
-    text = compiling.SOURCE.read_text()
+    text = build.SOURCE.read_text()
     call = "stream_normals(names + 5 * i, stds[i],"
     assert text.count(call) == 1
-    monkeypatch.setattr(compiling, "SOURCE", tmp_path / "kernels.c")
-    compiling.SOURCE.write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
-    command = compiling.command(torch.backends.cpu.get_cpu_capability())
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "kernels.c")
+    build.SOURCE.write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
+    command = build.command(torch.backends.cpu.get_cpu_capability())
     path = tmp_path / "native" / "kernels.so"
-    compiling.compiled(["-O0" if each == "-O2" else each for each in command], path)
-    compiling.loaded(path)  # it is owned and sealed as it should
+    build.compiled(["-O0" if each == "-O2" else each for each in command], path)
+    build.loaded(path)  # it is owned and sealed as it should
     with pytest.raises(OSError, match="computes something else"):
         native._sound(path)
 
@@ -813,7 +815,7 @@ def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, m
 def test_what_a_library_is_to_compute_is_what_numpy_computes():
     names = np.arange(15, dtype=np.uint64).reshape(3, 5)
     drawn = np.empty((3, 2 * native.CHECKED), np.float32)
-    keys._in_numpy(names, np.array([1.0, 0.5, 3.0], np.float32), drawn)
+    prng._in_numpy(names, np.array([1.0, 0.5, 3.0], np.float32), drawn)
     lengths = np.array([native._norm(row.astype(np.float64)) for row in drawn])
     total = np.zeros(2 * native.CHECKED)
     assert native._added(total, drawn, 2.0**-30, 2.0**20, lengths, None)
@@ -844,7 +846,8 @@ def test_processes_that_compile_at_once_all_get_the_library(tmp_path, monkeypatc
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     code = """
 import os
-from raydpfl import compiling, native
+from raydpfl.core.native import build
+from raydpfl.core import native
 
 compiling.FLAGS = ("-O0", *compiling.FLAGS[1:])
 children = []

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import raydpfl
-from raydpfl.member import Member
+from raydpfl.config.registry import Member
 from raydpfl.privacy.accountants import Accountant
-from raydpfl.privacy.laws import Law
+from raydpfl.privacy.sampling import Law
 
 ROOT = Path(raydpfl.__file__).parent
 # A family's own folder; a member that stands in none of them has the room that it stands in.
@@ -428,7 +428,7 @@ CHEATS = {
     "isinstance of several": "isinstance(x, (int, bounding.Clip))",
     "issubclass": "issubclass(type(x), bounding.Clip)",
     "a class under another name": "Known = bounding.Clip\nisinstance(x, Known)",
-    "a class imported within": "from raydpfl.bounding import Clip\nisinstance(x, Clip)",
+    "a class imported within": "from raydpfl.methods.bounding import Clip\nisinstance(x, Clip)",
     "a class from the table": "isinstance(x, bounding.FAMILY['clip'])",
     "type": "type(x) is bounding.Clip",
     "__class__": "x.__class__ == bounding.Clip",
@@ -475,20 +475,20 @@ INNOCENT = {
 
 @pytest.mark.parametrize("way", CHEATS)
 def test_every_way_of_asking_is_seen(way):
-    from raydpfl import bounding
+    from raydpfl.methods import bounding
 
     assert Asks(CHEATS[way], "coordinator", {"bounding": bounding}).places()
 
 
 @pytest.mark.parametrize("way", INNOCENT)
 def test_what_asks_no_member_is_left_alone(way):
-    from raydpfl import bounding
+    from raydpfl.methods import bounding
 
     assert not Asks(INNOCENT[way], "coordinator", {"bounding": bounding}).places()
 
 
 def test_a_family_may_tell_its_own_members_apart():
-    from raydpfl import bounding
+    from raydpfl.methods import bounding
 
     for way in ("isinstance", "kind", "getattr of a field"):
         assert not Asks(CHEATS[way], "bounding", {"bounding": bounding}).places()

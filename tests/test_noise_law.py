@@ -18,13 +18,13 @@ import torch
 from conftest import experiment
 from scipy.stats import chi2, kstest, norm
 
-from raydpfl.adapting import next_bound
-from raydpfl.coordinator import Coordinator
-from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, Trainer
-from raydpfl.plan import Plan
-from raydpfl.rounds import Broadcast, Grid, Lane, Work
-from raydpfl.selection import Cohort
+from raydpfl.core.messages import Broadcast, Grid, Lane, Work
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.adaptive_bound import next_bound
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
 
 FALSE_ALARM = 1e-6
 TINY = {  # 610 parameters, and clients that do not train: what they send is their noise

@@ -12,8 +12,10 @@ import pytest
 from conftest import experiment
 from matplotlib.figure import Figure
 
-from raydpfl import Result, notebook, run, runner
+from raydpfl import Result, run
+from raydpfl.cli import notebook
 from raydpfl.errors import ConfigError
+from raydpfl.runtime import runner
 
 ASKED = {
     "noise": {"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5},
@@ -138,6 +140,6 @@ def test_a_result_is_drawn_as_the_report_draws_it(result):
 
 @pytest.mark.slow
 def test_no_ipython_is_imported_and_the_runner_gives_plain_results(tmp_path):
-    code = "import sys, raydpfl.notebook; sys.exit('IPython' in sys.modules)"
+    code = "import sys, raydpfl.cli.notebook; sys.exit('IPython' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert not hasattr(runner.Result, "plot")

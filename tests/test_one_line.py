@@ -12,8 +12,8 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import run
-from raydpfl.config import parse_yaml
 from raydpfl.errors import ConfigError
+from raydpfl.experiment import parse_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -225,7 +225,7 @@ FILES = [
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
     name, room, small, tmp_path, monkeypatch, full, complain, typed
 ):
-    monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
+    monkeypatch.setattr("raydpfl.storage.run_files.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure=[{'trajectory' if 'trajectory' in name else ''}]"]
     whole = run(experiment(rounds=8), tmp_path / "whole")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -337,7 +337,7 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
 
 def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, complain):
     (tmp_path / "quitting.py").write_text(
-        "import sys\nfrom raydpfl.server import Server\nclass Own(Server):\n    kind: str = ''\n"
+        "import sys\nfrom raydpfl.methods.server import Server\nclass Own(Server):\n    kind: str = ''\n"
         "    def model_post_init(self, _):\n        sys.exit(5)\n"
         "    def direction(self, update, state):\n        return update\n"
     )

@@ -20,16 +20,18 @@ import pytest
 import torch
 from conftest import experiment
 
-from raydpfl import models, native, origin, run
+from raydpfl import models, run
 from raydpfl.audit import audit
-from raydpfl.client import ClientActor
-from raydpfl.coordinator import Coordinator
+from raydpfl.core import native
 from raydpfl.errors import RunError
-from raydpfl.plan import Plan
+from raydpfl.methods.selection import Cohort, Selection
+from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
-from raydpfl.selection import Cohort, Selection
-from raydpfl.tracking import load
-from raydpfl.weights import Weights
+from raydpfl.simulation import provenance
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.run_files import load
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +162,7 @@ def capability_under(**settings: str) -> dict[str, str]:
 
 
 def test_the_capability_tells_processors_apart_that_round_differently_and_no_others():
-    here = origin.capability()
+    here = provenance.capability()
     assert here == capability_under(OMP_NUM_THREADS="2")
     plain = capability_under(ATEN_CPU_CAPABILITY="default")
     assert plain["cpu"] == "DEFAULT" != here["cpu"] and plain["arithmetic"] != here["arithmetic"]
@@ -172,48 +174,50 @@ def test_the_capability_tells_processors_apart_that_round_differently_and_no_oth
 @pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 def test_compiled_code_that_draws_or_trains_to_something_else_is_another_capability(monkeypatch):
     """Also one that passes what is looked at when it is loaded."""
-    assert origin._digest(origin._compiled()) == origin.COMPILED
-    sound = origin.capability()
+    assert provenance._digest(provenance._compiled()) == provenance.COMPILED
+    sound = provenance.capability()
     assert "native" not in sound
     drawn = native.normals
     monkeypatch.setattr(
         native, "normals", lambda names, stds, out: drawn(names, stds / np.float32(100), out)
     )
-    origin.capability.cache_clear()
+    provenance.capability.cache_clear()
     try:
-        strange = origin.capability()
+        strange = provenance.capability()
     finally:
-        origin.capability.cache_clear()
+        provenance.capability.cache_clear()
     assert strange.keys() - sound.keys() == {"native"}
-    assert origin.differences(sound, strange).startswith("native was unset, now ")
+    assert provenance.differences(sound, strange).startswith("native was unset, now ")
 
 
 def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path):
     result = run(experiment(), tmp_path / "run")
-    assert result.summary["capability"] == origin.capability()
+    assert result.summary["capability"] == provenance.capability()
     stored = load(tmp_path / "run" / "checkpoints").origin
-    assert origin.capability().items() <= stored.items() and stored["torch"] == torch.__version__
+    assert (
+        provenance.capability().items() <= stored.items() and stored["torch"] == torch.__version__
+    )
     assert stored["raydpfl"] and stored["data"] == Plan.make(experiment()).shards.name
 
 
 def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
     """An actor's process compares itself with the run's as it comes up."""
     plan = Plan.make(experiment())
-    expected = {**origin.capability(), "cpu": "SVE256"}
+    expected = {**provenance.capability(), "cpu": "SVE256"}
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), expected)
-    here = origin.capability()["cpu"]
+    here = provenance.capability()["cpu"]
     with pytest.raises(
         RunError,
         match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY",
     ):
         ClientActor().ready(*given)
-    origin.check_node("here", origin.capability())
+    provenance.check_node("here", provenance.capability())
 
 
 def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_path, monkeypatch):
     """Ray was started before the setting was made, so that its workers lack it."""
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
-    origin.capability.cache_clear()
+    provenance.capability.cache_clear()
     try:
         with pytest.raises(
             RunError,
@@ -221,7 +225,7 @@ def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_p
         ):
             run(experiment(client={"actors": 1}), tmp_path / "run")
     finally:
-        origin.capability.cache_clear()
+        provenance.capability.cache_clear()
 
 
 @pytest.fixture
@@ -233,7 +237,7 @@ def mine(tmp_path, monkeypatch):
         "import math\n\ndef squash(x):\n    return math.tanh(x)\n"
     )
     (folder / "mine_origin.py").write_text(
-        "import numpy\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\nfrom "
+        "import numpy\nfrom pydantic import Field\nfrom raydpfl.methods.bounding import Bounding\nfrom "
         "mine_helper import squash\n\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
         "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm "
@@ -250,12 +254,14 @@ OWN = {"bounding": {"kind": "mine_origin:Tanh", "bound": 0.5}}
 
 @pytest.mark.parametrize("name", ["mine_origin.py", "mine_helper.py"])
 def test_the_source_of_the_users_own_code_is_part_of_the_origin(mine, name):
-    before = origin.sources(experiment(**OWN))
-    assert list(before) == ["code mine_origin:Tanh"] and before == origin.sources(experiment(**OWN))
+    before = provenance.sources(experiment(**OWN))
+    assert list(before) == ["code mine_origin:Tanh"] and before == provenance.sources(
+        experiment(**OWN)
+    )
     with open(mine / name, "a") as file:
         file.write("\nCHANGED = 1\n")
-    assert origin.sources(experiment(**OWN)) != before
-    assert origin.sources(experiment()) == {}
+    assert provenance.sources(experiment(**OWN)) != before
+    assert provenance.sources(experiment()) == {}
 
 
 def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
@@ -263,11 +269,11 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
         "import torch\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
     )
-    assert list(origin.sources(experiment(model={"kind": "mine_origin:Net"}))) == [
+    assert list(provenance.sources(experiment(model={"kind": "mine_origin:Net"}))) == [
         "code mine_origin:Net"
     ]
     linear = {"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}
-    assert origin.sources(experiment(model=linear)) == {}
+    assert provenance.sources(experiment(model=linear)) == {}
 
 
 # ---- going on ----
@@ -312,8 +318,8 @@ def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_un
 @pytest.mark.parametrize("fact", ["raydpfl", "cpu", "arithmetic", "numpy"])
 def test_a_change_of_version_or_processor_is_refused_by_name(fact, tmp_path, monkeypatch):
     run(experiment(**LONG), tmp_path / "run")
-    of = origin.of
-    monkeypatch.setattr(origin, "of", lambda e: {**of(e), fact: "other"})
+    of = provenance.of
+    monkeypatch.setattr(provenance, "of", lambda e: {**of(e), fact: "other"})
     with pytest.raises(RunError, match=f"its bits would differ: {fact} "):
         run(experiment(**LONG), tmp_path / "run", resume=True)
 
@@ -322,8 +328,8 @@ def test_without_a_checkpoint_the_ledger_itself_knows_the_key(tmp_path, monkeypa
     begun(tmp_path / "run", 0, 2, **LONG)
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.unlink()
-    of = origin.of
-    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "numpy": "other"})
+    of = provenance.of
+    monkeypatch.setattr(provenance, "of", lambda e: {**of(e), "numpy": "other"})
     with pytest.raises(RunError, match="round 0 was released before"):
         run(experiment(**LONG), tmp_path / "run", resume=True)
 
@@ -343,8 +349,8 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     """
     out = tmp_path / "run"
     begun(out, 3, 5, **sections, **LONG)
-    of = origin.of
-    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
+    of = provenance.of
+    monkeypatch.setattr(provenance, "of", lambda e: {**of(e), "torch": "other"})
     result = run(experiment(**sections, **LONG), out, resume=True, fresh_noise=True)
     assert result.summary["status"] == "completed" and result.summary["repeated_rounds"] == 2
     ledger = Ledger(out / "ledger.jsonl", resume=True)
@@ -473,13 +479,13 @@ def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
     text = (mine / "mine_origin.py").read_text().replace("from mine_helper import squash\n", "")
     late = "    def factor(self, norm, bound):\n        from mine_helper import squash\n\n"
     (mine / "mine_origin.py").write_text(text.replace("    def factor(self, norm, bound):\n", late))
-    before = origin.sources(experiment(**OWN))
+    before = provenance.sources(experiment(**OWN))
     assert "mine_helper" not in sys.modules
     experiment(**OWN).bounding.factor(1.0, 1.0)
-    assert "mine_helper" in sys.modules and origin.sources(experiment(**OWN)) == before
+    assert "mine_helper" in sys.modules and provenance.sources(experiment(**OWN)) == before
     del sys.modules["mine_helper"]
     (mine / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.sin(x)\n")
-    assert origin.sources(experiment(**OWN)) != before
+    assert provenance.sources(experiment(**OWN)) != before
 
 
 def test_parts_of_a_package_are_found_before_they_are_imported(mine):
@@ -491,19 +497,20 @@ def test_parts_of_a_package_are_found_before_they_are_imported(mine):
     (mine / "mine_helper.py").write_text(
         "def squash(x):\n    from mine_package.part import squash\n    return squash(x)\n"
     )
-    found = {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
+    found = {provenance.sources(experiment(**OWN))["code mine_origin:Tanh"]}
     for name in ("__init__.py", "part.py"):
         with open(mine / "mine_package" / name, "a") as file:
             file.write("\nCHANGED = 1\n")
-        found |= {origin.sources(experiment(**OWN))["code mine_origin:Tanh"]}
+        found |= {provenance.sources(experiment(**OWN))["code mine_origin:Tanh"]}
     assert len(found) == 3 and "mine_package" not in sys.modules
 
 
 TYPED = """
 import json, math
 from pydantic import Field
-from raydpfl import origin, Experiment
-from raydpfl.bounding import Bounding
+from raydpfl.simulation import provenance
+from raydpfl import Experiment
+from raydpfl.methods.bounding import Bounding
 import torch
 GAIN = {gain}
 def squash(x):
@@ -573,8 +580,8 @@ def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(
     tmp_path, monkeypatch
 ):
     begun(tmp_path / "run", 5, 5, **LONG)
-    of = origin.of
-    monkeypatch.setattr(origin, "of", lambda e: {**of(e), "torch": "other"})
+    of = provenance.of
+    monkeypatch.setattr(provenance, "of", lambda e: {**of(e), "torch": "other"})
     Coordinator(
         Plan.make(experiment(**LONG)), str(tmp_path / "run"), resume=True, anew=True
     ).start()

@@ -7,9 +7,9 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment
+from raydpfl.cli.show import outline
 from raydpfl.errors import ConfigError
-from raydpfl.outline import outline
-from raydpfl.tune import Sweep, estimate
+from raydpfl.sweep import Sweep, estimate
 
 STUDY = {
     "study": {"id": "rates", "title": "Two methods", "seeds": 2},
@@ -222,7 +222,7 @@ def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_pat
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "own_bound.py").write_text(
         "from pathlib import Path\n"
-        "from raydpfl.bounding import Clip\n"
+        "from raydpfl.methods.bounding import Clip\n"
         f"Path({str(tmp_path / 'imported')!r}).touch()\n"
         "class Own(Clip):\n    pass\n"
     )
@@ -238,7 +238,7 @@ def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_clip.py").write_text(
         "from pathlib import Path\n"
-        "from raydpfl.bounding import Clip\n"
+        "from raydpfl.methods.bounding import Clip\n"
         f"Path({str(tmp_path / 'imported')!r}).touch()\n"
         "class Own(Clip):\n    pass\n"
     )

@@ -14,24 +14,14 @@ import yaml
 from conftest import SMALL, experiment, form
 from torch import nn
 
-from raydpfl import (
-    Experiment,
-    bounding,
-    data,
-    local,
-    models,
-    noise,
-    run,
-    selection,
-    server,
-    weights,
-)
+from raydpfl import Experiment, data, models, run
+from raydpfl.config.registry import choose, family
 from raydpfl.data.features import Features
 from raydpfl.errors import ConfigError
-from raydpfl.member import choose, family
-from raydpfl.plan import Plan
+from raydpfl.methods import bounding, local, noise, selection, server, weights
+from raydpfl.methods.selection.response_times import Response
 from raydpfl.privacy import budgets
-from raydpfl.selection.responses import Response
+from raydpfl.simulation.plan import Plan
 
 FAMILIES = {
     "bounding": (bounding.FAMILY, bounding.Bounding),
@@ -102,7 +92,7 @@ def test_every_member_that_comes_along_can_be_subclassed(section, monkeypatch):
 
 
 def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):
-    mine("from raydpfl.bounding import Clip\nclass MyClip(Clip):\n    pass")
+    mine("from raydpfl.methods.bounding import Clip\nclass MyClip(Clip):\n    pass")
     quiet = {"noise": {"kind": "none"}}  # noise is keyed by the member's source too
     found = set()
     for kind in ("clip", "mine:MyClip"):
@@ -114,7 +104,7 @@ def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):
 
 def test_a_subclass_counts_as_what_it_derives_from(mine):
     mine(
-        "from raydpfl.selection import Poisson\nfrom raydpfl.noise.none import NoNoise\n"
+        "from raydpfl.methods.selection import Poisson\nfrom raydpfl.methods.noise.none import NoNoise\n"
         "from raydpfl.data.partitions.overlapping import Overlapping\n"
         "class Coins(Poisson):\n    pass\nclass Quiet(NoNoise):\n    pass\n"
         "class Shared(Overlapping):\n    pass"
@@ -227,7 +217,7 @@ READ = {
         """
 import functools, helping
 from pydantic import field_validator, computed_field
-from raydpfl.bounding import Clip
+from raydpfl.methods.bounding import Clip
 
 def soften(member, norm):
     return norm / (1 + member.softness)
@@ -269,7 +259,7 @@ class Own(Mixin, Base):
 import numpy as np
 from pydantic import Field
 from raydpfl.privacy import Sampling
-from raydpfl.selection import Cohort, Selection
+from raydpfl.methods.selection import Cohort, Selection
 
 class Own(Selection):
     cohort: int = Field(ge=1)
@@ -283,13 +273,13 @@ class Own(Selection):
     ),
     "fields read by names that are computed": (
         "server",
-        "from raydpfl.server import Sgd\nclass Own(Sgd):\n    a: float = 1.0\n"
+        "from raydpfl.methods.server import Sgd\nclass Own(Sgd):\n    a: float = 1.0\n"
         "    def start(self, d): return {k: 0 for k in self.model_dump()} and {}",
         {"a": 2.0},
     ),
     "an adaptive bound": (
         "bounding",
-        "from raydpfl.bounding import Clip\nclass Own(Clip):\n"
+        "from raydpfl.methods.bounding import Clip\nclass Own(Clip):\n"
         "    share: float = 0.1\n"
         "    def adapt(self, bound, sums, clients, state): return bound * (1.0 - self.share)",
         {"bound": 1.0},
@@ -351,7 +341,7 @@ def test_an_import_path_of_any_family_is_a_class_of_that_family(section):
     for path in (
         "subprocess:Popen",
         "os:system",
-        "raydpfl.member:Member",
+        "raydpfl.config.registry:Member",
         f"{base.__module__}:{base.__qualname__}",
         "raydpfl.errors:ConfigError",
     ):
@@ -382,7 +372,7 @@ def test_a_function_makes_a_model_if_it_says_so(mine):
 
 def test_questions_about_a_config_import_no_more_than_they_must(mine, tmp_path, typed):
     mine(
-        "from torch import nn\nfrom raydpfl.server import Sgd\n"
+        "from torch import nn\nfrom raydpfl.methods.server import Sgd\n"
         "class Net(nn.Linear):\n    pass\nclass Step(Sgd):\n    pass"
     )
     tree = {
@@ -437,7 +427,7 @@ def test_help_says_that_a_config_is_code(typed):
 
 def test_a_member_refuses_what_it_cannot_be_part_of(mine):
     mine(
-        "from raydpfl.bounding import Clip\nfrom raydpfl.errors import ConfigError\n"
+        "from raydpfl.methods.bounding import Clip\nfrom raydpfl.errors import ConfigError\n"
         "class Few(Clip):\n"
         "    examples: ClassVar[tuple[dict, ...]] = ({'bound': 1.0},)\n"
         "    def check(self, experiment):\n"
@@ -490,8 +480,8 @@ def test_every_example_is_a_setting_of_its_member(section):
 
 NOISES = """
 import numpy as np
-from raydpfl.noise import Noise, Source
-from raydpfl.noise.drawn import client_noise, server_noise
+from raydpfl.methods.noise import Noise, Source
+from raydpfl.methods.noise.keyed_noise import client_noise, server_noise
 
 class Served(Source):
     def __init__(self, seed, d):
@@ -592,7 +582,7 @@ def test_a_noise_of_ones_own_is_refused_where_nothing_bounds_what_clients_send(
 def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
     """A class that has a check of its own need not call that of its base."""
     mine(
-        "from raydpfl.noise import Gaussian\n"
+        "from raydpfl.methods.noise import Gaussian\n"
         "class Careless(Gaussian):\n    def check(self, experiment): pass"
     )
     with pytest.raises(ConfigError, match="none without a bound"):
@@ -600,9 +590,11 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
 
 
 def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monkeypatch):
-    from raydpfl import parts
+    from raydpfl.simulation import preparation
 
-    monkeypatch.setattr(parts.data, "prepare", lambda *arguments: pytest.fail("data were touched"))
+    monkeypatch.setattr(
+        preparation.data, "prepare", lambda *arguments: pytest.fail("data were touched")
+    )
     with pytest.raises(
         ConfigError, match=r"selection.cohort = 51: expected at most the population of 50"
     ):
@@ -613,7 +605,7 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monk
 
 def test_queries_whose_answers_nothing_takes_up_are_refused(mine):
     mine(
-        "from raydpfl.bounding import Clip, Query\nclass Own(Clip):\n"
+        "from raydpfl.methods.bounding import Clip, Query\nclass Own(Clip):\n"
         "    def queries(self): return (Query('count', 0.5, 0.1),)\n"
         "    def answers(self, columns, bound): return {'count': columns['norm'] * 0}"
     )

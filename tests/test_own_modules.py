@@ -15,8 +15,8 @@ from test_same_bits import assert_same_bits
 from raydpfl import models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.local import Sgd, resolve
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Sgd, resolve
+from raydpfl.simulation.plan import Plan
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,8 @@ import itertools, random
 import numpy as np
 import torch
 from torch import nn
-from raydpfl.bounding import Clip
-from raydpfl.local import Sgd
+from raydpfl.methods.bounding import Clip
+from raydpfl.methods.local import Sgd
 
 CALLS = [0]
 GENERATOR = np.random.default_rng(0)

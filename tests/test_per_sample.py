@@ -16,13 +16,15 @@ from conftest import form, task_of
 from scipy import stats
 from torch import nn
 
-from raydpfl import models, native
+from raydpfl import models
 from raydpfl.check.scales import hold_samples
+from raydpfl.core import native
+from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, normals
-from raydpfl.local import Scaffold, Sgd, Trainer, batches, layerwise, resolve, vmap
-from raydpfl.local.layerwise import Layerwise, NotLayerwise
-from raydpfl.local.way import LaneData
+from raydpfl.methods.local import Scaffold, Sgd, Trainer, batches, resolve
+from raydpfl.training.backends import ghost_clipping, vmap
+from raydpfl.training.backends.base import LaneData
+from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
 
 SHAPE = (2, 6, 6)
 CLASSES = 4
@@ -461,8 +463,8 @@ def test_regression_is_clipped_too(way):
     ],
 )
 def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few, monkeypatch):
-    monkeypatch.setattr(layerwise, "GHOST", ghost)
-    monkeypatch.setattr(layerwise, "SMALL_FILTER", few)
+    monkeypatch.setattr(ghost_clipping, "GHOST", ghost)
+    monkeypatch.setattr(ghost_clipping, "SMALL_FILTER", few)
     module = made(name)
     stds, corrections = noise_and_corrections(module)
     got = train(
@@ -485,7 +487,9 @@ def test_each_form_of_a_gradient_is_chosen_somewhere_among_the_tested_layers():
         nn.Conv2d(20, 24, (2, 1)): (4, 24, 1, 2),
         nn.Conv2d(2, 5, 3): (4, 5, 4, 4),
     }
-    assert [layerwise._ghostly(layer, "weight", output) for layer, output in shapes.items()] == [
+    assert [
+        ghost_clipping._ghostly(layer, "weight", output) for layer, output in shapes.items()
+    ] == [
         True,
         False,
         True,
@@ -507,11 +511,11 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
             200, 2, 64, generator=generator
         )
         g = torch.randn(200, 1, 32, generator=generator) * torch.tensor([1.0, -1.0])[:, None]
-        assert (layerwise._ghost(a, g).double().sqrt() >= norms(a, g)).all()
+        assert (ghost_clipping._ghost(a, g).double().sqrt() >= norms(a, g)).all()
     a = torch.randn(200, 8, 64, generator=generator)
     g = torch.randn(200, 8, 32, generator=generator)
     torch.testing.assert_close(
-        layerwise._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
+        ghost_clipping._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
     )
 
 
@@ -522,7 +526,7 @@ def test_a_ghost_norm_is_not_too_small_where_squares_underflow(positions, inputs
     a = torch.randn(20, positions, 64, generator=generator) * inputs
     g = torch.randn(20, positions, 32, generator=generator) * outputs
     norms = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
-    assert (layerwise._ghost(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
+    assert (ghost_clipping._ghost(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
 
 
 CLIPPING = [
@@ -543,7 +547,8 @@ def test_a_bound_on_samples_holds_for_inputs_and_errors_of_every_size_or_is_refu
 
 
 @pytest.mark.parametrize(
-    "way,module,name", [("layerwise", layerwise, "channels last"), ("vmap", vmap, "bare parameter")]
+    "way,module,name",
+    [("layerwise", ghost_clipping, "channels last"), ("vmap", vmap, "bare parameter")],
 )
 def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatch):
     shares = np.empty(5)
@@ -1014,18 +1019,19 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
 @pytest.mark.parametrize("way,name", PRIVATE[:-1])
 @pytest.mark.parametrize("fault", ["a norm too small", "a bound of the mean gradient"])
 def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatch):
-    from raydpfl.local import convolutional, layerwise, linear, trial
+    from raydpfl.training import backend_check
+    from raydpfl.training.backends import convolutional, fused, ghost_clipping
 
-    right = layerwise.clip_factors
+    right = ghost_clipping.clip_factors
     wrong = (
         (lambda norms, bound: right(0.97 * norms, bound))
         if fault == "a norm too small"
         else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
     )
-    assert trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0) is None
-    for each in (convolutional, layerwise, linear, vmap):
+    assert backend_check.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0) is None
+    for each in (convolutional, ghost_clipping, fused, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
-    assert "off by" in trial.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0)
+    assert "off by" in backend_check.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0)
 
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():

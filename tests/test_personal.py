@@ -18,10 +18,10 @@ from dp_accounting.rdp import RdpAccountant
 from pyarrow import csv, feather, parquet
 from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 
-from raydpfl import keys, run
+from raydpfl import run
+from raydpfl.core import prng
 from raydpfl.errors import BudgetError, ConfigError
-from raydpfl.local import Sgd, batches
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Sgd, batches
 from raydpfl.privacy import (
     Event,
     Guarantee,
@@ -32,12 +32,13 @@ from raydpfl.privacy import (
     epsilon,
     gaussian_delta,
     gaussian_epsilon,
-    paper,
-    personal,
+    local_steps,
+    paper_formulas,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.budgets import Law, parse
 from raydpfl.privacy.guarantee import SHARES
+from raydpfl.simulation.plan import Plan
 
 FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
 
@@ -72,7 +73,7 @@ def test_uniform_budgets_have_their_law_above_the_floor():
 def test_the_mixtures_of_003_have_the_law_of_drawing_again_while_negative(low, high):
     drawn = mixture(low, high).draw(seed=2, clients=20_000)
 
-    generator = keys.stream(3, keys.Purpose.BUDGET, step=1)
+    generator = prng.stream(3, prng.Purpose.BUDGET, step=1)
     which = generator.random(200_000) < 0.3
     slow = np.where(which, generator.normal(low, 0.2, 200_000), generator.normal(high, 1, 200_000))
     assert ks_2samp(drawn, np.maximum(slow[slow >= 0], 0.01)).pvalue > FALSE_ALARM
@@ -237,7 +238,7 @@ def clients(count: int, seed: int) -> dict:
     """Clients of many sizes, some smaller than a batch, with participations from 0 and budgets of
     their own.
     """
-    generator = keys.stream(seed, keys.Purpose.BUDGET, step=2)
+    generator = prng.stream(seed, prng.Purpose.BUDGET, step=2)
     samples = np.exp(generator.uniform(np.log(15), np.log(2000), count)).astype(int)
     return {
         "samples": samples,
@@ -410,7 +411,7 @@ def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_n
     found = LocalSteps.calibrated(**given, accountant=accountant)
     counts = given["participations"]
     quiet = LocalSteps.calibrated(**given | {"beside": None}, accountant=accountant)
-    less = personal.replace(found, stds=found.stds * (1 - 1e-3))
+    less = local_steps.replace(found, stds=found.stds * (1 - 1e-3))
     for spent, over, k in zip(
         found.epsilons(accountant, counts),
         less.epsilons(accountant, counts),
@@ -450,7 +451,7 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
     assert unfit.stds == LocalSteps.calibrated(**ONE_002, beside=LOSSES).stds
     found, silent = (LocalSteps.calibrated(**ONE_002, beside=beside) for beside in (LOSSES, None))
     for said, without in zip(
-        found.guarantees([1]), personal.replace(found, beside=None).guarantees([1]), strict=True
+        found.guarantees([1]), local_steps.replace(found, beside=None).guarantees([1]), strict=True
     ):
         beside = "nothing is released beside the steps (here too: the losses)"
         assert (beside in said.conditions_failed) == (
@@ -462,7 +463,7 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
             else said.epsilon > without.epsilon
         )
     assert (
-        found.digest() != personal.replace(found, beside=None).digest()
+        found.digest() != local_steps.replace(found, beside=None).digest()
         and found.stds[0] > silent.stds[0]
     )
 
@@ -487,7 +488,7 @@ def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
     assert found.stds[[1, 3, 4]] == pytest.approx(exact.stds[[1, 3, 4]], rel=1e-3)
     for k in (0, 2):
         client = {"bound": 1.0, "batch": 10, "samples": SMALL_002["samples"][k], "steps": 300}
-        assert found.stds[k] == paper.tcdp_noise(0.3, delta=1e-2, **client).value
+        assert found.stds[k] == paper_formulas.tcdp_noise(0.3, delta=1e-2, **client).value
         assert found.stds[k] > 4 * exact.stds[k]
     (said,) = [text for text in found.warnings(counts) if "does not calibrate" in text]
     assert "Chen 2024 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
@@ -538,7 +539,7 @@ def test_003_claims_one_where_the_truth_is_less():
     }
     found = LocalSteps.calibrated(**given, calibration="paper")
     assert found.stds[0] == pytest.approx(
-        paper.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
+        paper_formulas.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
     )
     assert found.epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
     assert found.epsilons("Xu 2026", [5])[0] == pytest.approx(1.0)
@@ -612,7 +613,7 @@ def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant)
     given = clients(8, seed=12)
     if accountant in FORMULAS:
         given["batch"] = 8
-    cohorts = [keys.stream(13, keys.Purpose.COHORT, t=t).integers(0, 8, 5) for t in range(6)]
+    cohorts = [prng.stream(13, prng.Purpose.COHORT, t=t).integers(0, 8, 5) for t in range(6)]
     assert any(len(set(cohort.tolist())) < 5 for cohort in cohorts)
     counts = np.bincount(np.concatenate(cohorts), minlength=8)
     found = LocalSteps.calibrated(
@@ -771,7 +772,9 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
             "samples": row["samples"],
             "steps": row["steps"],
         }
-        failed = paper.tcdp_epsilon(row["noise_std"], delta=1e-5, **client).conditions_failed
+        failed = paper_formulas.tcdp_epsilon(
+            row["noise_std"], delta=1e-5, **client
+        ).conditions_failed
         assert [each for each in row["conditions_failed"] if each.startswith("Chen 2024 tCDP")] == [
             f"Chen 2024 tCDP: {each}" for each in failed
         ]

@@ -11,15 +11,16 @@ from conftest import experiment, form
 from torch import nn
 
 import raydpfl
-from raydpfl import models, personal
+from raydpfl import models
 from raydpfl.check.runs import carried_out
+from raydpfl.core.messages import OWN, LaneResult
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, batches, resolve
-from raydpfl.memory import Memory
-from raydpfl.plan import Plan
-from raydpfl.rounds import OWN, LaneResult
+from raydpfl.methods.local import Sgd, batches, resolve
+from raydpfl.simulation.client import personalization
+from raydpfl.simulation.client_state import Memory
+from raydpfl.simulation.plan import Plan
 
 NET = {"kind": "test_personal_models:normed"}
 
@@ -331,7 +332,7 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
     optimizer = torch.optim.SGD(net.parameters(), lr=e.personal.lr)
     for t, flat in enumerate(received):
         models.load(model, flat)
-        drawn, _ = batches(e.seed, t, [client], [personal.BESIDE], sizes, e.personal)
+        drawn, _ = batches(e.seed, t, [client], [personalization.BESIDE], sizes, e.personal)
         for rows in drawn[0]:
             optimizer.zero_grad()
             scores = net(torch.tensor(x[0][rows]))

@@ -11,13 +11,14 @@ import numpy as np
 import psutil
 import pytest
 
-from raydpfl import cluster, dealing, reaper
-from raydpfl.config import Client
-from raydpfl.dealing import Costs, lanes, rows, shares, singles
+from raydpfl.core.messages import Lane
 from raydpfl.errors import ConfigError
-from raydpfl.rounds import Lane
-from raydpfl.selection import Cohort
-from raydpfl.slots import capacity, wanted
+from raydpfl.experiment import Client
+from raydpfl.methods.selection import Cohort
+from raydpfl.runtime import orphan_killer, session
+from raydpfl.runtime.capacity import capacity, wanted
+from raydpfl.simulation import scheduler
+from raydpfl.simulation.scheduler import Costs, lanes, rows, shares, singles
 
 
 def cut(sizes, width) -> list[Lane]:
@@ -117,7 +118,7 @@ def test_shares_have_about_the_same_number_of_rows():
 def test_lanes_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     costs = Costs().of(made)
-    dealt = dealing.cut(made, actors, costs)
+    dealt = scheduler.cut(made, actors, costs)
     assert len(dealt) <= actors and all(dealt)
     clients = [lane.clients.tolist() for share in dealt for lane in share]
     everyone = np.concatenate([lane.clients[lane.clients >= 0] for lane in made])
@@ -126,7 +127,7 @@ def test_lanes_are_cut_between_clients_where_their_bits_are_the_same_in_any(acto
     one = max(lane.rows for lane in made)
     assert max(loads) <= sum(loads) / actors + one
     assert actors == 95 or min(loads) >= sum(loads) / actors - one
-    assert dealing.cut([], 2, np.zeros(0)) == []
+    assert scheduler.cut([], 2, np.zeros(0)) == []
 
 
 def test_a_part_of_a_lane_has_what_its_own_clients_remember():
@@ -211,30 +212,30 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
             return True
 
     whole = [node["Resources"]["CPU"] for node in shared_ray.nodes()]
-    assert [node["CPU"] for node in cluster.free()] == whole
+    assert [node["CPU"] for node in session.free()] == whole
     other = shared_ray.remote(Held).options(num_cpus=whole[0] - 1).remote()
     shared_ray.get(other.look.remote())
     deadline = time.monotonic() + 20
-    while [node["CPU"] for node in cluster.free()] != [1.0]:  # Ray tells of it a little later
+    while [node["CPU"] for node in session.free()] != [1.0]:  # Ray tells of it a little later
         assert time.monotonic() < deadline
     shared_ray.kill(other)
     deadline = time.monotonic() + 20
-    while [node["CPU"] for node in cluster.free()] != whole:
+    while [node["CPU"] for node in session.free()] != whole:
         assert time.monotonic() < deadline
 
 
 @pytest.mark.slow
 def test_client_actors_of_other_runs_of_this_machine_are_counted():
-    before = cluster.at_work()
+    before = session.at_work()
     for marked in (False, True):
-        environment = {**os.environ, reaper.MARK: "theirs"} if marked else None
+        environment = {**os.environ, orphan_killer.MARK: "theirs"} if marked else None
         command = ["bash", "-c", "exec -a ray::ClientActor.train sleep 60"]
         process = subprocess.Popen(command, env=environment)
         try:
             deadline = time.monotonic() + 20
             while not any("ray::" in word for word in psutil.Process(process.pid).cmdline()[:1]):
                 assert time.monotonic() < deadline
-            assert cluster.at_work() == before + marked
+            assert session.at_work() == before + marked
         finally:
             process.kill()
             process.wait()

@@ -10,12 +10,14 @@ import torch
 from conftest import experiment, form
 from torch import nn
 
-from raydpfl import hardware, models, origin, run
+from raydpfl import models, run
+from raydpfl.core import hardware
 from raydpfl.errors import ConfigError
-from raydpfl.local import Local, Sgd, Trainer, resolve
-from raydpfl.local.adam import Adam
-from raydpfl.plan import Plan
-from raydpfl.tasks import Classification, Form, Target
+from raydpfl.methods.local import Local, Sgd, Trainer, resolve
+from raydpfl.methods.local.adam import Adam
+from raydpfl.models.tasks import Classification, Form, Target
+from raydpfl.simulation import provenance
+from raydpfl.simulation.plan import Plan
 
 FORM = Form((1, 8, 8), Target(classes=4), Classification())
 SIZES = [9, 5, 9]
@@ -120,14 +122,14 @@ def test_a_run_says_its_precision_and_keeps_its_bounds(tmp_path):
 
 
 def test_what_bits_depend_on_has_the_bfloat16_of_the_processor(monkeypatch):
-    exact = origin.of(experiment())
-    low = origin.of(experiment(client={"precision": "bfloat16"}))
+    exact = provenance.of(experiment())
+    low = provenance.of(experiment(client={"precision": "bfloat16"}))
     assert low.keys() - exact.keys() == {"bfloat16"}
-    expected = origin.of_capability(low)
-    origin.check_node("here", expected)
-    monkeypatch.setattr(origin, "of_bfloat16", lambda: {"bfloat16": "another"})
-    with pytest.raises(origin.RunError, match="bfloat16 another instead of"):
-        origin.check_node("here", expected)
+    expected = provenance.of_capability(low)
+    provenance.check_node("here", expected)
+    monkeypatch.setattr(provenance, "of_bfloat16", lambda: {"bfloat16": "another"})
+    with pytest.raises(provenance.RunError, match="bfloat16 another instead of"):
+        provenance.check_node("here", expected)
 
 
 def test_a_processor_without_bfloat16_is_warned_of(monkeypatch, caplog):

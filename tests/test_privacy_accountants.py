@@ -16,8 +16,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp, ndtr
 from scipy.stats import binom, norm
 
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
 from raydpfl.privacy import (
     Mechanism,
     Query,

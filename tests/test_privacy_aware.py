@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.paper import budget_variance
-from raydpfl.selection.problem1 import kkt_residual, objective, solve, solve_cvxpy
+from raydpfl.methods.selection.privacy_aware_solver import (
+    kkt_residual,
+    objective,
+    solve,
+    solve_cvxpy,
+)
+from raydpfl.privacy.paper_formulas import budget_variance
 
 
 def instance(

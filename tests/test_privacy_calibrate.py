@@ -12,7 +12,7 @@ from raydpfl.privacy import (
     Mechanism,
     Query,
     Sampling,
-    calibrate,
+    calibration,
     epsilon,
     epsilon_curve,
     noise_for,
@@ -79,7 +79,7 @@ def test_the_rounds_found_are_the_most_that_fit():
 
 def test_a_second_question_is_answered_from_the_cache(empty_cache, monkeypatch):
     z = noise_for(1.5, mechanism(), "replace_one", 1e-5)
-    monkeypatch.setattr(calibrate, "_search", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(calibration, "_search", lambda *_: pytest.fail("computed again"))
     # the noise it has now does not matter
     assert noise_for(1.5, mechanism(std=7.0), "replace_one", 1e-5) == z
     assert len(list(empty_cache.iterdir())) == 1

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from conftest import experiment
 
-from raydpfl.config import as_fields
 from raydpfl.errors import ConfigError
-from raydpfl.plan import Plan
+from raydpfl.experiment import as_fields
 from raydpfl.privacy import (
     Guarantee,
     LocalSteps,
@@ -27,13 +26,14 @@ from raydpfl.privacy import (
     covers,
     epsilon,
     guarantees,
-    laws,
     noise_for,
     pld,
 )
+from raydpfl.privacy import sampling as laws
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.guarantee import Batches, Cohorts, Observer, Participations, Told
-from raydpfl.privacy.laws import LAWS, Law
+from raydpfl.privacy.sampling import LAWS, Law
+from raydpfl.simulation.plan import Plan
 
 MECHANISM = Mechanism(
     Sampling("fixed", 1920, 80),

@@ -14,21 +14,21 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_sample_wor_gaussian as reference
 
-from raydpfl.privacy import renyi
+from raydpfl.privacy import rdp
 
 
 @pytest.mark.parametrize(
     ("q", "mu"), [(10 / 600, 2 / 3.43), (128 / 500, 0.4), (1 / 600, 2.0), (0.01, 8.0), (0.9, 30.0)]
 )
 def test_divergences_and_epsilons_are_dp_accountings(q, mu):
-    ours = renyi.fixed_size(q, mu)
-    theirs = reference(q, 1 / mu, renyi.ORDERS)
+    ours = rdp.fixed_size(q, mu)
+    theirs = reference(q, 1 / mu, rdp.ORDERS)
     assert ours == pytest.approx(theirs, rel=1e-9)
     for delta in (1e-2, 1e-5):
         expected = [
-            compute_epsilon(renyi.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)
+            compute_epsilon(rdp.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)
         ]
-        assert renyi.epsilons(ours, delta, [1, 40, 3000]) == pytest.approx(expected, rel=1e-8)
+        assert rdp.epsilons(ours, delta, [1, 40, 3000]) == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_epsilons_far_from_the_usual_are_dp_accountings_too(samples, batch, z, c
         counts,
     )
     assert float(
-        renyi.epsilons(renyi.fixed_size(batch / samples, 2 / z), delta, counts)
+        rdp.epsilons(rdp.fixed_size(batch / samples, 2 / z), delta, counts)
     ) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
 
 
@@ -58,8 +58,8 @@ def test_what_alternating_sums_lose_is_kept(mu):
     """At large noise dp-accounting's high orders drown in rounding, on the safe side; ours are
     never above them, and far below some.
     """
-    ours = renyi.fixed_size(0.5, mu)
-    theirs = reference(0.5, 1 / mu, renyi.ORDERS)
+    ours = rdp.fixed_size(0.5, mu)
+    theirs = reference(0.5, 1 / mu, rdp.ORDERS)
     assert (ours <= theirs * (1 + 1e-9)).all() and (ours < theirs / 5).any()
 
 
@@ -81,7 +81,7 @@ def test_moments_are_the_exact_alternating_sums(mu):
             total = (total * total).limit_denominator(10**120)
         return total
 
-    found = renyi._even_moments(mu)
+    found = rdp._even_moments(mu)
     for i in (2, 6, 12):
         half = Fraction(mu) ** 2 / 2
         exact = sum(
@@ -92,10 +92,10 @@ def test_moments_are_the_exact_alternating_sums(mu):
 
 
 def test_without_sampling_the_divergence_is_the_gaussians():
-    assert renyi.gaussian(0.5) == pytest.approx(renyi.ORDERS / 8)
+    assert rdp.gaussian(0.5) == pytest.approx(rdp.ORDERS / 8)
     # PRIVACY.md sec. 1
-    assert float(renyi.epsilons(renyi.gaussian(1.0), 1e-5, 1)) == pytest.approx(4.73, abs=5e-3)
+    assert float(rdp.epsilons(rdp.gaussian(1.0), 1e-5, 1)) == pytest.approx(4.73, abs=5e-3)
 
 
 def test_epsilon_is_zero_where_delta_covers_the_distance():
-    assert renyi.epsilons(renyi.gaussian(1e-6), 1e-2, np.array([1, 100])).tolist() == [0.0, 0.0]
+    assert rdp.epsilons(rdp.gaussian(1e-6), 1e-2, np.array([1, 100])).tolist() == [0.0, 0.0]

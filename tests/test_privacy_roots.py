@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from raydpfl.privacy.roots import brent, halved, last, narrowed, near_guess, safe_end
+from raydpfl.privacy.search import brent, halved, last, narrowed, near_guess, safe_end
 
 # falling functions of x with a root each, as sharp and as flat as accounting has them
 FALLING = {

@@ -12,7 +12,8 @@ import forks
 import pytest
 
 import raydpfl
-from raydpfl import Experiment, cli, project
+from raydpfl import Experiment
+from raydpfl.cli import app, new_project
 
 ROOT = Path(raydpfl.__file__).parent
 
@@ -43,7 +44,7 @@ def test_a_project_is_a_bounding_unless_another_family_is_asked_for(made):
     assert "mine:Tanh" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("family", project.FAMILIES)
+@pytest.mark.parametrize("family", new_project.FAMILIES)
 def test_a_project_of_each_family_runs_and_its_own_test_passes(made, family, tmp_path):
     folder, tests = made("--family", family)
     values = {"tmp_path": tmp_path, "norm": 1.0}
@@ -56,7 +57,7 @@ def test_a_project_of_each_family_runs_and_its_own_test_passes(made, family, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", project.FAMILIES)
+@pytest.mark.parametrize("family", new_project.FAMILIES)
 def test_a_member_of_each_family_keeps_its_promises(made, family):
     _, tests = made("--family", family)
     tests.test_the_promises_of_its_family_are_kept()
@@ -66,8 +67,8 @@ def test_a_family_that_is_none_is_refused_by_name(tmp_path, complain):
     said = complain(["new", tmp_path / "mine", "--family", "nois"])
     assert said.startswith("--family = 'nois': expected one of bounding, selection, local, noise")
     assert not (tmp_path / "mine").exists()
-    help_of = " ".join(cli.FAMILY.split())
-    assert all(name in help_of for name in project.FAMILIES)
+    help_of = " ".join(app.FAMILY.split())
+    assert all(name in help_of for name in new_project.FAMILIES)
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_a_project_passes_as_its_readme_says(made):
 
 def test_what_is_in_a_directory_is_left_alone(tmp_path, complain):
     folder = tmp_path / "mine"
-    project.make(folder)
+    new_project.make(folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     said = complain(["new", folder])
     assert said.startswith("DIR = ") and said.endswith("a new directory, or one that is empty")
@@ -90,7 +91,7 @@ def test_what_is_in_a_directory_is_left_alone(tmp_path, complain):
     below = complain(["new", tmp_path / "file" / "mine"])
     assert "a directory that can be written to" in below
     (tmp_path / "empty").mkdir()
-    assert len(project.make(tmp_path / "empty")) == len(before)
+    assert len(new_project.make(tmp_path / "empty")) == len(before)
 
 
 def test_the_template_is_part_of_an_installed_package():

@@ -11,9 +11,9 @@ from quadratics import harmless_lr, model_clip_limit, stationary
 from scipy.optimize import brentq
 
 from raydpfl import Experiment, data, models, run
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
 
 EQ_8 = (1.0, 2.0, 6.0), (4.0, 1.0, -1.0)  # a and b of 000 eq. 8; the optimum is 0
 

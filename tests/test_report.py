@@ -24,12 +24,12 @@ from raydpfl.errors import ConfigError
 from raydpfl.report import write
 from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
 from raydpfl.report.figures.confusion import matrix_of
-from raydpfl.report.page import render
+from raydpfl.report.html import render
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.reading import Case, Run, arrange, facets
-from raydpfl.report.style import Drawn, Key, Part, look, whole
-from raydpfl.report.style import render as drawn
+from raydpfl.report.plot_style import Drawn, Key, Part, look, whole
+from raydpfl.report.plot_style import render as drawn
+from raydpfl.report.run_reader import Case, Run, arrange, facets
 from raydpfl.report.tables import Cell, Table, csv_of, html_of, markdown
 
 ROUNDS = 6

@@ -17,11 +17,11 @@ from test_local import CLIENTS, DRAWS, SHAPE, SIZES, corrected, each, made, rows
 from torch import nn
 
 from raydpfl import models, run
+from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, normals
-from raydpfl.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
-from raydpfl.local.sam import Sam
-from raydpfl.local.way import Rule, take
+from raydpfl.methods.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
+from raydpfl.methods.local.sam import Sam
+from raydpfl.training.backends.base import Rule, take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -317,7 +317,7 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
         taken.append(len(source))
         return take(source, rows)
 
-    monkeypatch.setattr(f"raydpfl.local.{file}.take", noted)
+    monkeypatch.setattr(f"raydpfl.methods.local.{file}.take", noted)
     module = made("mlp")
     rule = Sgd(epochs=1, batch=4, lr=0.1)
     sizes = np.array([13, 9, 9, 4])
@@ -509,7 +509,7 @@ def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
 
 FILE = """
 import torch
-from raydpfl.local import Local
+from raydpfl.methods.local import Local
 
 
 class LocalAdam(Local):

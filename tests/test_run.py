@@ -16,13 +16,15 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import Experiment, bounding, models, noise, privacy, run, shown
-from raydpfl.config import overridden
-from raydpfl.coordinator import Coordinator
+from raydpfl import Experiment, models, privacy, run
+from raydpfl.cli import run_display
+from raydpfl.core.messages import View
 from raydpfl.errors import ClientError, ConfigError, RunError
-from raydpfl.files import LOCK
-from raydpfl.plan import Plan
-from raydpfl.rounds import View
+from raydpfl.experiment import overridden
+from raydpfl.methods import bounding, noise
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.files import LOCK
 
 SUMMARY = {
     "status",
@@ -286,8 +288,9 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
     """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by
     client.
     """
-    from raydpfl import local, models
+    from raydpfl import models
     from raydpfl.data import Shards
+    from raydpfl.methods import local
 
     plain = experiment(
         rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
@@ -422,7 +425,7 @@ def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
 
 def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "import math\nfrom pydantic import Field\nfrom raydpfl.bounding import Bounding\n"
+        "import math\nfrom pydantic import Field\nfrom raydpfl.methods.bounding import Bounding\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n"
         "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / "
         "norm if norm > 0 else 0.0\n"
@@ -512,7 +515,7 @@ def test_an_unknown_kind_is_what_is_complained_of(caplog):
 
 def test_a_member_of_the_users_own_starts_from_its_own_defaults(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
-        "from raydpfl.server import Server\nclass Plain(Server):\n    kind: str = ''\n"
+        "from raydpfl.methods.server import Server\nclass Plain(Server):\n    kind: str = ''\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     server = Experiment.from_dict({**SMALL, "server": ADAM}, ["server.kind=own:Plain"]).server
@@ -633,7 +636,7 @@ def test_a_shown_config_is_the_experiment(tmp_path):
 
 
 def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
-    from raydpfl.tracking import Checkpoint, load, save
+    from raydpfl.storage.run_files import Checkpoint, load, save
 
     for t in (1, 2, 3):
         remembered = {"local": np.array([7])}, {"local": np.full((1, 4), t, np.float32)}
@@ -675,13 +678,13 @@ def test_diverging_training_ends_in_one_sentence(tmp_path):
     ("value", "said"), [(0.0421, "0.0421"), (1.25, "1.25"), (37.28, "37.3"), (3607.2, "3,607")]
 )
 def test_slow_clients_are_not_shown_as_none_per_second(value, said):
-    assert shown.rate({"clients_per_second": value}) == f"{said} clients/s"
+    assert run_display.rate({"clients_per_second": value}) == f"{said} clients/s"
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from raydpfl.files import holding
+from raydpfl.storage.files import holding
 
 with holding(Path(sys.argv[1])):
     print("held", flush=True)

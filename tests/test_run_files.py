@@ -18,7 +18,7 @@ from test_run import change, cursed
 
 from raydpfl import Experiment, run
 from raydpfl.errors import RunError
-from raydpfl.tracking import Dropped
+from raydpfl.storage.run_files import Dropped
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def rewritten(path, **arrays) -> None:
 def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(
     whole, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr("raydpfl.tracking.SHARE", 1e9)  # a checkpoint after every round
+    monkeypatch.setattr("raydpfl.storage.run_files.SHARE", 1e9)  # a checkpoint after every round
     halfway(tmp_path / "out", described(), 3)
     *_, newest = sorted((tmp_path / "out" / "checkpoints").glob("round-*"))
     rewritten(newest, model=np.full(7850, np.nan, np.float32))
@@ -334,7 +334,7 @@ def test_a_run_that_has_recorded_a_round_is_left_as_it_is(tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("raydpfl.coordinator.Coordinator.collect", broken)
+        patch.setattr("raydpfl.simulation.coordinator.Coordinator.collect", broken)
         with pytest.raises(KeyboardInterrupt):
             run(experiment(), tmp_path / "out")
     assert (tmp_path / "out" / "ledger.jsonl").exists() and (

@@ -28,17 +28,17 @@ import yaml
 from conftest import experiment
 
 from raydpfl import Experiment, run
-from raydpfl.bounding import FAMILY
 from raydpfl.check.runs import Watched, carried_out
-from raydpfl.client import ClientActor
+from raydpfl.core.messages import Grid
 from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
-from raydpfl.dealing import lanes
-from raydpfl.local import WAYS
-from raydpfl.plan import Plan
-from raydpfl.rounds import Grid
-from raydpfl.runner import Result
-from raydpfl.selection import Cohort
+from raydpfl.methods.bounding import FAMILY
+from raydpfl.methods.local import WAYS
+from raydpfl.methods.selection import Cohort
+from raydpfl.runtime.runner import Result
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.scheduler import lanes
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
@@ -738,7 +738,7 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
     assert result.summary["replaced_actors"] == len(killed)
 
 
-RUN = "import sys; from raydpfl.cli import main; sys.argv = ['raydpfl', *sys.argv[1:]]; main()"
+RUN = "import sys; from raydpfl.cli.app import main; sys.argv = ['raydpfl', *sys.argv[1:]]; main()"
 
 
 def start(config, out, *more, ray: bool = True) -> subprocess.Popen:
@@ -860,7 +860,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
         taken.append(None)
         return contribute(*given)
 
-    monkeypatch.setattr("raydpfl.client._scales", lambda experiment: False)
+    monkeypatch.setattr("raydpfl.simulation.client.actor._scales", lambda experiment: False)
     monkeypatch.setattr(ClientActor, "_contribute", noted)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
     assert taken

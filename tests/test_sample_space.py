@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raydpfl.local import Sgd, Trainer, single_thread
-from raydpfl.local.linear import _Loss, _target
+from raydpfl.methods.local import Sgd, Trainer, single_thread
+from raydpfl.training.backends.fused import _Loss, _target
 
 single_thread()
 

@@ -16,10 +16,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import raydpfl
-from raydpfl import models, run, saved, shown
-from raydpfl.cli import app
-from raydpfl.config import Experiment
+from raydpfl import models, run
+from raydpfl.cli import run_display
+from raydpfl.cli.app import app
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.experiment import Experiment
+from raydpfl.simulation import export
 
 TIED = {"kind": f"{__name__}:Tied"}
 
@@ -83,7 +85,7 @@ def test_a_model_is_exported_with_all_that_it_has(finished, tmp_path, name):
 
 def test_without_a_file_export_names_that_of_the_run(finished):
     folder, _ = finished
-    assert saved.export(folder) == folder / "model.safetensors"
+    assert export.export(folder) == folder / "model.safetensors"
 
 
 @pytest.mark.parametrize("source", ["safetensors", "state_dict", "run"])
@@ -115,7 +117,7 @@ def test_what_a_run_starts_from_is_named_as_not_counted_and_keys_its_noise(finis
     )
 
     def plan(file):
-        from raydpfl.plan import Plan
+        from raydpfl.simulation.plan import Plan
 
         init = None if file is None else str(tmp_path / file)
         return Plan.make(experiment(rounds=2, model={**TIED, "init": init}))
@@ -181,7 +183,7 @@ def test_a_directory_that_is_no_finished_run_is_refused(finished, tmp_path):
     with pytest.raises(RunError, match=r"is not the model of"):
         raydpfl.load(damaged, trust_code=True)
     with pytest.raises(ConfigError, match=r"--out"):
-        saved.export(folder, tmp_path / "model.onnx", trust_code=True)
+        export.export(folder, tmp_path / "model.onnx", trust_code=True)
 
 
 # --- more rounds ---
@@ -261,7 +263,7 @@ def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     ) as no:
         run(Experiment.from_dict({**begun.to_dict(), "rounds": 3}), tmp_path / "run", resume=True)
     assert "noise.rounds" not in str(no.value)
-    (told,) = (line for line in shown.following(first) if "more rounds" in line)
+    (told,) = (line for line in run_display.following(first) if "more rounds" in line)
     assert told.endswith(f"/run/config.yaml model.init={tmp_path / 'run'} --out DIR")
     init = f"model.init={tmp_path / 'run'}"
     after = run(Experiment.from_yaml(tmp_path / "run" / "config.yaml", [init]), tmp_path / "more")

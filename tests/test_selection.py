@@ -18,15 +18,15 @@ import pytest
 from pyarrow import csv, parquet
 from scipy import stats
 
+from raydpfl.config.registry import choose
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.member import choose
-from raydpfl.noise.drawn import query_noise
+from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.selection import FAMILY, Cohort, Population, Selection
+from raydpfl.methods.selection.availability_windows import available, fewest, nth, turns
+from raydpfl.methods.selection.power_of_choice import successive
+from raydpfl.methods.weights.data import DataWeights
 from raydpfl.privacy import Mechanism, Query, Sampling, covers
-from raydpfl.selection import FAMILY, Cohort, Population, Selection
-from raydpfl.selection.power_of_choice import successive
-from raydpfl.selection.windows import available, fewest, nth, turns
-from raydpfl.weights.data import DataWeights
 
 EXAMPLES = {
     "uniform": {"cohort": 7},

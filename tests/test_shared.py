@@ -15,14 +15,16 @@ import psutil
 import pytest
 from conftest import experiment
 
-from raydpfl import shared
-from raydpfl.coordinator import Coordinator
 from raydpfl.errors import RunError
-from raydpfl.origin import of_capability
-from raydpfl.plan import Plan
-from raydpfl.shared import Gone, Outbox, accepted, listening, opened
+from raydpfl.runtime import shared_memory
+from raydpfl.runtime.shared_memory import Gone, Outbox, accepted, listening, opened
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.provenance import of_capability
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="shared memory needs memfd_create")
+pytestmark = pytest.mark.skipif(
+    not shared_memory.AVAILABLE, reason="shared memory needs memfd_create"
+)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_nobody_and_a_process_of_another_user_is_not_taken_for_ours(monkeypatch)
 PUTS = """
 import time
 import numpy as np
-from raydpfl.shared import Outbox, accepted, listening
+from raydpfl.runtime.shared_memory import Outbox, accepted, listening
 listener, address = listening()
 print(address, flush=True)
 door = accepted(listener)
@@ -132,7 +134,7 @@ def test_memory_of_a_killed_process_holds_where_it_is_mapped_and_is_gone_elsewhe
 def test_an_actor_of_this_machine_one_of_another_and_one_whose_door_is_lost_give_inline_bits(
     tmp_path, shared_ray
 ):
-    from raydpfl.actors import Actors
+    from raydpfl.runtime.actor_pool import Actors
 
     plan = Plan.make(experiment(local={"kind": "scaffold", "steps": 5, "batch": 10, "lr": 0.1}))
     pool = Actors(plan.experiment.client, 2)
@@ -160,7 +162,7 @@ def test_an_actor_of_this_machine_one_of_another_and_one_whose_door_is_lost_give
 
 @pytest.mark.slow
 def test_a_pool_goes_on_after_an_error_a_kill_and_in_other_processes(shared_ray):
-    from raydpfl.actors import Actors
+    from raydpfl.runtime.actor_pool import Actors
 
     plan = Plan.make(experiment())
     pool = Actors(plan.experiment.client, 2)

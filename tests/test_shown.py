@@ -15,9 +15,11 @@ from conftest import experiment
 from rich.console import Console
 from typer.testing import CliRunner
 
-from raydpfl import cli, observers, privacy, run, runner, shown
+from raydpfl import privacy, run
+from raydpfl.cli import app, guarantee_table, run_display
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import Observer, Told
+from raydpfl.runtime import runner
 
 
 def console(terminal=False, width=80):
@@ -52,7 +54,7 @@ ROW = {
 
 def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_lines(result):
     def show(to):
-        with shown.Display(to, 100_000) as display:
+        with run_display.Display(to, 100_000) as display:
             display._accountants = ["epsilon_rdp"]
             display._promised = 1500.0
             for place in range(3):
@@ -72,7 +74,7 @@ def test_what_is_done_before_the_first_round_is_shown_with_the_time_since_the_st
     stages = []
     run(experiment(), tmp_path / "out", on_stage=stages.append)
     assert stages == [runner.PREPARING, runner.FIRST]
-    with shown.Display(console(), 4, began=0.0) as display:
+    with run_display.Display(console(), 4, began=0.0) as display:
         display.stage("starting Ray")
         assert re.fullmatch(r"starting Ray  \d{9,} s", display.state)
         display.stage(runner.FIRST)
@@ -94,7 +96,7 @@ def test_a_terminal_that_moves_no_cursor_has_plain_lines_too(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
     def show(to):
-        with shown.Display(to, 4) as display:
+        with run_display.Display(to, 4) as display:
             display.rows([{**ROW, "round": 3}])
 
     assert printed(show, terminal=True).startswith("round 4/4  validation balanced accuracy")
@@ -109,12 +111,12 @@ def test_starting_ray_is_shown_where_the_first_round_waits_for_it(tmp_path, shar
 
 def test_actors_that_take_long_to_start_are_counted_in_lines_where_no_other_lives(monkeypatch):
     def show(to):
-        with shown.Display(to, 4) as display:
+        with run_display.Display(to, 4) as display:
             for started in range(3):
                 display.stage(f"{started} of 3 client actors started")
 
     assert printed(show) == ""
-    monkeypatch.setattr(shown, "WAIT", 0.0)
+    monkeypatch.setattr(run_display, "WAIT", 0.0)
     assert printed(show).splitlines() == [f"{k} of 3 client actors started" for k in range(3)]
     silent = Console(file=io.StringIO(), quiet=True)
     show(silent)
@@ -122,7 +124,7 @@ def test_actors_that_take_long_to_start_are_counted_in_lines_where_no_other_live
 
 
 def test_the_time_left_is_that_of_the_last_rounds():
-    display = shown.Display(console(), 1000)
+    display = run_display.Display(console(), 1000)
     assert display.left() == ""
     display._ends.extend([100.0, 102.0, 104.0])
     display._done = 500
@@ -130,7 +132,7 @@ def test_the_time_left_is_that_of_the_last_rounds():
 
 
 def test_guarantees_are_one_table_of_observers_by_accountants(result):
-    text = printed(lambda to: shown.report(to, result, "5.0 s in all"), terminal=True)
+    text = printed(lambda to: run_display.report(to, result, "5.0 s in all"), terminal=True)
     lines = text.splitlines()
     assert "5.0 s in all." in lines
     assert f"Epsilon {result.guarantees[0].about()}:" in " ".join(text.split())
@@ -145,11 +147,11 @@ def test_guarantees_are_one_table_of_observers_by_accountants(result):
 
 
 def test_no_word_is_broken_on_a_terminal_and_a_command_stays_whole(result):
-    text = printed(lambda to: shown.report(to, result), terminal=True)
+    text = printed(lambda to: run_display.report(to, result), terminal=True)
     report = [line for line in text.splitlines() if str(result.out) not in line]
     assert max(map(len, report)) <= 80
     words = set(re.findall(r"\w+", " ".join(result.summary["sentences"])))
-    for note in shown.notes(result.guarantees, privacy.holding(result.guarantees)):
+    for note in run_display.notes(result.guarantees, privacy.holding(result.guarantees)):
         assert set(re.findall(r"\w+", note)) <= set(re.findall(r"\w+", text)) | words
         assert note in " ".join(line.strip() for line in report)
     assert f"  its page and figures:  raydpfl report {result.out}" in text.splitlines()
@@ -164,12 +166,12 @@ def test_the_sentences_of_all_guarantees_stand_in_the_summary(result):
 
 
 def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result):
-    more = shown.following(result)[-1]
+    more = run_display.following(result)[-1]
     assert more.endswith("--resume rounds=8 noise.rounds=4")
     told = replace(result, summary={**result.summary, "status": "stopped"})
-    assert shown.following(told)[-1].endswith(f"raydpfl run {result.out} --resume")
+    assert run_display.following(told)[-1].endswith(f"raydpfl run {result.out} --resume")
     told = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
-    assert "resume" not in "".join(shown.following(told))
+    assert "resume" not in "".join(run_display.following(told))
 
 
 def guarantee(**changes):
@@ -181,23 +183,25 @@ def guarantee(**changes):
 def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():
     unproven = guarantee(kind="unproven", accountant="rdp")
     nothing = guarantee(accountant="mine:Own", epsilon=float("inf"), conditions_failed=("x",))
-    told = [shown.epsilon(each) for each in (guarantee(), unproven, nothing)]
+    told = [run_display.epsilon(each) for each in (guarantee(), unproven, nothing)]
     assert told == ["1.5", "1.5?", "-"]
-    assert "? rdp, not proved." in shown.notes([unproven, nothing], [])
-    assert "mine:Own, rigorous. Conditions that fail: x." in shown.notes([unproven, nothing], [])
+    assert "? rdp, not proved." in run_display.notes([unproven, nothing], [])
+    assert "mine:Own, rigorous. Conditions that fail: x." in run_display.notes(
+        [unproven, nothing], []
+    )
 
 
 def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
     removed = guarantee(relation="add_remove")
     paper = guarantee(kind="paper", relation="unstated", accountant="paper")
-    rows = observers.by_observer([(each, "1") for each in (guarantee(), removed, paper)])
+    rows = guarantee_table.by_observer([(each, "1") for each in (guarantee(), removed, paper)])
     assert [row.relation for row in rows] == ["replace_one", "add_remove"]
     assert [len(row.cells) for row in rows] == [2, 1]
 
 
 def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    text = CliRunner().invoke(cli.app, ["--help"]).output
+    text = CliRunner().invoke(app.app, ["--help"]).output
     assert max(map(len, text.splitlines())) <= 80
     joined = " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     assert "whether each of it can be, and how long it takes." in joined
@@ -207,17 +211,17 @@ def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
 
 
 def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
-    with pytest.raises(KeyboardInterrupt), cli._resumable(tmp_path / "out"):
+    with pytest.raises(KeyboardInterrupt), app._resumable(tmp_path / "out"):
         raise KeyboardInterrupt
-    assert cli._interrupted() == (
+    assert app._interrupted() == (
         "interrupted before its first round was done; nothing is left of it"
     )
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     go_on = f"go on with: raydpfl run {tmp_path / 'out'} --resume"
-    assert cli._interrupted("it failed") == f"interrupted (it failed); {go_on}"
-    with cli._resumable(None, "reproduce"):
+    assert app._interrupted("it failed") == f"interrupted (it failed); {go_on}"
+    with app._resumable(None, "reproduce"):
         pass
-    assert cli._interrupted() == "interrupted"
+    assert app._interrupted() == "interrupted"
 
 
 def test_a_command_knows_when_it_was_started():

@@ -14,11 +14,12 @@ from conftest import task_of
 from test_noise_law import check_law
 from torch import nn
 
-from raydpfl import models, native
-from raydpfl.audit.steps import Gradients
-from raydpfl.local import Sgd, Trainer, batches
-from raydpfl.local.linear import responses
-from raydpfl.local.spanned import spanned_pays, triangle
+from raydpfl import models
+from raydpfl.audit.local_step_canaries import Gradients
+from raydpfl.core import native
+from raydpfl.methods.local import Sgd, Trainer, batches
+from raydpfl.training.backends.fused import responses
+from raydpfl.training.span_noise import spanned_pays, triangle
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 

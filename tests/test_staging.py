@@ -14,12 +14,13 @@ import yaml
 from conftest import SMALL
 from test_submit import server
 
-from raydpfl import Experiment, staging, submit
-from raydpfl.config import overridden
+from raydpfl import Experiment
 from raydpfl.errors import ConfigError
-from raydpfl.tune import Sweep
+from raydpfl.experiment import overridden
+from raydpfl.jobs import client, packaging
+from raydpfl.sweep import Sweep
 
-CLIP = "from raydpfl.bounding import Clip\nclass Own(Clip):\n    pass\n"
+CLIP = "from raydpfl.methods.bounding import Clip\nclass Own(Clip):\n    pass\n"
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def write(here: Path, **files: str | bytes) -> None:
 
 def sent(here: Path, kind: str = "pkg.deep.mine:Own", there: bool = False, **changes) -> set[str]:
     tree = overridden(SMALL | changes, [f"bounding.kind={kind}", "bounding.bound=1"])
-    return set(staging.packed(tree, [Experiment.from_dict(tree)], here, there=there)[1])
+    return set(packaging.packed(tree, [Experiment.from_dict(tree)], here, there=there)[1])
 
 
 def package(here: Path, init: bool = True) -> None:
@@ -58,7 +59,7 @@ def package(here: Path, init: bool = True) -> None:
     (here / "pkg/deep/mine.py").write_text(CLIP)
     (here / "pkg/unused.py").touch()
     (here / "pkg/types.pyi").touch()
-    (here / f"pkg/fast{staging.EXTENSION_SUFFIXES[0]}").touch()
+    (here / f"pkg/fast{packaging.EXTENSION_SUFFIXES[0]}").touch()
     for name in (
         ".env",
         ".git/config",
@@ -77,7 +78,7 @@ def package(here: Path, init: bool = True) -> None:
 def test_a_package_is_sent_as_its_modules_with_or_without_an_init(init, here):
     package(here, init)
     own = {"pkg/deep/mine.py", "pkg/unused.py", "pkg/types.pyi"}
-    own |= {f"pkg/fast{staging.EXTENSION_SUFFIXES[0]}"}
+    own |= {f"pkg/fast{packaging.EXTENSION_SUFFIXES[0]}"}
     assert sent(here) == own | ({"pkg/__init__.py", "pkg/deep/__init__.py"} if init else set())
 
 
@@ -88,10 +89,10 @@ def test_declared_data_are_sent(here):
         (here / "pkg/deep" / name).rename(here / "pkg/deep" / f"{name}.txt")
     declared = '"pkg.deep" = ["a.txt"]\n"pkg" = ["c", "deep/b.txt", ".env"]\n'
     (here / "pyproject.toml").write_text(f"[tool.setuptools.package-data]\n{declared}")
-    data = {name for name in sent(here) if not name.endswith(staging.CODE)}
+    data = {name for name in sent(here) if not name.endswith(packaging.CODE)}
     assert data == {"pkg/deep/a.txt", "pkg/deep/b.txt", "pkg/c"}
     (here / "pyproject.toml").write_text('[tool.setuptools.package-data]\n"*" = ["*.txt"]\n')
-    data = {name for name in sent(here) if not name.endswith(staging.CODE)}
+    data = {name for name in sent(here) if not name.endswith(packaging.CODE)}
     assert data == {"pkg/deep/a.txt", "pkg/deep/b.txt", "pkg/deep/d.txt"}
 
 
@@ -113,10 +114,10 @@ def test_too_much_is_refused_by_its_name_and_the_limit_before_it_is_copied(
     (here / "pyproject.toml").write_text('[tool.setuptools.package-data]\npkg = ["big/*"]\n')
     with open(here / "pkg/big/huge.bin", "wb") as file:
         file.truncate(2 * 10**9)
-    monkeypatch.setattr(staging.shutil, "copyfile", lambda *a, **k: pytest.fail("it was copied"))
+    monkeypatch.setattr(packaging.shutil, "copyfile", lambda *a, **k: pytest.fail("it was copied"))
     if limit == "COUNT":
         (here / "pkg/big/huge.bin").unlink()
-        monkeypatch.setattr(staging, "COUNT", 3)
+        monkeypatch.setattr(packaging, "COUNT", 3)
     tree = overridden(SMALL, ["bounding.kind=pkg.deep.mine:Own", "bounding.bound=1"])
     (here / "c.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as refused:
@@ -177,17 +178,17 @@ def test_every_file_that_a_config_names_goes_along_under_a_name_of_its_contents(
     if absolute:
         text = yaml.safe_dump(tree).replace(f" {name}", f" {here / name}")
         tree = yaml.safe_load(text)
-    new, files = staging.packed(tree, [Experiment.from_dict(tree)], here)
+    new, files = packaging.packed(tree, [Experiment.from_dict(tree)], here)
     *sections, key = field.split(".")
     for section in sections:
         new = new[section]
     assert new[key].startswith("files/") and new[key].endswith(name)
     assert files[new[key]].samefile(here / name)
-    staging.copy(files, here / "stage")
+    packaging.copy(files, here / "stage")
     assert (here / "stage" / new[key]).read_bytes() == (here / name).read_bytes()
     assert not [
         each
-        for each in staging.packed(tree, [Experiment.from_dict(tree)], here, there=True)[1]
+        for each in packaging.packed(tree, [Experiment.from_dict(tree)], here, there=True)[1]
         if "npz" in each
     ]
 
@@ -198,14 +199,14 @@ def test_a_folder_that_a_config_names_goes_along_with_its_files(here):
         (here / "images" / name).write_bytes(name.encode())
     data = {"kind": "image_folder", "train": "images", "clients": 2}
     tree = overridden(SMALL | {"data": data}, [])
-    there, files = staging.packed(tree, [Experiment.from_dict(tree)], here)
+    there, files = packaging.packed(tree, [Experiment.from_dict(tree)], here)
     folder = there["data"]["train"]
     assert folder.startswith("files/") and folder.endswith("/images")
     assert set(files) == {f"{folder}/cat/1.png", f"{folder}/dog/2.png"}
-    staging.copy(files, here / "stage")
+    packaging.copy(files, here / "stage")
     assert (here / "stage" / folder / "cat" / "1.png").read_bytes() == b"cat/1.png"
     (here / "images" / "cat" / "1.png").write_bytes(b"another")
-    assert staging.packed(tree, [Experiment.from_dict(tree)], here)[0] != there
+    assert packaging.packed(tree, [Experiment.from_dict(tree)], here)[0] != there
 
 
 def test_files_in_search_spaces_go_along(here):
@@ -213,8 +214,8 @@ def test_files_in_search_spaces_go_along(here):
     np.savez(here / "u.npz", x=np.zeros((30, 4)), y=np.arange(30) % 2)
     tree["data"] = tree["data"] | {"train": {"grid": ["t.npz", "u.npz"]}}
     (here / "s.yaml").write_text(yaml.safe_dump(tree))
-    asked = submit._read("s.yaml", [])
-    new, files = staging.packed(asked.tree, asked.experiments, here)
+    asked = client._read("s.yaml", [])
+    new, files = packaging.packed(asked.tree, asked.experiments, here)
     assert asked.command == "sweep" and len(files) == 2
     assert sorted(new["data"]["train"]["grid"]) == sorted(files)
     assert Sweep.from_dict(new).size == 2
@@ -233,9 +234,9 @@ def test_a_file_that_cannot_be_sent_is_refused_in_one_line(here, monkeypatch):
     }.items():
         changed = overridden(tree, [f"data.train={name}"])
         with pytest.raises(ConfigError, match=f"^data.train = '{name}': expected {said}"):
-            staging.packed(changed, [Experiment.from_dict(changed)], here)
-    monkeypatch.setattr(staging, "LIMIT", 100)
+            packaging.packed(changed, [Experiment.from_dict(changed)], here)
+    monkeypatch.setattr(packaging, "LIMIT", 100)
     with pytest.raises(
         ConfigError, match=r"t\.npz': expected at most 0 MB to be sent .* say --there"
     ):
-        staging.packed(tree, [Experiment.from_dict(tree)], here)
+        packaging.packed(tree, [Experiment.from_dict(tree)], here)

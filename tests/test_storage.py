@@ -14,17 +14,18 @@ import pytest
 from conftest import experiment
 from typer.testing import CliRunner
 
-from raydpfl import Experiment, load, run, saved, storage
-from raydpfl.cli import app
-from raydpfl.coordinator import Coordinator
+from raydpfl import Experiment, load, run, storage
+from raydpfl.cli.app import app
 from raydpfl.data import prepare, shards
 from raydpfl.errors import ConfigError, FileError, RunError
-from raydpfl.files import whole as sound
 from raydpfl.privacy import Ledger
 from raydpfl.report import write
-from raydpfl.storage import mirror, ticket
+from raydpfl.simulation import export
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.storage import lock, synced_folder
+from raydpfl.storage.files import whole as sound
+from raydpfl.storage.run_files import Pace
 from raydpfl.storage.store import Store
-from raydpfl.tracking import Pace
 
 pytestmark = pytest.mark.slow  # they start a server of their own
 # what a run writes that is the same whenever and wherever it is run
@@ -107,8 +108,8 @@ def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole, tmp_path):
     place = storage.within(s3(), "run")
     run(described(), place)
     assert load(place).summary["model_sha256"] == whole.summary["model_sha256"]
-    assert saved.export(place) == storage.within(place, "model.safetensors")
-    assert saved.export(place, tmp_path / "model.pt").exists()
+    assert export.export(place) == storage.within(place, "model.safetensors")
+    assert export.export(place, tmp_path / "model.pt").exists()
     assert write([place]) == storage.within(place, "report")
     assert b"raydpfl report" in files(place)["report/index.html"]
 
@@ -170,7 +171,7 @@ def dying(monkeypatch, after: int) -> list[str]:
     def change(name):
         def guarded(self, names, *content):
             mine = names if isinstance(names, str) else "".join(list(names))
-            if not mine.startswith(ticket.FOLDER):
+            if not mine.startswith(lock.FOLDER):
                 if len(reached) == after:
                     raise Death
                 reached.append(mine)
@@ -249,7 +250,7 @@ def test_of_a_run_that_ends_before_it_begins_nothing_is_left(place):
 
 
 def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
-    monkeypatch.setattr(mirror, "TAIL", 1000)
+    monkeypatch.setattr(synced_folder, "TAIL", 1000)
     names = []
     put = Store.put
     monkeypatch.setattr(
@@ -272,14 +273,14 @@ def test_of_two_processes_one_has_the_directory(place, tmp_path):
     with storage.at(place):  # by another cache on this machine, or another machine
         mine = Store(place)
         said = rf"held by process {os.getpid()} on "
-        with pytest.raises(ConfigError, match=said), ticket.held(mine, tmp_path / "held"):
+        with pytest.raises(ConfigError, match=said), lock.held(mine, tmp_path / "held"):
             pass
 
 
 def left(place: str, **differs) -> None:
     """Leaves the ticket of a process with these facts."""
-    owner = {**ticket._process(os.getpid()), **differs}
-    Store(place).put(f"{ticket.FOLDER}/theirs.json", json.dumps(owner).encode())
+    owner = {**lock._process(os.getpid()), **differs}
+    Store(place).put(f"{lock.FOLDER}/theirs.json", json.dumps(owner).encode())
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(place):
@@ -291,10 +292,10 @@ def test_a_dead_process_of_this_machine_holds_nothing(place):
 
 
 def test_a_process_elsewhere_is_dead_when_its_ticket_lapses(place, monkeypatch):
-    monkeypatch.setattr(ticket, "LAPSE", 0.6)
-    monkeypatch.setattr(ticket, "MARGIN", 0.1)
-    monkeypatch.setattr(ticket, "BEAT", 0.1)
-    monkeypatch.setattr(ticket, "TICK", 0.02)
+    monkeypatch.setattr(lock, "LAPSE", 0.6)
+    monkeypatch.setattr(lock, "MARGIN", 0.1)
+    monkeypatch.setattr(lock, "BEAT", 0.1)
+    monkeypatch.setattr(lock, "TICK", 0.02)
     left(place, boot="another")
     with storage.at(place):
         assert len(files(place)) == 1
@@ -316,9 +317,9 @@ def test_a_process_elsewhere_is_dead_when_its_ticket_lapses(place, monkeypatch):
 
 
 def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
-    monkeypatch.setattr(ticket, "LAPSE", 0.3)
-    monkeypatch.setattr(ticket, "MARGIN", 0.1)
-    monkeypatch.setattr(ticket, "BEAT", 1.0)  # it stands still
+    monkeypatch.setattr(lock, "LAPSE", 0.3)
+    monkeypatch.setattr(lock, "MARGIN", 0.1)
+    monkeypatch.setattr(lock, "BEAT", 1.0)  # it stands still
     with pytest.raises(FileError, match="another may have taken"), storage.at(place) as folder:
         (folder / "before").write_text("a")
         storage.push(folder)
@@ -327,7 +328,7 @@ def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
         time.sleep(0.8)
         (folder / "after").write_text("b")
         storage.push(folder)
-    assert set(files(place)) == {"before", f"{ticket.FOLDER}/theirs.json"}
+    assert set(files(place)) == {"before", f"{lock.FOLDER}/theirs.json"}
 
 
 def test_what_cannot_be_reached_is_refused_in_one_line():

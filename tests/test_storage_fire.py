@@ -21,9 +21,10 @@ import forks
 import pytest
 from test_ledger_fire import EXPERIMENT, released, spawned
 
-from raydpfl import Experiment, runner, tracking
-from raydpfl.coordinator import Coordinator
-from raydpfl.storage import ticket
+from raydpfl import Experiment
+from raydpfl.runtime import runner
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.storage import lock, run_files
 from raydpfl.storage.store import Store
 
 pytestmark = pytest.mark.slow
@@ -38,11 +39,11 @@ def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | Non
     dies, before or after.
     """
     os.environ["RAYDPFL_CACHE"] = f"{notes}-cache-{machine}"
-    ticket.LAPSE = LAPSE
-    ticket.MARGIN = ticket.BEAT = LAPSE / 5
-    ticket.TICK = LAPSE / 50
-    process = ticket._process
-    ticket._process = lambda pid: {**process(pid), "boot": str(machine)}
+    lock.LAPSE = LAPSE
+    lock.MARGIN = lock.BEAT = LAPSE / 5
+    lock.TICK = LAPSE / 50
+    process = lock._process
+    lock._process = lambda pid: {**process(pid), "boot": str(machine)}
     release = Coordinator.release
     file = os.open(f"{notes}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0
@@ -69,7 +70,7 @@ def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | Non
     Store.remove = fatal(Store.remove)
     Coordinator.release = noting
     runner.versions = dict  # what is installed takes longer to list than the run takes
-    tracking.SHARE = 1e9  # snapshots after every round
+    run_files.SHARE = 1e9  # snapshots after every round
     runner.run(Experiment.from_dict(EXPERIMENT), place, resume=resume)
 
 

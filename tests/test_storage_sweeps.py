@@ -11,12 +11,12 @@ import pytest
 from conftest import SMALL
 from test_storage import files
 
-from raydpfl import Experiment, run, storage, tune
+from raydpfl import Experiment, run, storage, sweep
 from raydpfl.audit import audit
-from raydpfl.storage import mirror, ticket
+from raydpfl.storage import lock, synced_folder
 from raydpfl.storage.store import Store
-from raydpfl.tune.limits import Limits
-from raydpfl.tune.sweep import Sweep
+from raydpfl.sweep.sweep import Sweep
+from raydpfl.sweep.timeouts import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def swept(*rates: float) -> Sweep:
 def ran(shared_ray, tmp_path_factory):
     """A sweep at an address."""
     place = f"local://{tmp_path_factory.mktemp('sweeps')}/store/sweep"
-    return place, tune.run(swept(0.05, 0.1), place)
+    return place, sweep.run(swept(0.05, 0.1), place)
 
 
 def test_a_sweep_elsewhere_leaves_what_it_leaves_on_a_disk(ran, tmp_path):
@@ -63,9 +63,9 @@ def test_it_goes_on_where_nothing_is_left_of_it(ran, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Store, "fetch", lambda self, names, into: fetched.extend(names) or fetch(self, names, into)
     )
-    result = tune.run(swept(0.05, 0.1, 0.2), place, resume=True)
+    result = sweep.run(swept(0.05, 0.1, 0.2), place, resume=True)
     assert result.summary["trained"] == {"runs": 3, "private": 3}
-    assert not any(mirror.CHECKPOINT.fullmatch(name) for name in fetched)
+    assert not any(synced_folder.CHECKPOINT.fullmatch(name) for name in fetched)
     after = files(place)
     trials = {name for name in before if name.startswith("trials/")}
     assert all(after[name] == before[name] for name in trials), "finished trials are left alone"
@@ -101,14 +101,14 @@ def test_what_a_trial_writes_is_never_written_by_its_sweep(tmp_path):
 
 
 def test_a_living_process_is_given_time_to_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(ticket, "TICK", 0.01)
+    monkeypatch.setattr(lock, "TICK", 0.01)
     place = f"local://{tmp_path}/store"
     store = Store(place)
-    owner = {**ticket._process(1), "since": 0}
-    store.put(f"{ticket.FOLDER}/theirs.json", json.dumps(owner).encode())
-    monkeypatch.setattr(ticket._Ticket, "_dead", lambda *_: False)
+    owner = {**lock._process(1), "since": 0}
+    store.put(f"{lock.FOLDER}/theirs.json", json.dumps(owner).encode())
+    monkeypatch.setattr(lock._Ticket, "_dead", lambda *_: False)
     remaining = iter([owner, owner, {}])
-    monkeypatch.setattr(ticket._Ticket, "_owner", lambda *_: next(remaining))
+    monkeypatch.setattr(lock._Ticket, "_owner", lambda *_: next(remaining))
     with storage.at(place, patience=60):
         assert next(remaining, None) is None
 

@@ -14,8 +14,8 @@ from conftest import experiment
 from raydpfl import privacy, run
 from raydpfl.check import check, render
 from raydpfl.errors import ConfigError
-from raydpfl.origin import sources
 from raydpfl.privacy import Mechanism, Query, Sampling
+from raydpfl.simulation.provenance import sources
 
 HERE = Path(__file__).parent / "strangers"
 STRANGERS = {

@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from raydpfl import cli
-from raydpfl.study import Study, shipped
+from raydpfl.cli import app
+from raydpfl.sweep.study import Study, builtin
 
 pytestmark = pytest.mark.slow
-STUDIES = [*shipped.paths()]
+STUDIES = [*builtin.paths()]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def smoke(shared_ray, tmp_path_factory) -> Path:
     words = ["reproduce", "all", "--scale", "smoke", "--out", str(out), "--data-root", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["raydpfl", *words])
-        cli.main()
+        app.main()
     return out
 
 

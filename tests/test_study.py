@@ -26,24 +26,24 @@ from conftest import SMALL
 from rich.console import Console
 from test_same_bits import kill_tree
 
-from raydpfl import study as room
-from raydpfl.compare import over_seeds, paired
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
-from raydpfl.report.published import Printed
-from raydpfl.study import Course, Display, Study, reproduce, shipped
-from raydpfl.study.course import OUTPUTS, Together
-from raydpfl.study.form import RESERVED
-from raydpfl.study.identities import looked_at, words
-from raydpfl.study.progress import numbers
-from raydpfl.tune.directory import Directory
-from raydpfl.tune.folder import name_of
-from raydpfl.tune.sweep import short
+from raydpfl.report.published_numbers import Printed
+from raydpfl.report.statistics import over_seeds, paired
+from raydpfl.sweep import study as room
+from raydpfl.sweep.directory import Directory
+from raydpfl.sweep.study import Course, Display, Study, builtin, reproduce
+from raydpfl.sweep.study.identities import looked_at, words
+from raydpfl.sweep.study.progress import numbers
+from raydpfl.sweep.study.runner import OUTPUTS, Together
+from raydpfl.sweep.study.schema import RESERVED
+from raydpfl.sweep.sweep import short
+from raydpfl.sweep.trial_folders import name_of
 
 ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
 MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]
 OWN = """
-from raydpfl.bounding import Bounding
+from raydpfl.methods.bounding import Bounding
 
 
 class Halve(Bounding):
@@ -350,12 +350,12 @@ def test_what_is_wrong_with_a_file_is_said_by_field(path):
 @pytest.mark.slow
 def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_its_names():
     names = []
-    for name, path in shipped.paths().items():
+    for name, path in builtin.paths().items():
         for scale in ("smoke", "small", "paper"):
             assert Study.named(name, scale).about.id == name
-        names += [name, *shipped.header(path).get("answers", ())]
+        names += [name, *builtin.header(path).get("answers", ())]
     assert len(set(names)) == len(names)
-    assert {shipped.find(name) for name in names} == {*shipped.paths().values()}
+    assert {builtin.find(name) for name in names} == {*builtin.paths().values()}
     with pytest.raises(
         ConfigError, match="study = '009/fig1': expected the file of a study, or one of"
     ):
@@ -365,7 +365,7 @@ def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_it
 @pytest.mark.slow
 def test_every_printed_table_is_read_by_a_study_which_finds_its_numbers():
     read = set()
-    for path in shipped.paths().values():
+    for path in builtin.paths().values():
         given = yaml.safe_load(path.read_text())
         tables = [item for item in given["show"] if "published" in item]
         if not tables:
@@ -374,14 +374,14 @@ def test_every_printed_table_is_read_by_a_study_which_finds_its_numbers():
         labels = {axis: [*names] for axis, names in asked.labels.items()}
         for item in map(parse, tables, [path.stem] * len(tables)):
             read.add(item.published)
-            printed = Printed.read(shipped.PUBLISHED / item.published)
+            printed = Printed.read(builtin.PUBLISHED / item.published)
             columns = printed.columns(labels, item.match)
             found = [
                 printed.of({**cell.labels, "arm": cell.arm}, columns, "", item.where, item.value)
                 for cell in asked.cells
             ]
             assert any(found), (path, item.published)
-    known = {path.name for path in shipped.PUBLISHED.glob("*.csv")}
+    known = {path.name for path in builtin.PUBLISHED.glob("*.csv")}
     assert read == known - {"mentioned_in_text.csv"}
 
 
@@ -884,8 +884,8 @@ def test_the_list_names_every_study_what_it_shows_and_what_is_lost(typed):
     code, shown, _ = typed("reproduce", "--list")
     assert code == 0
     said = re.sub(r"\n +", " ", shown)  # titles are wrapped
-    for name, path in shipped.paths().items():
-        about = shipped.header(path)
+    for name, path in builtin.paths().items():
+        about = builtin.header(path)
         assert f"{name}  {about['title']}" in said
         assert all(other in said for other in about.get("answers", ()))
     assert "smoke: " in said and "lost: " in said

@@ -28,17 +28,19 @@ from conftest import experiment
 from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
-from raydpfl import cli, run, storage, submit
-from raydpfl.directing import directed
+from raydpfl import run, storage
+from raydpfl.cli import app
+from raydpfl.cli.wrong_command import directed
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.files import cache_root
+from raydpfl.jobs import client as submit
+from raydpfl.storage.files import cache_root
 
 pytestmark = pytest.mark.slow
 
 OWN = """
 import math
 import helper
-from raydpfl.bounding import Bounding
+from raydpfl.methods.bounding import Bounding
 
 class Tanh(Bounding):
     bound: float = 1.0
@@ -234,7 +236,7 @@ def test_an_address_without_a_job_server_is_refused_in_one_line(address, unset):
 def test_a_config_a_job_to_follow_and_one_to_stop_exclude_one_another():
     for words in ([], ["config.yaml", "--follow", "a"], ["--follow", "a", "--stop", "b"]):
         with pytest.raises(ConfigError, match="a CONFIG, or --follow ID, or --stop ID"):
-            CliRunner().invoke(cli.app, ["submit", *words], catch_exceptions=False)
+            CliRunner().invoke(app.app, ["submit", *words], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from dp_accounting import rdp as dp_rdp
 from scipy.special import ndtri
 from scipy.stats import chi2
 
-from raydpfl import keys, run, scores
-from raydpfl.budget.runs import of_config
+from raydpfl import run
+from raydpfl.core import prng
 from raydpfl.errors import ConfigError
-from raydpfl.histogram import Histogram
-from raydpfl.metrics import called
-from raydpfl.noise.drawn import survey_noise
-from raydpfl.plan import Plan
+from raydpfl.methods.noise.keyed_noise import survey_noise
+from raydpfl.models import metric_columns
+from raydpfl.models.client_histogram import Histogram
+from raydpfl.models.metrics import called
 from raydpfl.privacy import (
     Mechanism,
     Query,
@@ -36,7 +36,9 @@ from raydpfl.privacy import (
     gaussian_epsilon,
     guarantees,
 )
-from raydpfl.privacy.laws import Law
+from raydpfl.privacy.sampling import Law
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.planned_guarantee import of_config
 
 DELTA = 1e-5
 ADD = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -224,7 +226,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
         drawn = made.experiment.noise.on_survey(made.survey_seed, t, 5.0, 8, 50)
         counts = histogram.counts(values) + drawn
         assert [row["count"] for row in rows if row["round"] == t] == counts.tolist()
-        told = scores.of_histogram(called("accuracy"), histogram, counts)
+        told = metric_columns.of_histogram(called("accuracy"), histogram, counts)
         row = found.rounds.slice(t, 1).to_pylist()[0]
         assert {name: row[name] for name in told} == told
     assert found.summary["client_accuracy_mean"] != exact.summary["client_accuracy_mean"]
@@ -232,7 +234,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_or_goes_on_releases_and_spends_the_same(tmp_path):
-    names = [*scores.of_clients(called("accuracy")), "epsilon_rdp"]
+    names = [*metric_columns.of_clients(called("accuracy")), "epsilon_rdp"]
     for evaluate in (ASKED, {**ASKED, "every": 1}):
         where = tmp_path / str(evaluate["every"])
         whole = run(experiment(evaluate=evaluate, rounds=6), where / "whole")
@@ -317,7 +319,7 @@ def test_the_noise_on_each_count_has_its_std_whoever_draws_it(clients):
 
 def test_each_client_draws_its_own_part():
     parts = [
-        keys.normals(7, keys.Purpose.SURVEY_NOISE, 4, t=2, client=client).double().numpy()
+        prng.normals(7, prng.Purpose.SURVEY_NOISE, 4, t=2, client=client).double().numpy()
         for client in range(30)
     ]
     assert survey_noise(7, 2, 3.0, 4, 30) == pytest.approx(np.sum(parts, 0) * 3 / math.sqrt(30))
@@ -328,9 +330,9 @@ def test_without_noise_the_statistics_are_those_of_the_clients_but_for_the_width
     values = np.random.default_rng(seed).beta(4, 2, size=1000)
     histogram = Histogram(std=1.0, bins=200)
     for metric in (called("accuracy"), called("loss")):
-        found = scores.of_histogram(metric, histogram, histogram.counts(values))
+        found = metric_columns.of_histogram(metric, histogram, histogram.counts(values))
         assert list(found.values()) == pytest.approx(
-            list(scores.of_clients(metric, values).values()), abs=0.005
+            list(metric_columns.of_clients(metric, values).values()), abs=0.005
         )
 
 

@@ -26,15 +26,15 @@ from test_same_bits import RUN, kill_tree
 
 from raydpfl import Experiment
 from raydpfl import run as run_one
+from raydpfl.cli.sweep_display import Display, following, table
 from raydpfl.errors import ConfigError
-from raydpfl.tune import Sweep, run, watch
-from raydpfl.tune.course import scheduler
-from raydpfl.tune.display import Display, following, table
-from raydpfl.tune.folder import identity
-from raydpfl.tune.guided import guided
-from raydpfl.tune.results import gather, statement
-from raydpfl.tune.source import Trial
-from raydpfl.tune.sweep import shown
+from raydpfl.sweep import Sweep, run, tune_callback
+from raydpfl.sweep.optuna_search import guided
+from raydpfl.sweep.results import gather, statement
+from raydpfl.sweep.runner import scheduler
+from raydpfl.sweep.sweep import shown
+from raydpfl.sweep.trial_folders import identity
+from raydpfl.sweep.trial_source import Trial
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
 
@@ -378,7 +378,7 @@ def swept(shared_ray, tmp_path_factory):
     seen = []
     out = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "SHOW", 0.0)  # every change, however fast the trials are
+        patch.setattr(tune_callback, "SHOW", 0.0)  # every change, however fast the trials are
         result = run(
             sweep,
             out,

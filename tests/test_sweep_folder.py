@@ -16,12 +16,12 @@ from conftest import SMALL
 from test_sweep import tree
 
 from raydpfl import run as run_one
-from raydpfl.bounding import Bounding
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.tune import Sweep, course, folder, results, run
-from raydpfl.tune.directory import Directory
-from raydpfl.tune.limits import Limits
-from raydpfl.tune.spaces import parse
+from raydpfl.methods.bounding import Bounding
+from raydpfl.sweep import Sweep, results, run, runner, trial_folders
+from raydpfl.sweep.directory import Directory
+from raydpfl.sweep.spaces import parse
+from raydpfl.sweep.timeouts import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,9 @@ def test_whatever_was_trained_counts_under_any_name(case, name, tmp_path):
     place.mkdir(parents=True)
     make(place)
     (tmp_path / "trials" / "notes.txt").touch()
-    assert folder.trained(tmp_path / "trials") == ({} if private is None else {name: private})
+    assert trial_folders.trained(tmp_path / "trials") == (
+        {} if private is None else {name: private}
+    )
 
 
 def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
@@ -268,7 +270,7 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     (tmp_path / ".tune-1").mkdir()
     (tmp_path / ".tune-1" / "state").touch()
     gone = tmp_path / ".summary.json.1"
-    place = Directory(tmp_path, "sweep", course.OUTPUTS)
+    place = Directory(tmp_path, "sweep", runner.OUTPUTS)
     found = place.left_over()
     monkeypatch.setattr(Directory, "left_over", lambda self: [gone, *found])
     monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
@@ -294,7 +296,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, 
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
-    monkeypatch.setattr(course, "replace_file", full)
+    monkeypatch.setattr(runner, "replace_file", full)
     said = complain(["sweep", str(out), "--resume"])
     assert said.endswith(
         ": a directory that can be written to (sweep.yaml cannot be written "
@@ -583,7 +585,7 @@ def test_values_with_brackets_are_shown_as_they_are(out, tmp_path, monkeypatch, 
         setting.values["local.lr"] = "[/b] [red]x"
     from rich.console import Console
 
-    from raydpfl.tune.display import table
+    from raydpfl.cli.sweep_display import table
 
     console = Console(width=200)
     with console.capture() as printed:

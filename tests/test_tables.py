@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from raydpfl.errors import FileError
-from raydpfl.record import quantiles_of
-from raydpfl.tables import Table, read_log, schema, write_table
-from raydpfl.tracking import Extent, Pace
+from raydpfl.simulation.recorder import quantiles_of
+from raydpfl.storage.run_files import Extent, Pace
+from raydpfl.storage.tables import Table, read_log, schema, write_table
 
 COLUMNS = schema(["round", "client", "norm", "angle"])
 
@@ -151,7 +151,7 @@ def test_quantiles_of_a_row_are_numpys_to_the_bit():
 
 def test_snapshots_that_cost_little_are_a_second_apart_and_others_take_their_share(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("raydpfl.tracking.time.monotonic", lambda: now)
+    monkeypatch.setattr("raydpfl.storage.run_files.time.monotonic", lambda: now)
     pace = Pace()
     for cost, apart in ((0.001, 1.0), (0.05, 1.0), (0.5, 10.0)):
         pace.took(cost)

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from conftest import experiment, form
 from torch import nn
 
-from raydpfl import data, models, run, tasks
+from raydpfl import data, models, run
 from raydpfl.check.runs import carried_out
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.local import Sgd, Trainer, batches, resolve
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.models import tasks
+from raydpfl.simulation.plan import Plan
 
 SIZES = [5, 3, 0, 4]
 INPUTS = 6

@@ -16,8 +16,8 @@ from raydpfl import data, models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.local import Sgd, Trainer, batches, resolve
-from raydpfl.plan import Plan
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.simulation.plan import Plan
 
 PLAY = """A B:
 hello there

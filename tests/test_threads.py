@@ -18,14 +18,16 @@ from conftest import experiment
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
-from raydpfl import dealing, hardware, models, native, parts, plan, run, sums
-from raydpfl.bounding import FAMILY, Bounding, Clip
-from raydpfl.client import ClientActor
+from raydpfl import models, run
+from raydpfl.core import exact_sum, hardware, native
+from raydpfl.core.messages import Broadcast, Grid, Work
 from raydpfl.errors import RunError
-from raydpfl.local import Sgd, Trainer
-from raydpfl.plan import Plan
-from raydpfl.rounds import Broadcast, Grid, Work
-from raydpfl.selection import Cohort
+from raydpfl.methods.bounding import FAMILY, Bounding, Clip
+from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation import plan, preparation, scheduler
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.plan import Plan
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 CLIENTS = 23
@@ -89,7 +91,7 @@ def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
         for count in (1, 2, 5):
             native.use(count)
             total = np.zeros(d)
-            sums.add(total, rows, Grid.of(k, 10.0), factors, noise)
+            exact_sum.add(total, rows, Grid.of(k, 10.0), factors, noise)
             norms = native.norms(torch.from_numpy(rows)), native.norms(torch.from_numpy(noise))
             made = total.tobytes() + b"".join(each.tobytes() for each in norms)
             expected = expected or made
@@ -231,7 +233,7 @@ def test_whatever_command_makes_a_plan_takes_products_on_one_thread(monkeypatch)
     def prepared(*given):
         blas = [each for each in threadpool_info() if each["user_api"] == "blas"]
         counts.extend(each["num_threads"] for each in blas)
-        return parts.prepared(*given)
+        return preparation.prepared(*given)
 
     monkeypatch.setattr(plan, "prepared", prepared)
     with threadpool_limits(3, user_api="blas"):
@@ -280,7 +282,7 @@ class Trained:
         e = plan.experiment
         sizes = e.local.rows_used(plan.population.sizes[clients])
         given = plan.weights(clients), sizes, e.client.lane, plan.step_stds(clients)
-        lanes = dealing.lanes(cohort, *given, plan.lane_costs(clients))
+        lanes = scheduler.lanes(cohort, *given, plan.lane_costs(clients))
         bound = e.bounding.initial_bound
         std = plan.client_std(bound)
         most = None if bound is None else bound * plan.weight

@@ -11,10 +11,10 @@ import torch
 from conftest import form
 
 from raydpfl import data, models
-from raydpfl.config import Experiment
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.plan import Plan
+from raydpfl.experiment import Experiment
+from raydpfl.simulation.plan import Plan
 
 ROWS = [
     ("A good film.", "pos", "u"),

@@ -14,16 +14,18 @@ import torch
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl import cli, files, run
+from raydpfl import run
+from raydpfl.cli import app
+from raydpfl.config.registry import load
 from raydpfl.errors import ConfigError, RunError, brief, contained, told
-from raydpfl.member import load
-from raydpfl.placement import Inline
-from raydpfl.plan import Plan
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline
+from raydpfl.storage import files
 
 
 def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
     ticks = iter(range(10**6))
-    monkeypatch.setattr("raydpfl.tracking.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("raydpfl.storage.run_files.time.perf_counter", lambda: float(next(ticks)))
 
     def slow(self, *_):  # an evaluation that lasts 1000 ticks of the clock
         for _ in range(1000):
@@ -95,7 +97,7 @@ def test_a_gap_in_the_labels_or_a_single_class_is_warned_of_at_every_run(
 
 MINE = """
 from torch import nn
-from raydpfl.bounding import Clip
+from raydpfl.methods.bounding import Clip
 class Net(nn.Linear):
     def forward(self, x):
         if self.training and len(x) == 10:
@@ -144,14 +146,14 @@ def sections_hook(sections):
 
 @pytest.mark.slow
 def test_all_frames_are_shown_where_they_are_asked_for(tmp_path, monkeypatch, typed):
-    monkeypatch.setenv(cli.DEBUG, "")
+    monkeypatch.setenv(app.DEBUG, "")
     (tmp_path / "deep.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     rule = {"bounding": {"kind": "deep:Rule", "bound": 1.0}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL | rule))
     code, _, said = typed("run", tmp_path / "c.yaml", "--out", tmp_path / "o", "--debug")
     assert code == 1
-    assert "raydpfl/cli.py" in said and "in factor" in said
+    assert "raydpfl/cli/app.py" in said and "in factor" in said
 
 
 @pytest.mark.parametrize(
@@ -196,8 +198,8 @@ def test_a_file_that_the_project_misses_for_a_user_is_not_laid_to_their_code(tmp
 
 READING = """
 import rows_file
-from raydpfl.bounding import Clip
-from raydpfl.server import Server
+from raydpfl.methods.bounding import Clip
+from raydpfl.methods.server import Server
 class Rule(Clip):
     def factor(self, norm, bound):
         return rows_file.read()
@@ -230,9 +232,9 @@ def test_what_an_import_raises_is_told_with_its_line(tmp_path, monkeypatch):
 
 
 HOOKS = """
-from raydpfl.bounding import Clip
-from raydpfl.server import Server
-from raydpfl.weights import Weights
+from raydpfl.methods.bounding import Clip
+from raydpfl.methods.server import Server
+from raydpfl.methods.weights import Weights
 class Mine(Server):
     def direction(self, update, state):
         return {}["x"]

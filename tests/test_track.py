@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from conftest import experiment
 
-from raydpfl import Experiment, runner, track
+from raydpfl import Experiment, tracking
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
-from raydpfl.track import Log, Tracker, sender
-from raydpfl.track.base import numbers
-from raydpfl.track.tensorboard import Events
-from raydpfl.tune.folder import name_of
+from raydpfl.runtime import runner
+from raydpfl.sweep.trial_folders import name_of
+from raydpfl.tracking import Log, Tracker, sender
+from raydpfl.tracking.base import numbers
+from raydpfl.tracking.tensorboard import Events
 
 TOLD: dict[str, list] = {}  # by what a tracker calls a run: the rounds it was told of, and its end
 
@@ -190,16 +191,16 @@ def test_a_book_that_is_damaged_is_begun_anew(tmp_path, caplog):
 
 def test_what_tracks_is_no_part_of_a_trials_name():
     assert name_of(tracked()) == name_of(tracked(MINE, "ray"))
-    assert Experiment.from_dict({}).track == track.parse(["tensorboard"])
+    assert Experiment.from_dict({}).track == tracking.parse(["tensorboard"])
 
 
 def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_written(
     tmp_path, monkeypatch, complain
 ):
     (tmp_path / "small.yaml").write_text(tracked().to_yaml())
-    real = track.importlib.util.find_spec
+    real = tracking.importlib.util.find_spec
     monkeypatch.setattr(
-        track.importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
+        tracking.importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
     )
     words = ["run", tmp_path / "small.yaml", "track=[mlflow]", "--out", tmp_path / "out"]
     said = complain(words)
@@ -231,7 +232,7 @@ def expected(result, name):
 
 def twice(kind, out, **fields):
     """A run in two parts, shown by a tool that keeps what it knows in a folder beside it."""
-    tracker = track.FAMILY[kind](**fields).kept_in(out.parent)
+    tracker = tracking.FAMILY[kind](**fields).kept_in(out.parent)
     asked = experiment().model_copy(update={"track": (tracker,)})
     run_one(asked, out, on_rows=lambda rows: rows[-1]["round"] == 1)
     return run_one(asked, out, resume=True)
@@ -298,7 +299,7 @@ def _records(data):
 
 @pytest.mark.slow
 def test_trackio_has_one_run_with_every_number(tmp_path, caplog, capsys):
-    if track.importlib.util.find_spec("trackio") is None:
+    if tracking.importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")  # it reads where its store is when it is imported
     result = twice("trackio", tmp_path / "out")
     assert not warned(caplog) and "rackio" not in capsys.readouterr().out

@@ -14,11 +14,13 @@ import torch
 from conftest import experiment
 from rich.console import Console
 
-from raydpfl import Experiment, data, evaluator, run, shown
-from raydpfl.data import Shards, heldout, prepare, shards
+from raydpfl import Experiment, data, run
+from raydpfl.cli import run_display
+from raydpfl.data import Shards, prepare, shards, validation_split
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.plan import Plan
-from raydpfl.scores import is_score
+from raydpfl.models.metric_columns import is_score
+from raydpfl.simulation import evaluation
+from raydpfl.simulation.plan import Plan
 from raydpfl.storage.cache import put
 
 SPREAD = {"kind": "fashion_mnist_mini", "clients": 70, "sizes": {"kind": "spread"}}
@@ -39,7 +41,7 @@ def rows_of(found):
 def kept_and_apart(described, share, seed=5):
     """For each client, all its rows, and which of them are held out and which scored."""
     split = described.split(seed, None)
-    apart = heldout.held_out(split, share, seed, described.overlaps())
+    apart = validation_split.held_out(split, share, seed, described.overlaps())
     clients = len(split.sizes)
     return split, apart, [apart.rows(client, client + 1) for client in range(clients)]
 
@@ -53,7 +55,7 @@ def kept_and_apart(described, share, seed=5):
     ],
 )
 def test_how_many_rows_are_held_out(sizes, share, expected):
-    assert heldout.counts(np.array(sizes), share).tolist() == expected
+    assert validation_split.counts(np.array(sizes), share).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
     described = data.parse(described)
     whole = Shards.open(prepare(described, 5, cache=tmp_path))
     opened = Shards.open(prepare(described, 5, cache=tmp_path, validation=0.3))
-    apart = heldout.counts(np.asarray(whole.sizes), 0.3)
+    apart = validation_split.counts(np.asarray(whole.sizes), 0.3)
     assert np.array_equal(opened.sizes, whole.sizes - apart) and opened.clients == whole.clients
     assert opened.validation_size == apart.sum() and whole.validation_size == 0
     held = rows_of(opened.validation(7))
@@ -94,17 +96,17 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
 def test_which_rows_a_client_holds_out_depends_on_the_seed_and_itself_alone():
     split, apart, flags = kept_and_apart(data.parse(SPREAD), 0.3)
     others = replace(split, sizes=np.where(np.arange(70) == 9, split.sizes, 3))
-    alone = heldout.held_out(others, 0.3, 5, False)
+    alone = validation_split.held_out(others, 0.3, 5, False)
     assert np.array_equal(alone.rows(9, 10)[0], flags[9][0])
     together = np.concatenate([held for held, _ in flags])
     assert np.array_equal(apart.rows(0, 70)[0], together)
-    again = heldout.held_out(split, 0.3, 6, False).rows(0, 70)[0]
+    again = validation_split.held_out(split, 0.3, 6, False).rows(0, 70)[0]
     assert again.sum() == together.sum() and not np.array_equal(again, together)
 
 
 def test_every_row_is_as_likely_to_be_held_out():
     split = replace(kept_and_apart(data.parse(SPREAD), 0.3)[0], sizes=np.full(4000, 10))
-    held = heldout.held_out(split, 0.3, 5, False).rows(0, 4000)[0].reshape(4000, 10)
+    held = validation_split.held_out(split, 0.3, 5, False).rows(0, 4000)[0].reshape(4000, 10)
     assert (held.sum(1) == 3).all()
     # 1200 expected, std 29; 10 places at 4.5 standard deviations
     assert np.abs(held.sum(0) - 1200).max() < 130
@@ -284,11 +286,11 @@ def test_a_run_that_does_not_look_at_the_test_set_tells_its_validation(untouched
         assert written[name] is None
     assert all(row["test_loss"] is None and row["test_accuracy"] is None for row in rows)
     assert [row["validation_accuracy"] is None for row in rows] == [True, False, True, False]
-    text = said(lambda console: shown.report(console, result))
+    text = said(lambda console: run_display.report(console, result))
     assert text.startswith(f"Validation accuracy {written['validation_accuracy']:.2%}, loss ")
 
     def show(console):
-        with shown.Display(console, 4) as display:
+        with run_display.Display(console, 4) as display:
             display.rows(rows)
 
     assert f"round 4/4  validation accuracy {written['validation_accuracy']:.2%}" in said(show)
@@ -296,7 +298,7 @@ def test_a_run_that_does_not_look_at_the_test_set_tells_its_validation(untouched
 
 def test_measuring_after_the_last_round_is_told_without_the_name_of_a_measure():
     def show(console):
-        with shown.Display(console, 4) as display:
+        with run_display.Display(console, 4) as display:
             for done in range(5):
                 display.measure(done, 4)
 
@@ -312,15 +314,15 @@ def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkey
     def evaluate(*_):
         raise AssertionError("there is nothing to evaluate on")
 
-    monkeypatch.setattr(evaluator.Evaluator, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation.Evaluator, "evaluate", evaluate)
     result = run(experiment(evaluate={"test": False}), tmp_path / "out")
     assert result.summary["status"] == "completed" and result.summary["test_loss"] is None
     assert result.rounds["test_loss"].null_count == result.rounds.num_rows == 4
-    assert "loss" not in said(lambda console: shown.report(console, result)).splitlines()[0]
+    assert "loss" not in said(lambda console: run_display.report(console, result)).splitlines()[0]
 
 
 def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluator, "scored", lambda *_: {"validation_loss": float("nan")})
+    monkeypatch.setattr(evaluation, "scored", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(RunError, match="the validation loss is nan after round 1; lower"):
         run(experiment(evaluate={**HALF, "test": False}), tmp_path / "out")
 

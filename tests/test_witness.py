@@ -9,23 +9,24 @@ import pytest
 from conftest import experiment
 from pydantic import Field
 
-from raydpfl import run, witnessing
-from raydpfl.bounding.quantile_clip import QuantileClip
+from raydpfl import run
+from raydpfl.cli.run_display import epsilon
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.keys import Purpose, stream
-from raydpfl.local.sgd import Sgd
-from raydpfl.plan import Plan
+from raydpfl.methods.bounding.quantile_clip import QuantileClip
+from raydpfl.methods.local.sgd import Sgd
+from raydpfl.methods.selection import Cohort, Population, Selection
+from raydpfl.methods.selection.availability import Availability
+from raydpfl.methods.selection.multinomial import Multinomial
+from raydpfl.methods.selection.poisson import Poisson
+from raydpfl.methods.selection.power_of_choice import PowerOfChoice
+from raydpfl.methods.selection.uniform import Uniform
+from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Guarantee, Sampling
-from raydpfl.privacy.laws import Law
-from raydpfl.selection import Cohort, Population, Selection
-from raydpfl.selection.availability import Availability
-from raydpfl.selection.multinomial import Multinomial
-from raydpfl.selection.poisson import Poisson
-from raydpfl.selection.power_of_choice import PowerOfChoice
-from raydpfl.selection.uniform import Uniform
-from raydpfl.selection.witness import Witness
-from raydpfl.shown import epsilon
-from raydpfl.weights import Weights
+from raydpfl.privacy.sampling import Law
+from raydpfl.simulation import monitoring
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.sampling_monitor import Witness
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
 
@@ -315,7 +316,7 @@ def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
     seen = Counter()
     for t in range(refused):
         seen.update(member.draw(seed, t, clients).clients.tolist())
-    witness = witnessing.of(plan, refused, None)
+    witness = monitoring.of(plan, refused, None)
     with pytest.raises(RunError, match=f"by round {refused}"):
         witness.see(refused, member.draw(seed, refused, clients), seen)
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from raydpfl import models
-from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
-from raydpfl.tasks import Classification, Form, Target
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.models.tasks import Classification, Form, Target
 
 SEED = 0
 CLASSES = 10

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from raydpfl import models
-from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
-from raydpfl.parts import lane_width
-from raydpfl.tasks import Classification, Form, Target
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.models.tasks import Classification, Form, Target
+from raydpfl.simulation.preparation import lane_width
 
 SHAPE = (1, 28, 28)
 CLASSES = 10

@@ -41,10 +41,11 @@ from torch.func import vmap
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from raydpfl import Experiment, device, run
+from raydpfl import Experiment, run
+from raydpfl.core import device
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.plan import Plan
+from raydpfl.simulation.plan import Plan
 
 EVERY = 10  # rounds between two evaluations
 BATCH = 10

@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from engine import Worker, distance, started, timed
 from torch import nn
 
-from raydpfl import models, tasks
-from raydpfl.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
-from raydpfl.tasks import Form, Target
+from raydpfl import models
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.models import tasks
+from raydpfl.models.tasks import Form, Target
 
 SEED = 0
 LANE = 16

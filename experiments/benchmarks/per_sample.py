@@ -28,8 +28,8 @@ from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, timed, tu
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
-from raydpfl.local import Sgd, Trainer, batches, resolve, tune_allocator
-from raydpfl.parts import lane_width
+from raydpfl.methods.local import Sgd, Trainer, batches, resolve, tune_allocator
+from raydpfl.simulation.preparation import lane_width
 
 WORK = {
     "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),

@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from raydpfl.cluster import Session
-from raydpfl.hardware import cores
-from raydpfl.tune import Sweep, run
+from raydpfl.core.hardware import cores
+from raydpfl.runtime.session import Session
+from raydpfl.sweep import Sweep, run
 
 CONFIG = {
     "data": {

@@ -23,11 +23,11 @@ import numpy as np
 import ray
 
 from raydpfl import Experiment
-from raydpfl.actors import Actors
-from raydpfl.coordinator import Coordinator
-from raydpfl.origin import of_capability
-from raydpfl.plan import Plan
-from raydpfl.rounds import Broadcast, Lane, LaneResult, Work
+from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
+from raydpfl.runtime.actor_pool import Actors
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.provenance import of_capability
 
 BLOCK = 6  # rounds of one coordinator that are counted before another has its turn
 MODELS = {"mlp": {"kind": "mlp", "hidden": 200}, "softmax": {"kind": "softmax"}}

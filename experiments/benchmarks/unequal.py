@@ -29,10 +29,10 @@ import numpy as np
 import ray
 
 from raydpfl import Experiment, models
-from raydpfl.actors import Actors
-from raydpfl.coordinator import Coordinator
-from raydpfl.origin import of_capability
-from raydpfl.plan import Plan
+from raydpfl.runtime.actor_pool import Actors
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.provenance import of_capability
 
 WARM = 3  # rounds that are not counted
 ROUNDS = 1000  # at most

@@ -49,18 +49,18 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl import storage
-from raydpfl.audit import checks, steps, views
+from raydpfl.audit import checks, local_step_canaries, observers
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
 from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record, on_sums
 from raydpfl.audit.checks import Check
-from raydpfl.audit.views import View
-from raydpfl.config import Experiment
+from raydpfl.audit.observers import View
 from raydpfl.errors import ConfigError
-from raydpfl.parts import composed
-from raydpfl.plan import Plan
+from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
-from raydpfl.tables import write_table
-from raydpfl.tracking import make_folder, replace_file, write_json
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.preparation import composed
+from raydpfl.storage.run_files import make_folder, replace_file, write_json
+from raydpfl.storage.tables import write_table
 
 __all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
 
@@ -151,7 +151,8 @@ class Audit:
             "notes": list(self.notes),
         }
         false_alarm = (
-            sum(check.false_alarm for check in self.checks) + len(self.views) * views.FALSE_ALARM
+            sum(check.false_alarm for check in self.checks)
+            + len(self.views) * observers.FALSE_ALARM
         )
         facts |= {
             "false_alarm": {
@@ -300,8 +301,8 @@ def _of_clients(
 ) -> Audit:
     """By as many runs as are needed, in each of which some or all clients are canaries."""
     records = _runs(plan, canaries, on_round)
-    found = views.of_runs(plan, records, delta, confidence)
-    held = views.least_deltas(records, found)
+    found = observers.of_runs(plan, records, delta, confidence)
+    held = observers.least_deltas(records, found)
     made = checks.of_runs(records)
     made += filter(None, [checks.curve(held)])
     unseen = (TRAINING, *_unseen(plan, found, held, made))
@@ -310,7 +311,7 @@ def _of_clients(
 
 
 def _unseen(
-    plan: Plan, found: Sequence[View], held: Sequence[views.Held], made: Sequence[Check]
+    plan: Plan, found: Sequence[View], held: Sequence[observers.Held], made: Sequence[Check]
 ) -> tuple[str, ...]:
     """What no view and no check of an audit looks at, in words."""
     assert plan.mechanism is not None  # else nothing is claimed; see `_check`
@@ -355,7 +356,9 @@ def _of_samples(
     """By one run, which holds enough canaries: every sample of some clients is one."""
     e = plan.experiment
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
-        coordinator = steps.StepCoordinator(plan, scratch, steps.plant(plan, canaries, delta))
+        coordinator = local_step_canaries.StepCoordinator(
+            plan, scratch, local_step_canaries.plant(plan, canaries, delta)
+        )
         coordinator.start()
         for t in range(e.rounds):
             coordinator.round()

@@ -27,7 +27,7 @@ from scipy.special import expit, ndtr
 from scipy.stats import binom
 
 from raydpfl.privacy import gaussian_epsilon
-from raydpfl.privacy.roots import safe_end
+from raydpfl.privacy.search import safe_end
 
 _MOST = 700.0  # the largest epsilon that is tried
 INTERVAL = 1.96  # standard errors to either side: 95 %

@@ -24,20 +24,20 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raydpfl import adapting, surveying
-from raydpfl.bounding import Bounding
-from raydpfl.client import ClientActor, Tally
-from raydpfl.coordinator import Coordinator
-from raydpfl.keys import Purpose, normals, stream
-from raydpfl.local.way import Block, Sum
-from raydpfl.noise.tested import Drawing
-from raydpfl.placement import Inline
-from raydpfl.plan import Plan
+from raydpfl.core.messages import Columns, Lane, LaneResult, State
+from raydpfl.core.prng import Purpose, normals, stream
+from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.noise.monitor import Drawing
+from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.record import joined
-from raydpfl.rounds import Columns, Lane, LaneResult, State
-from raydpfl.selection import Cohort
+from raydpfl.simulation import adaptive_bound, histogram_survey
+from raydpfl.simulation.client.actor import ClientActor, Tally
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline
+from raydpfl.simulation.recorder import joined
+from raydpfl.training.backends.base import Block, Sum
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
 BUFFER = 1 << 28  # bytes of released sums that are held at once
@@ -256,7 +256,7 @@ class PlantedCoordinator(Coordinator):
         return released
 
     def _survey(self, plan: Plan, t: int, values: np.ndarray) -> np.ndarray:
-        released = surveying.counted(plan, t, values, self.noise)
+        released = histogram_survey.counted(plan, t, values, self.noise)
         histogram = self.experiment.evaluate.histogram
         assert histogram is not None
         self.seen.surveyed(released - histogram.counts(values))
@@ -266,7 +266,7 @@ class PlantedCoordinator(Coordinator):
         for client in some[:: max(1, len(some) // 8)]:
             without = values.copy()
             without[client] = math.nan
-            moved = surveying.counted(plan, t, without, self.more) - released
+            moved = histogram_survey.counted(plan, t, without, self.more) - released
             self.seen.moved = max(self.seen.moved, float(np.linalg.norm(moved)))
         return released
 
@@ -292,7 +292,9 @@ class PlantedCoordinator(Coordinator):
         count = min(DRAWS, DRAWN // max(1, len(cohort)))
         for t in range(self.at.t, self.at.t + count):
             kept = copy.deepcopy(state)
-            adapting.next_bound(self.plan, self.seen.bound, kept, t, cohort, columns, self.more)
+            adaptive_bound.next_bound(
+                self.plan, self.seen.bound, kept, t, cohort, columns, self.more
+            )
 
     def _draw_histograms(self) -> None:
         """Counts the last scores again, after rounds after the last, with their noise."""
@@ -304,7 +306,7 @@ class PlantedCoordinator(Coordinator):
         every = self.experiment.evaluate.every
         exact = histogram.counts(values)
         for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):
-            counts = surveying.counted(self.plan, t + n * every, values, self.more)
+            counts = histogram_survey.counted(self.plan, t + n * every, values, self.more)
             self.seen.surveyed(counts - exact)
 
 
@@ -394,7 +396,7 @@ class Record:
         self._client_std = noise.client_std(self.stds[-1], self.plan.survivors)
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
-        # the grid as `raydpfl.sums` has it: room for 2^51 steps in the largest sum
+        # the grid as `raydpfl.core.exact_sum` has it: room for 2^51 steps in the largest sum
         most = bound * self.plan.weight + TAIL * self._client_std
         self._declared = math.ceil(math.log2(max(1, len(cohort)) * most)) - 51
         self._finest = math.inf

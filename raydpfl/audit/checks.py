@@ -21,7 +21,7 @@ from raydpfl import privacy
 from raydpfl.audit.canaries import Record, on_sums
 
 if TYPE_CHECKING:
-    from raydpfl.audit.views import Held
+    from raydpfl.audit.observers import Held
 
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _ROUNDING = 1e-6  # relative: what float64 and the sums' grid may differ by
@@ -101,7 +101,7 @@ def _unrecorded(record: Record) -> str:
 
 def curve(held: Sequence[Held]) -> Check | None:
     """No epsilon that is claimed is below what the accounted mechanism has, by a computation that
-    asks no accountant (`raydpfl.audit.curve`). None where that knows none of the mechanisms.
+    asks no accountant (`raydpfl.audit.privacy_curve`). None where that knows none of the mechanisms.
     """
     known = [(least / claim.delta, claim) for claim, least in held if least is not None]
     if not known:
@@ -234,7 +234,7 @@ def sums(records: Sequence[Record]) -> Check:
 
 
 def grid(records: Sequence[Record]) -> Check | None:
-    """Contributions are rounded to no coarser grid than `raydpfl.sums` declares, by the digits of
+    """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the digits of
     what clients send. None where nothing was sent that has random digits.
     """
     each = [(coarser, count) for record in records for coarser, count in record.grids]

@@ -30,11 +30,9 @@ from typing import Any
 
 from torch import nn
 
-from raydpfl import own
 from raydpfl.check import (
     accountants,
     bounding,
-    laws,
     local,
     measure,
     members,
@@ -42,6 +40,7 @@ from raydpfl.check import (
     models,
     noise,
     rounds,
+    sampling,
     selection,
     server,
     sources,
@@ -49,17 +48,18 @@ from raydpfl.check import (
     track,
     weights,
 )
-from raydpfl.check.cases import AROUND, SECTIONS, Case, arounds, examples_of
-from raydpfl.check.promise import Look, Promise, looked_at
-from raydpfl.config import Experiment, overridden
+from raydpfl.check.case import AROUND, SECTIONS, Case, arounds, examples_of
+from raydpfl.check.contract import Look, Promise, looked_at
+from raydpfl.config import user_classes
+from raydpfl.config.registry import home, load, own_class
 from raydpfl.errors import ConfigError
-from raydpfl.member import home, load, own_class
-from raydpfl.metrics import FAMILY as METRICS
-from raydpfl.metrics import Metric
+from raydpfl.experiment import Experiment, overridden
 from raydpfl.models import Module, factory
+from raydpfl.models.metrics import FAMILY as METRICS
+from raydpfl.models.metrics import Metric
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
-from raydpfl.privacy.laws import LAWS, Law
+from raydpfl.privacy.sampling import LAWS, Law
 
 __all__ = ["PROMISES", "Promise", "check", "members_of", "render"]
 
@@ -160,7 +160,7 @@ def resolved(target: str | type) -> tuple[str, type, str]:
             return section, cls, kind
     path = path or f"{cls.__module__}:{cls.__qualname__}"
     if section in SECTIONS:
-        own.complete(own_class(path, section, BASES[section]), section, path)
+        user_classes.complete(own_class(path, section, BASES[section]), section, path)
     return section, cls, path
 
 
@@ -200,8 +200,8 @@ def _looks(
         raise ConfigError("overrides", list(overrides), accepted)
     if section == "law":
         for numbers in cls.examples:  # type: ignore[attr-defined]
-            case = laws.LawCase(Sampling(cls(), **numbers))
-            yield from ((promise, case, _shown(numbers)) for promise in laws.PROMISES)
+            case = sampling.LawCase(Sampling(cls(), **numbers))
+            yield from ((promise, case, _shown(numbers)) for promise in sampling.PROMISES)
         return
     if section == "metric":
         for example in cls.examples:  # type: ignore[attr-defined]

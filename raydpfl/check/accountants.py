@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from raydpfl.check.laws import DELTA, NOISE, RELATIONS, Lone
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.contract import Look, hold
+from raydpfl.check.sampling import DELTA, NOISE, RELATIONS, Lone
 from raydpfl.privacy import Mechanism, Query, Sampling, Survey, gaussian_delta
 from raydpfl.privacy.accountants import Accountant, Formula
 

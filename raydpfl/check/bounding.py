@@ -1,4 +1,4 @@
-"""What bounds a client's influence promises: see `raydpfl.bounding`."""
+"""What bounds a client's influence promises: see `raydpfl.methods.bounding`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raydpfl import own
-from raydpfl.bounding import Bounding
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.check.scales import scales
+from raydpfl.config import user_classes
+from raydpfl.core.messages import Facts, View
+from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
-from raydpfl.keys import keyed_globals
-from raydpfl.rounds import Facts, View
+from raydpfl.methods.bounding import Bounding
 
 ABSOLUTE = (0.0, 1e-300, 1e-12, 1e12, 1e300)
 RELATIVE = (0.5, 1.0, 1 + 1e-12, 1.5, 2.0, 7.0)  # of the bound
@@ -94,7 +94,7 @@ def _written(case: Case, bound: float) -> np.ndarray:
     these, on both sides of them, and between them, float64 [k].
     """
     fields = case.member.model_dump().values()
-    numbers = own.numbers(type(case.member), Bounding)
+    numbers = user_classes.numbers(type(case.member), Bounding)
     numbers |= {float(each) for each in fields if isinstance(each, (int, float))}
     some = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""What local training promises: see `raydpfl.local`."""
+"""What local training promises: see `raydpfl.methods.local`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, close, copied, hold, made_up, same_shapes, tensor
-from raydpfl.keys import keyed_globals
-from raydpfl.local.base import Step
-from raydpfl.local.checks import check_rule
-from raydpfl.local.engine import Trainer
-from raydpfl.local.trial import mismatch
-from raydpfl.local.ways import REFERENCE, WAYS
-from raydpfl.rounds import Facts, View
-from raydpfl.tasks import Classification, Form, Target
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.core.messages import Facts, View
+from raydpfl.core.prng import keyed_globals
+from raydpfl.methods.local.base import Step
+from raydpfl.models.tasks import Classification, Form, Target
+from raydpfl.training.backend_check import mismatch
+from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.trainer import Trainer
+from raydpfl.training.validation import check_rule
 
 K = 5
 FEATURES = 6

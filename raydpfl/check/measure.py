@@ -1,14 +1,14 @@
-"""What a measurement promises: see `raydpfl.measure`."""
+"""What a measurement promises: see `raydpfl.methods.probes`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, hold
 from raydpfl.check.runs import carried_out
-from raydpfl.record import KNOWN
+from raydpfl.simulation.recorder import KNOWN
 
 
 def no_bit_changed(case: Case) -> str:

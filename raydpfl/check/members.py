@@ -6,10 +6,10 @@ import json
 import pickle
 from typing import Any
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Broken, Look, Untaken, hold
-from raydpfl.config import Experiment
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Broken, Look, Untaken, hold
 from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
 
 STRANGE = "no_such_key"
 
@@ -23,7 +23,7 @@ def example(case: Case) -> str:
 def fits(case: Case) -> str:
     """A small experiment takes it.
 
-    The experiments are `raydpfl.check.cases.AROUNDS`, or those of its section.
+    The experiments are `raydpfl.check.case.AROUNDS`, or those of its section.
     """
     try:
         experiment = case.plan.experiment

@@ -1,4 +1,4 @@
-"""What a metric promises: see `raydpfl.metrics`.
+"""What a metric promises: see `raydpfl.models.metrics`.
 
 It is tried on made-up rows of every task that it has a meaning for: all at once, in batches, and in
 another order.
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydpfl.check.promise import SEED, Look, hold
+from raydpfl.check.contract import SEED, Look, hold
+from raydpfl.config.registry import choose
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.member import choose
-from raydpfl.metrics import FAMILY, SECTION, Metric, Total
-from raydpfl.tasks import Form, Target, parse
+from raydpfl.models.metrics import FAMILY, SECTION, Metric, Total
+from raydpfl.models.tasks import Form, Target, parse
 
 ROWS = 60
 WIDTHS = (1, 7, 25)  # of batches

@@ -21,19 +21,19 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.check import members, rounds
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, hold
 from raydpfl.check.tasks import dealt
+from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.keys import Purpose, keyed_globals, stream
-from raydpfl.local import resolve
-from raydpfl.local.checks import check_apart, drawn_from
-from raydpfl.local.sgd import Sgd
-from raydpfl.local.trial import TOLERANCE, FirstSteps
-from raydpfl.local.ways import REFERENCE, WAYS
+from raydpfl.methods.local import resolve
+from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
-from raydpfl.tasks import Form, Target, Task
+from raydpfl.models.tasks import Form, Target, Task
+from raydpfl.training.backend_check import TOLERANCE, FirstSteps
+from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.validation import check_apart, drawn_from
 
 ROWS = 3  # of a client, about
 TEST = 6

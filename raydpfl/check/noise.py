@@ -1,4 +1,4 @@
-"""What noise promises: see `raydpfl.noise`."""
+"""What noise promises: see `raydpfl.methods.noise`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import chi2, kstest
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import FALSE_ALARM, Look, hold
-from raydpfl.noise import SideQuery
-from raydpfl.noise.banded_gaussian import Whitening
-from raydpfl.noise.tested import products
+from raydpfl.check.case import Case
+from raydpfl.check.contract import FALSE_ALARM, Look, hold
+from raydpfl.methods.noise import SideQuery
+from raydpfl.methods.noise.banded_gaussian import Whitening
+from raydpfl.methods.noise.monitor import products
 
 D = 2000
 ROUNDS = 5

@@ -7,8 +7,8 @@ import math
 import numpy as np
 from scipy.stats import chi2
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import FALSE_ALARM, Look, equal, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import FALSE_ALARM, Look, equal, hold
 from raydpfl.check.runs import Watched
 from raydpfl.privacy import Mechanism, Query
 

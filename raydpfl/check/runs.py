@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.client import ClientActor
-from raydpfl.config import Experiment
-from raydpfl.coordinator import Coordinator
-from raydpfl.dealing import Costs, dealer, singles
-from raydpfl.evaluator import Scored
-from raydpfl.placement import Inline
-from raydpfl.plan import Plan
-from raydpfl.record import joined
-from raydpfl.rounds import Broadcast, Columns, Lane, LaneResult, Work
-from raydpfl.selection import Cohort
+from raydpfl.core.messages import Broadcast, Columns, Lane, LaneResult, Work
+from raydpfl.experiment import Experiment
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.evaluation import Scored
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline
+from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.scheduler import Costs, dealer, singles
 
 
 class Dealt(Inline):

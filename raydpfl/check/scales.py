@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl import native
-from raydpfl.bounding import Bounding
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import hold, made_up
+from raydpfl.check.case import Case
+from raydpfl.check.contract import hold, made_up
+from raydpfl.core import native
+from raydpfl.core.messages import check_bound
+from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
-from raydpfl.keys import keyed_globals
-from raydpfl.local import Sgd, Trainer
-from raydpfl.local.ways import WAYS
+from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.local import Sgd, Trainer
 from raydpfl.models import flatten
-from raydpfl.rounds import check_bound
-from raydpfl.tasks.regression import Regression
+from raydpfl.models.tasks.regression import Regression
+from raydpfl.training.backends import WAYS
 
 EXPONENTS = range(-30, 31, 3)
 PARTIAL = (-30, -23, -14, 0, 9, 18)  # of inputs and of targets

@@ -1,4 +1,4 @@
-"""What a selection promises: see `raydpfl.selection`."""
+"""What a selection promises: see `raydpfl.methods.selection`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.check import laws
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import FALSE_ALARM, Look, hold, made_up
+from raydpfl.check import sampling as laws
+from raydpfl.check.case import Case
+from raydpfl.check.contract import FALSE_ALARM, Look, hold, made_up
 from raydpfl.errors import RAISED
-from raydpfl.parts import composed
-from raydpfl.selection import Cohort, Population, Selection
-from raydpfl.selection.witness import Witness
+from raydpfl.methods.selection import Cohort, Population, Selection
+from raydpfl.simulation.preparation import composed
+from raydpfl.simulation.sampling_monitor import Witness
 
 ROUNDS = 400
 DRAWS = 100_000  # of a user-defined selection

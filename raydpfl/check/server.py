@@ -1,4 +1,4 @@
-"""What the server's step promises: see `raydpfl.server`."""
+"""What the server's step promises: see `raydpfl.methods.server`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pickle
 
 import numpy as np
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, copied, equal, hold, made_up, same_shapes
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, copied, equal, hold, made_up, same_shapes
 
 D = 50
 SIZES = (0.0, 1e-300, 1e-12, 1.0, 1e6)  # of updates; a model is float32

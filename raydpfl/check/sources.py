@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from raydpfl.check import members, rounds
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, hold
+from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards, Split, prepare
 from raydpfl.data.sources import Data
-from raydpfl.files import data_root
-from raydpfl.keys import keyed_globals
+from raydpfl.storage.files import data_root
 
 SEED = 5
 MOST = 12  # clients whose rows are read one by one
@@ -90,7 +90,7 @@ def same_rows_twice(case: Case) -> str:
             everyone = _rows(split, 0, len(split.sizes))
             found.append((np.asarray(split.sizes), *everyone, *split.test()))
     same = all(np.array_equal(*pair) for pair in zip(*found, strict=True))
-    hold(same, "asked again, it gives others: draw by raydpfl.keys.stream(seed, ...)")
+    hold(same, "asked again, it gives others: draw by raydpfl.core.prng.stream(seed, ...)")
     again = [_source(case).identity(data_root(None)) for _ in range(2)]
     hold(again[0] == again[1], "asked again, its identity is another")
     return "the same bits"

@@ -1,4 +1,4 @@
-"""What a task promises: see `raydpfl.tasks`."""
+"""What a task promises: see `raydpfl.models.tasks`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, close, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, close, hold
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
-from raydpfl.data.apportion import apportion
-from raydpfl.keys import Purpose, stream
-from raydpfl.local.checks import check_loss
-from raydpfl.local.sgd import Sgd
-from raydpfl.local.trial import mismatch
-from raydpfl.local.ways import REFERENCE, WAYS
+from raydpfl.data.rounding import apportion
+from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import Model
-from raydpfl.tasks import Form, Task
+from raydpfl.models.tasks import Form, Task
+from raydpfl.training.backend_check import mismatch
+from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.validation import check_loss
 
 FEATURES = 8
 TOKENS = 6

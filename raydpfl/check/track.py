@@ -1,16 +1,16 @@
-"""What a tracker promises: see `raydpfl.track`."""
+"""What a tracker promises: see `raydpfl.tracking`."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, Untried, hold
-from raydpfl.config import flat
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, Untried, hold
 from raydpfl.errors import ConfigError
-from raydpfl.track import Tracked, installed
-from raydpfl.track.sender import Book, Sender
+from raydpfl.experiment import flat
+from raydpfl.tracking import Tracked, installed
+from raydpfl.tracking.sender import Book, Sender
 
 NAMES = ("cohort", "train_loss", "test_accuracy", "epsilon_pld", "seconds")
 SUMMARY = {"status": "completed", "rounds": 6, "best_test_accuracy": 0.5, "holds": []}

@@ -1,11 +1,11 @@
-"""What weights promise: see `raydpfl.weights`."""
+"""What weights promise: see `raydpfl.methods.weights`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.check.cases import Case
-from raydpfl.check.promise import Look, hold
+from raydpfl.check.case import Case
+from raydpfl.check.contract import Look, hold
 
 POPULATIONS = (
     np.array([1]),

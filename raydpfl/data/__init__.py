@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.data.describing import Understood, understood
+from raydpfl.config.registry import choose, is_path, own_class
 from raydpfl.data.features import FAMILY as FEATURES
+from raydpfl.data.inspect import Understood, understood
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
 from raydpfl.data.shards import Room, Shards, prepare
@@ -31,8 +32,7 @@ from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
 from raydpfl.data.sources import FAMILY, Data, Dealt, Maker, Samples, Split
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root
-from raydpfl.member import choose, is_path, own_class
+from raydpfl.storage.files import data_root
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Maker", "Partition", "Room",

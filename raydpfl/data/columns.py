@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.errors import ConfigError
-from raydpfl.files import check_memory, find_file
+from raydpfl.storage.files import check_memory, find_file
 
 KINDS = "a CSV, JSON lines, Parquet, Arrow or NPZ file"
 DELIMITERS = ",;\t|"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raydpfl.errors import ConfigError
-from raydpfl.files import check_memory
+from raydpfl.storage.files import check_memory
 
 PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"

@@ -60,15 +60,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl import native
-from raydpfl.arrow import numbers, packed
-from raydpfl.data.heldout import HeldOut, held_out, per_client
+from raydpfl.config.registry import choose, own_code
+from raydpfl.core import native
 from raydpfl.data.sources import FAMILY, Data, Split
+from raydpfl.data.validation_split import HeldOut, held_out, per_client
 from raydpfl.errors import RAISED, ConfigError, in_line
-from raydpfl.files import STILL, cache_root
-from raydpfl.member import choose, own_code
+from raydpfl.models.tasks import Form, Target, Task
+from raydpfl.storage.arrow import numbers, packed
 from raydpfl.storage.cache import put, whole
-from raydpfl.tasks import Form, Target, Task
+from raydpfl.storage.files import STILL, cache_root
 
 FORMAT = 4
 # bytes that are read as fast as another call is made: so many for each row wanted, before rows are
@@ -79,7 +79,7 @@ LOOKS = 8  # clients by whom it is told whether a cohort is in memory
 CACHED = 160 << 10  # bytes of pixels that are scaled at once
 PADDED = 0.75  # share of rows that are no padding, from which on clients are read together
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
-# need not copy them (`raydpfl.local.way.LaneData.rows`)
+# need not copy them (`raydpfl.training.backends.base.LaneData.rows`)
 ALIGN = 64
 SHARED_BYTES = 256 << 20  # the same where clients share samples, and read rows from all over it
 TARGETS = 1 << 25  # bytes of targets that a process holds beside the map

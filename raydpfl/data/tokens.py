@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from raydpfl.config.registry import load
 from raydpfl.errors import RAISED, ConfigError, in_line
-from raydpfl.files import digest
-from raydpfl.member import load
+from raydpfl.storage.files import digest
 
 PADDING = 0  # the id behind the end of a text
 UNKNOWN = 1  # of a token that the vocabulary lacks

@@ -16,7 +16,7 @@ A module of the user's own is named by import path and used unchanged:
 
 The parameters that a run sends, bounds and noises are the trainable ones, each once however many
 layers share it, in the order of `module.parameters()`; frozen ones stay as they were built
-(`raydpfl.models.split`).
+(`raydpfl.models.shared_and_local`).
 
 Every convolutional net is a stack of ordinary torch layers in a `torch.nn.Sequential`, pooled
 before the activation where that is monotone (they commute, and the activation then works on a
@@ -47,17 +47,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl import member
+from raydpfl.config import registry
+from raydpfl.core.prng import Purpose, keyed_globals, stream, torch_stream
+from raydpfl.core.signals import limited
 from raydpfl.errors import RAISED, ConfigError, in_line
-from raydpfl.interrupts import limited
-from raydpfl.keys import Purpose, keyed_globals, stream, torch_stream
-from raydpfl.models import hugging_face, split
+from raydpfl.models import shared_and_local
 from raydpfl.models.base import Model
-from raydpfl.models.hugging_face import HuggingFace
+from raydpfl.models.hidden_state import changed, kept
 from raydpfl.models.lora import Lora, adapt, adapters, merged
-from raydpfl.models.module import Module, factory
+from raydpfl.models.networks import hugging_face
+from raydpfl.models.networks.hugging_face import HuggingFace
+from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.norms import group_norm
-from raydpfl.models.split import (
+from raydpfl.models.shared_and_local import (
     Split,
     chosen,
     flatten,
@@ -70,9 +72,8 @@ from raydpfl.models.split import (
     trained,
     unsettled,
 )
-from raydpfl.models.state import changed, kept
+from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 from raydpfl.models.weights import fill
-from raydpfl.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
     "FAMILY", "Lora", "Model", "Module", "Split", "activations", "adapt", "adapters", "build",
@@ -84,7 +85,7 @@ FIRST = (
     "softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18", "linear",
     "char_lstm", "transformer",
 )  # fmt: skip
-FAMILY: dict[str, type[Model]] = member.family(__name__, Model, FIRST)
+FAMILY: dict[str, type[Model]] = registry.family(__name__, Model, FIRST)
 REMEDY = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen, or model.local"
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
 
@@ -97,11 +98,11 @@ def parse(values: Mapping[str, Any]) -> Model:
     """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
-    if member.is_path(kind) and kind not in FAMILY and member.imports("model"):
+    if registry.is_path(kind) and kind not in FAMILY and registry.imports("model"):
         found = factory(kind)
         if not (isinstance(found, type) and issubclass(found, Model)):
             family[kind] = HuggingFace if hugging_face.is_one(found) else Module
-    return member.choose("model", values, family, Model)
+    return registry.choose("model", values, family, Model)
 
 
 def build(model: Model, form: Form, seed: int) -> nn.Module:
@@ -190,7 +191,7 @@ def _scores(
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
     taken = f"{form.dtype} {['batch', *form.shape]}"
-    own = split.joined(split.own_buffers(module))
+    own = shared_and_local.joined(shared_and_local.own_buffers(module))
     _scores(module.train(), model, form)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     state = kept(module)
@@ -201,11 +202,11 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
         accepted = f"a module that returns [{returned}] for {taken}"
         raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
-        if not torch.equal(buffer, before[name]) and name not in split.local(module):
+        if not torch.equal(buffer, before[name]) and name not in shared_and_local.local(module):
             accepted = "a module that changes no buffer in training"
             remedy = "model.frozen keeps it as it is, model.local leaves it to each client"
             raise _refuse(model, f"{accepted}; {name} changes ({remedy})")
-    split.fill(split.own_buffers(module), own)
+    shared_and_local.fill(shared_and_local.own_buffers(module), own)
     names = ", ".join(changed(state, kept(module))[:5])
     if names:
         accepted = "a module that keeps nothing from one batch to the next"

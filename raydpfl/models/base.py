@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 from torch import nn
 
+from raydpfl.config.registry import Member
 from raydpfl.errors import ConfigError
-from raydpfl.files import digest
-from raydpfl.member import Member
 from raydpfl.models.lora import Lora
+from raydpfl.models.tasks import Form
 from raydpfl.models.weights import place
-from raydpfl.tasks import Form
+from raydpfl.storage.files import digest
 
 if TYPE_CHECKING:
-    from raydpfl.config import Experiment
+    from raydpfl.experiment import Experiment
 
 Shape = tuple[int, ...]
 

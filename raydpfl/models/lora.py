@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.split import chosen
+from raydpfl.models.shared_and_local import chosen
 
 LISTED = 6  # layers that a message names
 A = "lora_A"

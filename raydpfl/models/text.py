@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.base import Model
-from raydpfl.tasks import Form
+from raydpfl.models.tasks import Form
 
 MODES = "a target per position, or one per sample"
 

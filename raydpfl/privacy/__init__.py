@@ -46,15 +46,15 @@ from raydpfl.privacy.accounting import (
     guarantees,
     rigorous,
 )
-from raydpfl.privacy.calibrate import noise_for, rounds_for
-from raydpfl.privacy.facts import Relation, Terms
+from raydpfl.privacy.calibration import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
+from raydpfl.privacy.histogram_query import Survey
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
+from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Sampling
-from raydpfl.privacy.paper import paper_multiplier
-from raydpfl.privacy.personal import LocalSteps
+from raydpfl.privacy.paper_formulas import paper_multiplier
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
-from raydpfl.privacy.survey import Survey
+from raydpfl.privacy.types import Relation, Terms
 
 __all__ = [
     "RIGOROUS",

@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import paper
+from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant, named
-from raydpfl.privacy.facts import Relation, one_of
 from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer, column
-from raydpfl.privacy.places import View, views
+from raydpfl.privacy.observers import View, views
+from raydpfl.privacy.types import Relation, one_of
 
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Mechanism
@@ -208,7 +208,9 @@ def _rigorous(view: View, delta: float, name: str) -> Guarantee:
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    printed = paper.client_epsilon(mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v)
+    printed = paper_formulas.client_epsilon(
+        mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v
+    )
     failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
     others = [f"the {query.name} of clients" for query in mechanism.queries if query.apart]
     others += [str(mechanism.survey)] if mechanism.survey else []

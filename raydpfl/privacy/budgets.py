@@ -31,10 +31,10 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from raydpfl.config.registry import Member, choose
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.columns import clients_table, numbers
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.member import Member, choose
 
 FLOOR = 0.01
 log = logging.getLogger("raydpfl")

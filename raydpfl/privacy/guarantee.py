@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raydpfl.privacy.facts import Unit
+from raydpfl.privacy.types import Unit
 
 if TYPE_CHECKING:
     from raydpfl.privacy.mechanism import Sampling

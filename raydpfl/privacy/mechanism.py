@@ -1,7 +1,7 @@
 """What a run releases, described once, for sampler, ledger and accountants alike.
 
 A `Release` is the description that plan, coordinator, budget and audit ask. There are two:
-`Mechanism`, sums over cohorts, and `raydpfl.privacy.personal.LocalSteps`, sums over batches at
+`Mechanism`, sums over cohorts, and `raydpfl.privacy.local_steps.LocalSteps`, sums over batches at
 clients' local steps. Accountants are given an `Event`: what one round releases about one unit.
 
 >>> query = Query("update", bound=0.5, std=2.0)
@@ -34,14 +34,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from raydpfl.config.user_classes import is_own
 from raydpfl.errors import ConfigError
-from raydpfl.own import is_own
-from raydpfl.privacy import accounting, memory
-from raydpfl.privacy.facts import Placement, Relation, Terms, Unit, one_of
+from raydpfl.privacy import accounting, stateful_clients
 from raydpfl.privacy.guarantee import Guarantee
-from raydpfl.privacy.laws import Law, law_of
-from raydpfl.privacy.places import Place, place_of
-from raydpfl.privacy.survey import Survey
+from raydpfl.privacy.histogram_query import Survey
+from raydpfl.privacy.observers import Place, place_of
+from raydpfl.privacy.sampling import Law, law_of
+from raydpfl.privacy.types import Placement, Relation, Terms, Unit, one_of
 
 _GROUPS = 32  # numbers of surveys that a curve tells apart
 
@@ -80,7 +80,7 @@ class Sampling:
     """Who takes part in a round.
 
     Args:
-        kind: a sampling law (`raydpfl.privacy.laws`), by name, or an object of your own `Law`:
+        kind: a sampling law (`raydpfl.privacy.sampling`), by name, or an object of your own `Law`:
 
             - `fixed`: a uniform subset of fixed size;
             - `poisson`: each client independently, with probability cohort / population;
@@ -369,7 +369,7 @@ class Mechanism(Release):
             population are one client's samples.
         exclusions: data-dependent choices that are not accounted for, in words.
         memory: the kind of the member by which a client's contribution depends on its earlier
-            rounds; empty: none does (`raydpfl.privacy.memory`).
+            rounds; empty: none does (`raydpfl.privacy.stateful_clients`).
         remembers_noise: whether a client remembers what it sent with the noise that it drew, of
             which an observer sees only the sum.
         survey: what all clients are asked for besides the rounds; None: nothing.
@@ -474,7 +474,7 @@ class Mechanism(Release):
 
     @property
     def unproved(self) -> str | None:
-        return memory.unproved(self)
+        return stateful_clients.unproved(self)
 
     def uncovered(self, accountant: str, relation: Relation) -> str | None:
         return accounting.covers(accountant, self, relation)

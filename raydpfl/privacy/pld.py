@@ -41,7 +41,7 @@ from functools import cache
 
 import numpy as np
 
-from raydpfl.privacy.roots import halved
+from raydpfl.privacy.search import halved
 
 # scipy is imported where it is used: every client actor imports this package, and only the
 # accounting needs scipy.

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from raydpfl import storage
 from raydpfl.errors import ConfigError
-from raydpfl.report.compared import Compared
+from raydpfl.report.comparison import Compared
 from raydpfl.report.figures import Drawing, Missing, Piece, parse
-from raydpfl.report.page import Page, render
+from raydpfl.report.html import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.reading import Case, Run
-from raydpfl.report.style import PAPER, Drawn, whole
-from raydpfl.report.style import render as drawn
+from raydpfl.report.plot_style import PAPER, Drawn, whole
+from raydpfl.report.plot_style import render as drawn
+from raydpfl.report.run_reader import Case, Run
 from raydpfl.report.tables import Table, csv_of, markdown
-from raydpfl.tracking import make_folder, replace_file
+from raydpfl.storage.run_files import make_folder, replace_file
 
 __all__ = ["compare", "figure", "write"]
 

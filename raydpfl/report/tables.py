@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raydpfl.report.words import number
+from raydpfl.report.labels import number
 
 LONG = 28  # characters from which a cell is a text, or a word may be broken
 

@@ -2,8 +2,8 @@
 `gs://` and whatever pyarrow.fs and fsspec reach.
 
 `at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
-whose store is kept up to it (`raydpfl.storage.mirror`), under a ticket against other processes
-(`raydpfl.storage.ticket`). `reading` gives one to read from.
+whose store is kept up to it (`raydpfl.storage.synced_folder`), under a ticket against other processes
+(`raydpfl.storage.lock`). `reading` gives one to read from.
 
 >>> with tempfile.TemporaryDirectory() as store:
 ...     with at(f"local://{store}/run") as folder:
@@ -27,10 +27,10 @@ from urllib.parse import unquote, urlsplit
 from filelock import Timeout
 
 from raydpfl.errors import ConfigError, FileError, RunError, renamed
-from raydpfl.files import LOCK, cache_root, holding, make
-from raydpfl.storage import mirror, ticket
-from raydpfl.storage.mirror import origin, push, refetch, spent, times
+from raydpfl.storage import lock, synced_folder
+from raydpfl.storage.files import LOCK, cache_root, holding, make
 from raydpfl.storage.store import elsewhere, opened, within
+from raydpfl.storage.synced_folder import origin, push, refetch, spent, times
 
 __all__ = [
     "absolute",
@@ -93,8 +93,8 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         _empty(place)
         folder.mkdir()
         stack.enter_context(_told(folder, address))
-        stack.enter_context(ticket.held(there, mirror.held(folder), patience))
-        mirror.begin(address, folder)
+        stack.enter_context(lock.held(there, synced_folder.held(folder), patience))
+        synced_folder.begin(address, folder)
         stack.enter_context(_pushed(folder))
         yield folder
 
@@ -183,7 +183,7 @@ def reading(
         folder = Path(scratch) / (Path(urlsplit(address).path).name or "run")
         folder.mkdir()
         with _told(folder, address):
-            mirror.fetch(address, folder, wanted)
+            synced_folder.fetch(address, folder, wanted)
             yield folder
 
 

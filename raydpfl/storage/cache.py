@@ -2,7 +2,7 @@
 what one has prepared is put there, and each of the others fetches it once, into the cache of its
 own that lies on its disk.
 
-`whole` and `put` are those of `raydpfl.files` besides. The seal of a folder is put last, and what
+`whole` and `put` are those of `raydpfl.storage.files` besides. The seal of a folder is put last, and what
 is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 
@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from raydpfl import files
 from raydpfl.errors import renamed
-from raydpfl.files import SEAL, cache_address, cache_root, holding
+from raydpfl.storage import files
+from raydpfl.storage.files import SEAL, cache_address, cache_root, holding
 from raydpfl.storage.store import Store, opened, within
 
 log = logging.getLogger("raydpfl")
@@ -55,7 +55,7 @@ def _fetched(there: Store, folder: Path) -> bool:
 
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Has `fill` write files into a folder of the cache (see `raydpfl.files.put`), which then are
+    """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which then are
     at the address too.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.server import Server
+from raydpfl.methods.server import Server
 
 
 class AmsGrad(Server):

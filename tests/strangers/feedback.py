@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from raydpfl.bounding import Bounding
+from raydpfl.methods.bounding import Bounding
 
 
 class Feedback(Bounding):

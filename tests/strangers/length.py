@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.bounding import Bounding, Query
+from raydpfl.methods.bounding import Bounding, Query
 
 
 class Length(Bounding):

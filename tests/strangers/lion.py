@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from raydpfl.local import Local
+from raydpfl.methods.local import Local
 
 
 class Lion(Local):

@@ -5,11 +5,11 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
+from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.privacy import Sampling, pld
-from raydpfl.privacy.laws import Law
-from raydpfl.selection import Cohort, Selection
+from raydpfl.privacy.sampling import Law
 
 
 class Spread(Law):

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.arrow import numbers
+from raydpfl.storage.arrow import numbers
 
 PER_CLASS = {"train": 900, "test": 200}
 PIXELS = 28 * 28

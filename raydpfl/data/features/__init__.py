@@ -19,9 +19,9 @@ pretrained net are taken to come from public data, and cost nothing; nor do rand
 
 from __future__ import annotations
 
+from raydpfl.config.registry import family
 from raydpfl.data.features.base import Features
 from raydpfl.data.features.pca import principal_components
-from raydpfl.member import family
 
 __all__ = ["FAMILY", "Features", "principal_components"]
 

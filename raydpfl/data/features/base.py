@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from raydpfl.member import Member
+from raydpfl.config.registry import Member
 
 
 class Features(Member):

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.features.base import Features
-from raydpfl.data.features.kept import kept
+from raydpfl.data.features.cache import kept
 from raydpfl.errors import ConfigError
-from raydpfl.files import file_identity, find_file
+from raydpfl.storage.files import file_identity, find_file
 
 
 class Pca(Features):

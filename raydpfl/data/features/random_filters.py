@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.features.base import Features
-from raydpfl.data.features.kept import kept
+from raydpfl.data.features.cache import kept
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
 
 IMAGES = 256  # that are filtered at once
 CONTRAST = 10 / 255  # added to a patch's standard deviation, so that flat ones stay near 0

@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from raydpfl.data.features.base import Features
-from raydpfl.data.features.kept import kept
+from raydpfl.data.features.cache import kept
 from raydpfl.errors import ConfigError
-from raydpfl.files import STILL, digest, file_identity, find_file, impatient
+from raydpfl.storage.files import STILL, digest, file_identity, find_file, impatient
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ class ResNet18Features(Features):
         return {} if self.weights == "imagenet" else super().files()
 
     def identity(self, root: Path | None) -> list:
-        from raydpfl import device
+        from raydpfl.core import device
 
         gpu = device.facts(1)  # other bits than a CPU's
         found = [gpu] if gpu else []
@@ -124,7 +124,7 @@ class ResNet18Features(Features):
         """Float32 [rows, 512], on a GPU if there is one (in full float32 there too)."""
         import torch
 
-        from raydpfl import device
+        from raydpfl.core import device
 
         place = device.chosen(int(torch.cuda.is_available()))
         net = self._net(root).to(place).to(memory_format=torch.channels_last)

@@ -23,10 +23,10 @@ rounded to whole samples by a flow on the entries that the mixture allows (`mixt
 
 from __future__ import annotations
 
+from raydpfl.config.registry import family
 from raydpfl.data.partitions.base import Partition
 from raydpfl.data.partitions.iid import Iid
 from raydpfl.data.partitions.natural import Natural
-from raydpfl.member import family
 
 __all__ = ["FAMILY", "Iid", "Natural", "Partition"]
 

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from raydpfl.config.registry import Member
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
-from raydpfl.member import Member
 
 
 class Partition(Member):

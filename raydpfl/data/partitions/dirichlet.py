@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.partitions.base import Partition
-from raydpfl.data.partitions.mixture import deal_table, fit
+from raydpfl.data.partitions.label_mixture import deal_table, fit
 from raydpfl.data.sizes import Sizes
 
 

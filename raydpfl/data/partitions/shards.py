@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.data.apportion import apportion
 from raydpfl.data.partitions.base import Partition
+from raydpfl.data.rounding import apportion
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 

@@ -10,10 +10,10 @@ array([3, 3, 2, 2])
 
 from __future__ import annotations
 
+from raydpfl.config.registry import family
 from raydpfl.data.sizes.balanced import Balanced
 from raydpfl.data.sizes.base import Sizes
 from raydpfl.data.sizes.power_law import PowerLaw
-from raydpfl.member import family
 
 __all__ = ["FAMILY", "Balanced", "PowerLaw", "Sizes"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.data.apportion import apportion
+from raydpfl.config.registry import Member
+from raydpfl.data.rounding import apportion
 from raydpfl.errors import ConfigError
-from raydpfl.member import Member
 
 
 class Sizes(Member):

@@ -16,8 +16,8 @@ are not the published ones.
 
 from __future__ import annotations
 
+from raydpfl.config.registry import family
 from raydpfl.data.sources.base import Data, Dealt, Maker, Samples, Split
-from raydpfl.member import family
 
 __all__ = ["FAMILY", "Data", "Dealt", "Maker", "Samples", "Split"]
 

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from raydpfl.config.registry import Member, choose
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.columns import Columns
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.features import Features
@@ -18,10 +20,8 @@ from raydpfl.data.partitions import Iid, Partition
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Balanced, Sizes
 from raydpfl.errors import ConfigError
-from raydpfl.keys import Purpose, stream
-from raydpfl.member import Member, choose
-from raydpfl.tasks import Classification, Target, Task
-from raydpfl.tasks import parse as parse_task
+from raydpfl.models.tasks import Classification, Target, Task
+from raydpfl.models.tasks import parse as parse_task
 
 LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
 SHARED = (
@@ -169,7 +169,7 @@ class Data(Member):
 
     def identity(self, root: Path | None) -> list:
         """The contents of the files that the samples depend on, in JSON types (see
-        `raydpfl.files.file_identity`).
+        `raydpfl.storage.files.file_identity`).
         """
         return []
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from raydpfl.data.sources.base import Samples
 from raydpfl.data.sources.cifar10 import Cifar10
-from raydpfl.data.sources.images import Images
+from raydpfl.data.sources.named_images import Images
 from raydpfl.data.sources.table import Table
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root, file_identity
+from raydpfl.storage.files import data_root, file_identity
 
 FOLDER = "cifar10_jpeg"
 TRAIN = f"{FOLDER}/train.parquet"

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.data.sources.base import Samples
-from raydpfl.data.sources.images import Images
+from raydpfl.data.sources.named_images import Images
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root, digest, impatient
+from raydpfl.storage.files import data_root, digest, impatient
 
 
 class TorchvisionImages(Images):

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raydpfl.data.sources.base import Samples
-from raydpfl.data.sources.images import Images
-from raydpfl.files import digest
+from raydpfl.data.sources.named_images import Images
+from raydpfl.storage.files import digest
 
 
 class FashionMnistMini(Images):

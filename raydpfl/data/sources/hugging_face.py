@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from raydpfl.data.columns import Columns, of_table, read_stream
-from raydpfl.data.sources.tabular import Tabular
+from raydpfl.data.sources.table_base import Tabular
 from raydpfl.errors import ConfigError
-from raydpfl.files import data_root, digest
+from raydpfl.storage.files import data_root, digest
 
 EXTRA = "pip install 'raydpfl[hf]'"
 

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from raydpfl.data.columns import Columns
 from raydpfl.data.inputs import DEEP, FORMATS
-from raydpfl.data.sources.tabular import Tabular
+from raydpfl.data.sources.table_base import Tabular
 from raydpfl.errors import ConfigError
-from raydpfl.files import digest, find_file
+from raydpfl.storage.files import digest, find_file
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 

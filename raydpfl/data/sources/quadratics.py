@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
+from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.sources.base import Data, Split
-from raydpfl.keys import Purpose, stream
-from raydpfl.tasks import Task
-from raydpfl.tasks.regression import Regression
+from raydpfl.models.tasks import Task
+from raydpfl.models.tasks.regression import Regression
 
 
 class Quadratics(Data):

@@ -11,8 +11,8 @@ from pydantic import Field, SerializeAsAny, model_validator
 from raydpfl.data.sources.base import Data, Split
 from raydpfl.data.sources.quadratics import regression_split
 from raydpfl.errors import ConfigError
-from raydpfl.tasks import Task
-from raydpfl.tasks.regression import Regression
+from raydpfl.models.tasks import Task
+from raydpfl.models.tasks.regression import Regression
 
 
 class ScalarQuadratics(Data):

@@ -29,10 +29,10 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from raydpfl.data.apportion import apportion
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.data.rounding import apportion
 from raydpfl.data.sizes import PowerLaw, Sizes
 from raydpfl.data.sources.base import Maker, Sized, Split
-from raydpfl.keys import Purpose, stream
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
 # (of client 0).

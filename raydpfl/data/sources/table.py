@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raydpfl.data.columns import KINDS, Columns, read_columns
-from raydpfl.data.sources.tabular import Tabular
+from raydpfl.data.sources.table_base import Tabular
 from raydpfl.errors import ConfigError
-from raydpfl.files import file_identity, find_file
+from raydpfl.storage.files import file_identity, find_file
 
 
 class Table(Tabular):

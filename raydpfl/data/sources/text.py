@@ -14,9 +14,9 @@ from raydpfl.data.columns import KINDS, READERS, plain, read_columns
 from raydpfl.data.partitions import Natural, Partition
 from raydpfl.data.sources.base import Dealt, Samples
 from raydpfl.errors import ConfigError
-from raydpfl.files import file_identity, find_file, read_text
-from raydpfl.tasks import Target, Task
-from raydpfl.tasks.sequence import Sequence
+from raydpfl.models.tasks import Target, Task
+from raydpfl.models.tasks.sequence import Sequence
+from raydpfl.storage.files import file_identity, find_file, read_text
 
 LARGEST = 1 << 30  # bytes of a file of text
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl import own
+from raydpfl.config import user_classes
+from raydpfl.config.registry import family, load
 from raydpfl.errors import ConfigError, renamed
-from raydpfl.member import family, load
 from raydpfl.privacy.accountants.base import Accountant, Formula
-from raydpfl.privacy.facts import Unit
+from raydpfl.privacy.types import Unit
 
 __all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "named", "standing"]
 
@@ -73,7 +73,7 @@ def _own(path: str) -> Accountant:
     whole = cls.epsilons is not Accountant.epsilons and cls.delta is not Accountant.delta
     if not whole:
         with renamed(lambda _: "accountant"):
-            own.complete(cls, "", path)
+            user_classes.complete(cls, "", path)
     return type(cls.__name__, (_Held, cls), {"name": path, "__module__": cls.__module__})()
 
 

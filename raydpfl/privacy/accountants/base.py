@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.facts import Relation, Unit
     from raydpfl.privacy.mechanism import Event, Mechanism
-    from raydpfl.privacy.paper import Printed
+    from raydpfl.privacy.paper_formulas import Printed
+    from raydpfl.privacy.types import Relation, Unit
 
 
 class Accountant:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raydpfl.privacy import paper
+from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants.base import Formula
 from raydpfl.privacy.papers import PAPERS
 
@@ -17,7 +17,7 @@ class Tcdp(Formula):
         return failed
 
     def printed(self, std, delta, **client):
-        return paper.tcdp_epsilon(std, delta=delta, **client), delta
+        return paper_formulas.tcdp_epsilon(std, delta=delta, **client), delta
 
     def noise(self, epsilon, delta, **client):
-        return paper.tcdp_noise(epsilon, delta=delta, **client)
+        return paper_formulas.tcdp_noise(epsilon, delta=delta, **client)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raydpfl.privacy import paper
+from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants.base import Formula
 from raydpfl.privacy.papers import PAPERS
 
@@ -16,7 +16,7 @@ class Theorem5(Formula):
         return True
 
     def printed(self, std, delta, **client):
-        return paper.tcdp_theorem5(std, **client)
+        return paper_formulas.tcdp_theorem5(std, **client)
 
     def noise(self, epsilon, delta, **client):
-        return paper.tcdp_theorem5_noise(epsilon, **client)
+        return paper_formulas.tcdp_theorem5_noise(epsilon, **client)

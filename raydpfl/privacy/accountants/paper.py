@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.privacy import paper
+from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants.base import Accountant
 
 
@@ -28,10 +28,13 @@ class Paper(Accountant):
         z = mechanism.noise_multiplier
         sampling = mechanism.sampling
         return np.array(
-            [paper.client_epsilon(z, sampling, t, delta, v).value for t in range(first, last + 1)]
+            [
+                paper_formulas.client_epsilon(z, sampling, t, delta, v).value
+                for t in range(first, last + 1)
+            ]
         )
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
-        return paper.client_delta(
+        return paper_formulas.client_delta(
             mechanism.noise_multiplier, mechanism.sampling, rounds, epsilon, v
         )

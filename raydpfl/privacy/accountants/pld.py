@@ -9,11 +9,11 @@ import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import Accountant
-from raydpfl.privacy.laws.base import Losses
+from raydpfl.privacy.sampling.base import Losses
 
 if TYPE_CHECKING:
-    from raydpfl.privacy.facts import Relation
     from raydpfl.privacy.mechanism import Event, Mechanism
+    from raydpfl.privacy.types import Relation
 
 
 class Pld(Accountant):

@@ -1,5 +1,5 @@
 """Renyi differential privacy: rigorous, fast, and about twice as loose as pld where sampling
-amplifies: see `raydpfl.privacy.renyi`.
+amplifies: see `raydpfl.privacy.rdp`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raydpfl.privacy import renyi
+from raydpfl.privacy import rdp
 from raydpfl.privacy.accountants.base import Accountant
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ class Rdp(Accountant):
     needs = "renyi"
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        return renyi.epsilons(_divergences(event), delta, counts, renyi.gaussian(event.once))
+        return rdp.epsilons(_divergences(event), delta, counts, rdp.gaussian(event.once))
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        spent = _divergences(event) * count + renyi.gaussian(event.once)
-        return float(compute_delta(renyi.ORDERS, spent, epsilon)[0])
+        spent = _divergences(event) * count + rdp.gaussian(event.once)
+        return float(compute_delta(rdp.ORDERS, spent, epsilon)[0])
 
 
 @lru_cache(maxsize=64)
 def _divergences(event: Event) -> np.ndarray:
     """Renyi divergences float64 [orders] of one event at each of `renyi.ORDERS`."""
     sampling = event.sampling
-    one = renyi.gaussian(event.mu)
+    one = rdp.gaussian(event.mu)
     if sampling.hidden:
         one = sampling.law.renyi(sampling, event.mu)
-    return event.each * one + renyi.gaussian(event.also)
+    return event.each * one + rdp.gaussian(event.also)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.privacy import paper
+from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants.base import Formula
 from raydpfl.privacy.papers import PAPERS
 
@@ -19,14 +19,14 @@ class Budgets(Formula):
     calibration = "paper"
 
     def printed(self, std, delta, **client):
-        return paper.budget_epsilon(std, delta, **client), delta
+        return paper_formulas.budget_epsilon(std, delta, **client), delta
 
     def noise(self, epsilon, delta, **client):
-        return paper.budget_noise(epsilon, delta, **client)
+        return paper_formulas.budget_noise(epsilon, delta, **client)
 
     def claims(self, std, delta, counts, *, bound, batch, samples, steps):
         root = std / (bound * np.sqrt(steps * counts))
-        return paper.budget_epsilons(root, delta, batch=batch, samples=samples)
+        return paper_formulas.budget_epsilons(root, delta, batch=batch, samples=samples)
 
     def conditions(self, epsilon, std, delta, *, bound, batch, samples, steps):
-        return delta, paper.lemma2(epsilon, delta, batch=batch, samples=samples)
+        return delta, paper_formulas.lemma2(epsilon, delta, batch=batch, samples=samples)

@@ -21,8 +21,8 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
-from raydpfl.member import choose, family
 from raydpfl.report.figures.base import Drawing, Figure, Missing, Need, Piece, Shown, Words
 
 __all__ = ["FAMILY", "Drawing", "Figure", "Missing", "Need", "Piece", "Shown", "Words", "parse"]

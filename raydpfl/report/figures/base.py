@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from raydpfl.member import Member
-from raydpfl.report.reading import ACROSS, Case, Group, Panel, Run, arrange
-from raydpfl.report.style import Drawing, Key, Part, look
+from raydpfl.config.registry import Member
+from raydpfl.report.labels import listed
+from raydpfl.report.plot_style import Drawing, Key, Part, look
+from raydpfl.report.run_reader import ACROSS, Case, Group, Panel, Run, arrange
 from raydpfl.report.tables import Table
-from raydpfl.report.words import listed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from raydpfl.report.figures.base import Apart, Need, Placed
-from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import PALETTE, Key, thin
+from raydpfl.report.plot_style import PALETTE, Key, thin
+from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

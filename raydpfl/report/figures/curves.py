@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.papers import cited
 from raydpfl.report.figures.base import (
@@ -21,10 +22,9 @@ from raydpfl.report.figures.base import (
     name_of,
     seeds_of,
 )
-from raydpfl.report.reading import Case, Group, Panel, Run, some
-from raydpfl.report.style import FACTOR, Key, Look, look, scale
-from raydpfl.report.words import Quantity, listed, quantity
-from raydpfl.scores import is_score
+from raydpfl.report.labels import Quantity, listed, quantity
+from raydpfl.report.plot_style import FACTOR, Key, Look, look, scale
+from raydpfl.report.run_reader import Case, Group, Panel, Run, some
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.report.figures.base import Apart, Need, Piece, Placed, first_seed
-from raydpfl.report.reading import Case, Panel, Run
-from raydpfl.report.style import REFERENCE, Key, look, scale
-from raydpfl.report.words import quantity
+from raydpfl.report.labels import quantity
+from raydpfl.report.plot_style import REFERENCE, Key, look, scale
+from raydpfl.report.run_reader import Case, Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

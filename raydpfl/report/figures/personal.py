@@ -9,9 +9,9 @@ import numpy as np
 
 from raydpfl.privacy import column
 from raydpfl.report.figures.base import Apart, Need, Placed
-from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import REFERENCE, Key, Look, dots, look, scale, thin
-from raydpfl.report.words import Quantity, accountant, listed
+from raydpfl.report.labels import Quantity, accountant, listed
+from raydpfl.report.plot_style import REFERENCE, Key, Look, dots, look, scale, thin
+from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

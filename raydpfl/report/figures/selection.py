@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from raydpfl.report.figures.base import Figure, Need, Placed, first_seed, name_of
-from raydpfl.report.reading import Panel, Run
-from raydpfl.report.style import REFERENCE, Key, dots, look, scale, thin
-from raydpfl.report.words import quantity
+from raydpfl.report.labels import quantity
+from raydpfl.report.plot_style import REFERENCE, Key, dots, look, scale, thin
+from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

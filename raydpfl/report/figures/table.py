@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from raydpfl.compare import Spread, over_seeds, paired
-from raydpfl.config import at
+from raydpfl.experiment import at
 from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
-from raydpfl.report.published import Found, Printed
-from raydpfl.report.reading import Case, in_order, labels_of, varying
+from raydpfl.report.labels import axis as in_words
+from raydpfl.report.labels import quantity, unit_of, with_std
+from raydpfl.report.published_numbers import Found, Printed
+from raydpfl.report.run_reader import Case, in_order, labels_of, varying
+from raydpfl.report.statistics import Spread, over_seeds, paired
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import axis as in_words
-from raydpfl.report.words import quantity, unit_of, with_std
 
 Seeds = dict[int, float | None]
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.measure.trajectory import together
+from raydpfl.methods.probes.trajectory import together
 from raydpfl.report.figures.base import Figure, Missing, Need, Piece, Placed, first_seed
-from raydpfl.report.reading import Case, Panel, Run
-from raydpfl.report.style import INK, Key, Look, look, scale, thin
-from raydpfl.report.words import Quantity
+from raydpfl.report.labels import Quantity
+from raydpfl.report.plot_style import INK, Key, Look, look, scale, thin
+from raydpfl.report.run_reader import Case, Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from raydpfl.config.registry import family
 from raydpfl.errors import ConfigError
-from raydpfl.member import family
-from raydpfl.report.compared import Compared
-from raydpfl.report.page import Page
+from raydpfl.report.comparison import Compared
+from raydpfl.report.html import Page
 from raydpfl.report.pages.base import Source
 from raydpfl.report.pages.comparison import names
-from raydpfl.report.reading import Run
+from raydpfl.report.run_reader import Run
 
 FAMILY: dict[str, type[Source]] = family(__name__, Source, name="name")
 ACCEPTED = "the directory of a run, a sweep, an audit or a study"

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.files import read_json
-from raydpfl.report.audited import bounds, scores
+from raydpfl.report.audit_results import bounds, scores
 from raydpfl.report.figures import Piece, Words
-from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.labels import counted, number
 from raydpfl.report.pages.base import Source, file_text
-from raydpfl.report.reading import read_columns
+from raydpfl.report.run_reader import read_columns
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import counted, number
+from raydpfl.storage.files import read_json
 
 
 class AuditSource(Source):

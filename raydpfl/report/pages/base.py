@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from raydpfl.files import read_text
 from raydpfl.report.figures import FAMILY, Missing, Piece, Words
-from raydpfl.report.page import Page, Section
-from raydpfl.report.reading import Case, Run
+from raydpfl.report.html import Page, Section
+from raydpfl.report.run_reader import Case, Run
+from raydpfl.storage.files import read_text
 
 # The sections that runs have, in this order; the kinds of items say where they stand.
 SECTIONS = (

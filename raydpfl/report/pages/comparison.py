@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.report.compared import Compared, Setting
+from raydpfl.report.comparison import Compared, Setting
 from raydpfl.report.figures import Drawing, Piece
 from raydpfl.report.figures.curves import X_WORDS, Curves
-from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.labels import accountant, counted, number, quantity
 from raydpfl.report.pages.base import file_text, placed
 from raydpfl.report.pages.run import guarantee_row, state
-from raydpfl.report.reading import Case
-from raydpfl.report.style import PALETTE
+from raydpfl.report.plot_style import PALETTE
+from raydpfl.report.run_reader import Case
 from raydpfl.report.tables import Table
-from raydpfl.report.words import accountant, counted, number, quantity
 
 SCORES = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")
 OWN = "Each epsilon holds for its own run alone; showing several runs spends several."

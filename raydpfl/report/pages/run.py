@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from raydpfl.errors import MORE, brief
+from raydpfl.models.metric_columns import TEST, is_score, set_of
 from raydpfl.privacy import Guarantee, in_words
 from raydpfl.report.figures import Piece, Words
-from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.labels import accountant, number, quantity
 from raydpfl.report.pages.base import Source, file_text, placed
-from raydpfl.report.reading import Case, Run
-from raydpfl.report.style import thin
+from raydpfl.report.plot_style import thin
+from raydpfl.report.run_reader import Case, Run
 from raydpfl.report.tables import Table
-from raydpfl.report.words import accountant, number, quantity
-from raydpfl.scores import TEST, is_score, set_of
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
 TILES = 4  # scores at the top

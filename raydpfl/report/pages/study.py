@@ -11,17 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.config import read
+from raydpfl.experiment import read
 from raydpfl.privacy import Guarantee
 from raydpfl.report.figures import Missing, Piece, Words, parse
-from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.labels import accountant, counted, edge, in_print, listed, number, quantity
+from raydpfl.report.labels import axis as in_words
 from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.pages.run import KINDS
-from raydpfl.report.reading import Case, Run, facets, json_of, labels_of, varying
-from raydpfl.report.searched import Tried, tuned
+from raydpfl.report.run_reader import Case, Run, facets, json_of, labels_of, varying
+from raydpfl.report.search_results import Tried, tuned
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import accountant, counted, edge, in_print, listed, number, quantity
-from raydpfl.report.words import axis as in_words
 
 ENDED = ("completed", "budget", "stopped")
 OUTCOMES = 6  # panels whose outcome stands at the top

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.report.compared import labels
+from raydpfl.models.metric_columns import is_score
+from raydpfl.report.comparison import labels
 from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
-from raydpfl.report.page import Page, Section, Tile
+from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.labels import beyond, counted, listed, number, quantity
 from raydpfl.report.pages.base import Source, file_text
 from raydpfl.report.pages.run import privacy
-from raydpfl.report.reading import Case, Columns, Run, json_of, named, read_columns, some
-from raydpfl.report.searched import Tried, drawings
+from raydpfl.report.run_reader import Case, Columns, Run, json_of, named, read_columns, some
+from raydpfl.report.search_results import Tried, drawings
 from raydpfl.report.tables import Cell, Table
-from raydpfl.report.words import beyond, counted, listed, number, quantity
-from raydpfl.scores import is_score
 
 CURVES = 6  # settings whose curves are drawn
 WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others

@@ -1,0 +1,610 @@
+"""Canary samples, for noise at local steps, guessed by an observer of every single update.
+
+Every row of some clients is a canary. A canary is one of two samples whose gradients are far apart:
+a random direction x or -x with one label, or x with one of two labels, whichever drives the model's
+gradients further apart; in regression, x with one of two opposite targets. A coin decides which, so
+the two worlds differ by the replacement of one sample.
+
+The training is the run's own: batches, per-sample clipping, noise at each step. The observer knows
+the model that a round starts from, computes both clipped gradients of each canary there, and takes
+what the client sent along half their difference, in stds of the noise (`raydpfl.audit.canaries`).
+It does not know in which batches the canary was, nor how the gradients change with the client's
+steps. That costs it evidence, but the bound stays valid.
+
+In addition, an exact check does updates of every round again, as plainly as possible and with the
+noise that was accounted for. Some canaries are a thousand or a million times as long as the others,
+so that every sample that is not clipped shows there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.func import functional_call, grad, vmap
+
+from raydpfl import models
+from raydpfl.audit import observers
+from raydpfl.audit.canaries import Written
+from raydpfl.audit.checks import Check
+from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.core.messages import Lane, LaneResult
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.data import Room, Shards
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local import Trainer
+from raydpfl.methods.selection import Cohort
+from raydpfl.models.tasks import Task
+from raydpfl.privacy import Guarantee, rigorous
+from raydpfl.privacy.guarantee import Observer, OneClient
+from raydpfl.privacy.local_steps import LocalSteps
+from raydpfl.simulation.client.actor import ClientActor, Tally
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline
+from raydpfl.training.backends.base import Block
+from raydpfl.training.minibatches import batches, picked
+
+SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
+WEAKEST = 0.3  # of the clip bound: half the difference of a canary's two gradients must reach that
+REPLAYS = 20  # updates of a round that are done again
+# factors on canaries, so that samples far beyond the clip bound are among them, and their shares
+LONGER = {1.0: 7 / 8, 1e3: 1 / 16, 1e6: 1 / 16}
+AGREES = 0.01  # of its clipped gradients: by how much an update may differ from what it should be
+ROUNDING = 1e-6  # relative: of float32
+CHUNK = 1 << 24  # numbers of per-sample gradients at once
+
+
+Samples = tuple[np.ndarray, np.ndarray]
+"""x float32 [n, *shape] and y [n]."""
+
+Pair = tuple[Samples, Samples]
+"""Both samples of each canary."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleCanaries:
+    """All samples of `clients` (int64 [c], ascending), one canary after another in this order.
+
+    The larger `scale`, the longer their gradients. `relabel`: whether the two samples of a canary
+    are one x with two labels, instead of x and -x.
+    """
+
+    plan: Plan
+    clients: np.ndarray
+    scale: float
+    relabel: bool = False
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return np.cumsum(self.plan.population.sizes[self.clients])
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """The coins, bool [m]: the first of the two samples."""
+        e = self.plan.experiment
+        sizes = self.plan.population.sizes[self.clients].tolist()
+        return np.concatenate(
+            [
+                stream(e.seed, Purpose.CANARY, client=k, step=5).random(n) < 0.5
+                for k, n in zip(self.clients.tolist(), sizes, strict=True)
+            ]
+        )
+
+    def part(self, client: int) -> slice | None:
+        """The places of a client's canaries; None for a client without."""
+        place = int(np.searchsorted(self.clients, client))
+        if place == len(self.clients) or self.clients[place] != client:
+            return None
+        end = int(self.ends[place])
+        return slice(end - int(self.plan.population.sizes[client]), end)
+
+    def pair(self, client: int, shape: tuple[int, ...], classes: int) -> Pair:
+        """Both samples of each of a client's canaries: x float32 [n, *shape] and y [n], int64, or
+        float32 for regression.
+        """
+        n = int(self.plan.population.sizes[client])
+        drawn = stream(self.plan.experiment.seed, Purpose.CANARY, client=client, step=4)
+        x = drawn.standard_normal((n, *shape))
+        x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(n, *[1] * len(shape))
+        labels = drawn.integers(classes, size=n) if classes else np.zeros(n)
+        scales = self.scale * drawn.choice([*LONGER], n, p=[*LONGER.values()])
+        if classes:
+            x = (x * scales.reshape(n, *[1] * len(shape))).astype(np.float32)
+            other = (labels + 1) % classes
+            return (x, labels), (x, other) if self.relabel else (-x, labels)
+        x = x.astype(np.float32)
+        y = scales.astype(np.float32)
+        return (x, y), (x, -y)
+
+    def rows(
+        self, client: int, shape: tuple[int, ...], classes: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The samples that the coins took, x and y."""
+        (x, y), (other, target) = self.pair(client, shape, classes)
+        inside = self.inside[self.part(client)]
+        samples = np.where(inside.reshape(-1, *[1] * len(shape)), x, other)
+        return samples, np.where(inside, y, target)
+
+
+class PlantedShards:
+    """Shards, with canaries for the rows of some clients."""
+
+    def __init__(self, shards: Shards, canaries: SampleCanaries):
+        self._shards = shards
+        self._canaries = canaries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shards, name)
+
+    def lane(
+        self,
+        clients: Sequence[int] | np.ndarray,
+        rows: int,
+        picked: Sequence[np.ndarray | None] | None = None,
+        room: Room | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `Shards.lane`."""
+        x, y, n = self._shards.lane(clients, rows, picked, room)
+        for slot, client in enumerate(np.asarray(clients).tolist()):
+            if client < 0 or self._canaries.part(client) is None:
+                continue
+            planted = self._canaries.rows(client, self._shards.shape, self._shards.classes)
+            taken = None if picked is None else picked[slot]
+            for into, values in zip((x, y), planted, strict=True):
+                into[slot, : n[slot]] = values if taken is None else values[taken]
+        return x, y, n
+
+
+class StepClient(ClientActor):
+    """The client actor, on planted rows."""
+
+    adds = False
+
+    def __init__(self, plan: Plan, record: StepRecord):
+        super().__init__(plan.experiment, str(plan.shards))
+        self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))
+        self.rows.shards = self.shards
+        self.record = record
+
+    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+        for alone in block.apart():
+            added = torch.zeros_like(total)
+            super()._send(tally, lane, alone, added)
+            total += added
+            client = int(lane.clients[alone.slots[0]])
+            if self.record.canaries.part(client) is not None:
+                self._note(tally, lane, alone.slots, added[None])
+
+    def _note(self, tally: Tally, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
+        """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
+        slot = int(alone[0])
+        local = self.experiment.local
+        correction = local.correction(self._view(tally, lane, "local", alone))
+        if correction is None:
+            correction = torch.zeros_like(tally.model)[None]
+        view = self._view(tally, lane, "bounding", alone)
+        moved = self.experiment.bounding.moved(sent, view)[0]
+        # In units of a gradient: minus the sum of the steps' gradients.
+        steps = -moved.cpu() / (float(lane.weights[slot]) * tally.lr)
+        client = int(lane.clients[slot])
+        draw = int(lane.draws[slot])
+        t = tally.work.t
+        self.record.sent(
+            Sent(t, client, draw, tally.model.cpu(), correction[0].cpu().double(), steps)
+        )
+
+
+class StepCoordinator(Coordinator):
+    """The coordinator, inline, with canary samples. It accounts as always, and keeps neither rows
+    nor checkpoints.
+    """
+
+    def __init__(self, plan: Plan, out: str, canaries: SampleCanaries):
+        super().__init__(plan, out)
+        self.seen = StepRecord(plan, canaries)
+
+    def start(self) -> tuple[int, list[str]]:
+        started = super().start()
+        assert isinstance(self.pool, Inline)
+        self.pool.only(StepClient(self.plan, self.seen))
+        self.written = Written(self.ledger.path)
+        return started
+
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        self.written.begins(t)
+        self.seen.rounds.append(t)
+        return super().collect(t, cohort)
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """What a client with canaries has sent."""
+
+    t: int
+    client: int
+    draw: int
+    parameters: torch.Tensor  # float32 [d]: the model that the round starts from
+    correction: torch.Tensor  # float64 [d]: what is added to every gradient
+    steps: torch.Tensor  # float64 [d]: the (weighted) sum of its gradients, corrections among them
+
+
+@dataclass
+class StepRecord:
+    """What an observer of every update sees, in units of the noise accounted for."""
+
+    plan: Plan
+    canaries: SampleCanaries
+    # float64 [m]: sum over the participations of amplitude x score
+    product: np.ndarray = field(init=False)
+    power: np.ndarray = field(init=False)  # float64 [m]: sum of the amplitudes' squares
+    rounds: list[int] = field(default_factory=list)  # that were released
+    participations: list[tuple[int, int]] = field(default_factory=list)  # (round, canary client)
+    # (round, client, relative difference)
+    replayed: list[tuple[int, int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        e = self.plan.experiment
+        shards = Shards.open(self.plan.shards)
+        self.product = np.zeros(len(self.canaries.inside))
+        self.power = np.zeros(len(self.canaries.inside))
+        self.shape = shards.shape
+        self.classes = shards.classes
+        module = models.build(e.model, shards.form(e.data.task), e.seed)
+        self.gradients = Gradients(module, e.data.task, _sample_bound(self.plan))
+        linear = e.local.linear()
+        if linear is None:
+            accepted = (
+                "a rule that is linear (raydpfl.methods.local.Local.linear), to audit local steps"
+            )
+            raise ConfigError("local.kind", e.local.kind, accepted)
+        self.linear = linear
+        way = e.client.way
+        bound = _sample_bound(self.plan)
+        self.trainer = Trainer(
+            module, e.local, way=way, seed=e.seed, clip=bound, own=True, task=e.data.task
+        )
+        self.trainer.noise_seed = self.plan.noise_seed
+
+    def _weights(self, rows: int) -> np.ndarray:
+        """How often the gradient of each step of a client with so many rows is in the sum of all
+        its steps, float64 [Q]: 1, or more with momentum.
+        """
+        beta = self.linear.momentum
+        steps = int(self.plan.experiment.local.step_counts(np.array([rows]))[0])
+        return np.array([sum(beta**j for j in range(steps - q)) for q in range(steps)])
+
+    def sent(self, sent: Sent) -> None:
+        """Adds the evidence that an update gives about its client's canaries."""
+        part = self.canaries.part(sent.client)
+        n = int(self.plan.population.sizes[sent.client])
+        std = float(_steps(self.plan).stds[sent.client])
+        self.participations.append((sent.t, sent.client))
+        pair = self.canaries.pair(sent.client, self.shape, self.classes)
+        weights = self._weights(n)
+        total = float(weights.sum())
+        energy = float(np.linalg.norm(weights))
+        seen = (sent.steps - total * sent.correction).float()
+        halves = np.zeros(n)
+        products = np.zeros(n)
+        middle = torch.zeros(self.plan.d, dtype=torch.float64)
+        width = self.gradients.width
+        pieces = [slice(start, min(start + width, n)) for start in range(0, n, width)]
+        for piece in pieces:
+            one, other = self._both(sent.parameters, pair, piece)
+            middle += ((one + other) / 2).sum(0, dtype=torch.float64)
+        # what is known of the gradients, whatever the coins were
+        seen -= (total / n * middle).float()
+        for piece in pieces:
+            one, other = self._both(sent.parameters, pair, piece)
+            half = (one - other) / 2
+            halves[piece] = torch.linalg.vector_norm(half, dim=1).numpy()
+            products[piece] = (half @ seen).double().numpy()
+        amplitudes = total / energy * halves / (n * std)
+        scores = products / (np.maximum(halves, 1e-30) * energy * std)
+        self.product[part] += amplitudes * scores
+        self.power[part] += amplitudes**2
+        if sum(t == sent.t for t, _, _ in self.replayed[-REPLAYS:]) < REPLAYS:
+            self.replayed.append((sent.t, sent.client, self._off(sent, std)))
+
+    def _both(
+        self, parameters: torch.Tensor, pair: Pair, piece: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The clipped gradients of both samples of some of a client's canaries."""
+        (x, y), (other, target) = pair
+        return (
+            self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece])),
+            self.gradients(
+                parameters, torch.from_numpy(other[piece]), torch.from_numpy(target[piece])
+            ),
+        )
+
+    def _off(self, sent: Sent, std: float) -> float:
+        """By how much an update differs from what it should be, beyond what rounding explains, in
+        norms of what its clipped gradients come to.
+        """
+        again, clipped = self._replay(sent, std)
+        lr = self.plan.experiment.local.learning_rate(sent.t)
+        norm = torch.linalg.vector_norm
+        rounding = ROUNDING * (norm(again) + norm(sent.parameters) / lr)
+        least = 1e-3 * self.gradients.bound
+        return float((norm(again - sent.steps) - rounding).clamp(min=0) / max(norm(clipped), least))
+
+    def _replay(self, sent: Sent, std: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the steps' gradients, float64 [d], by the definition of a local step
+        (`raydpfl.methods.local`), and what of it the clipped gradients of samples are.
+        """
+        e = self.plan.experiment
+        n = int(self.plan.population.sizes[sent.client])
+        lr = e.local.learning_rate(sent.t)
+        samples, labels = self.canaries.rows(sent.client, self.shape, self.classes)
+        x = torch.from_numpy(samples)
+        y = torch.from_numpy(labels)
+        index, sizes = batches(e.seed, sent.t, [sent.client], [sent.draw], [n], e.local)
+        start = sent.parameters.double()
+        model = start.clone()
+        velocity = torch.zeros_like(start)
+        total = torch.zeros_like(start)
+        clipped = torch.zeros_like(start)
+        noises = self._noises(sent, std, samples, index, sizes)
+        weights = self._weights(n)
+        for step in range(index.shape[1]):
+            rows = torch.from_numpy(index[0, step, : sizes[0]])
+            gradient = torch.zeros_like(start)
+            for part in rows.split(self.gradients.width):
+                gradient += self.gradients(model.float(), x[part], y[part]).sum(
+                    0, dtype=torch.float64
+                )
+            gradient /= len(rows)
+            clipped += weights[step] * gradient
+            gradient += (
+                noises[step]
+                + self.linear.decay * model
+                + self.linear.proximal * (model - start)
+                + sent.correction
+            )
+            velocity = self.linear.momentum * velocity + gradient
+            total += velocity
+            model -= lr * velocity
+        return total, clipped
+
+    def _noises(
+        self, sent: Sent, std: float, samples: np.ndarray, index: np.ndarray, sizes: np.ndarray
+    ) -> torch.Tensor:
+        """The noise of each local step, float64 [Q, d]."""
+        taken, _ = picked(index, sizes, np.array([len(samples)]), self.plan.experiment.local)
+        x = samples if taken[0] is None else samples[taken[0]]
+        who = {"t": sent.t, "client": sent.client, "draw": sent.draw}
+        noises = self.trainer.noises(x, d=self.plan.d, std=std, steps=index.shape[1], **who)
+        return torch.from_numpy(noises)
+
+    def view(self, delta: float, confidence: float) -> observers.View:
+        """The finding. The claim is that of the canary client that may have spent most, by the
+        accountant with the smallest epsilon for it.
+        """
+        claims, names = _claims(self.plan, delta)
+        worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
+        steps = _steps(self.plan)
+        counts = _counts(self.plan)
+        n = int(steps.samples[worst])
+        by = names[worst]
+        claimed = Guarantee(
+            "rigorous",
+            by,
+            "sample",
+            "replace_one",
+            Observer.UPDATES,
+            steps.scope(worst, int(counts[worst])),
+            float(claims[worst]),
+            delta,
+            steps.exclusions,
+        )
+        exposures = np.sqrt(self.power)
+        made_up = stream(self.plan.experiment.seed, Purpose.CANARY, step=3)
+        signs = np.where(made_up.random(len(exposures)) < 0.5, 1.0, -1.0)
+        imagined = 2 * (exposures * made_up.standard_normal(len(exposures)) + signs * self.power)
+        statistics = np.divide(
+            self.product, exposures, out=np.zeros_like(exposures), where=exposures > 0
+        )
+        scores = observers.Scores(self.canaries.inside, 2 * self.product, statistics, exposures)
+        weights = self._weights(int(n))
+        momentum = weights.sum() / np.linalg.norm(weights)
+        most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(counts[worst])
+        return observers.view(scores, imagined, claimed, float(most), True, confidence)
+
+    def least_deltas(self, claims: Sequence[Guarantee]) -> list[observers.Held]:
+        """The claims of single clients, with the least delta of each: a sample is in each batch by
+        chance, or in one batch of each whole epoch.
+        """
+        held: list[observers.Held] = []
+        for claim in observers.smallest(claims):
+            if isinstance(claim.sampling, OneClient):
+                held.append((claim, self._least(claim, claim.sampling.client)))
+        return held
+
+    def _least(self, claimed: Guarantee, client: int) -> float:
+        steps = _steps(self.plan)
+        count = int(_counts(self.plan)[client])
+        n = int(steps.samples[client])
+        batch = int(steps.batches[client])
+        times = count * int(steps.own_steps[client])
+        mu = 2 * steps.bound / (batch * float(steps.stds[client]))
+        if batch < n and steps.sampling == "fresh":
+            return least_delta(claimed.epsilon, mu, presence(batch / n), times)
+        whole = count * max(1, times // count * batch // n)
+        return least_delta(claimed.epsilon, mu, CERTAIN, whole)
+
+    def checks(self, written: Written) -> list[Check]:
+        """The checks that every round is recorded with what it spends before it begins, and that
+        updates are those of a plain loop with the noise accounted for.
+        """
+        e = self.plan.experiment
+        ledger = written.lines()
+        missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
+        finding = f"all {len(self.rounds)} released rounds are recorded before they begin, with "
+        finding += "what they spend"
+        short = ""
+        if missing:
+            short = f"round {missing[0]} was released and is not in the ledger"
+        else:
+            short = self._underspent(ledger[-1]["epsilon"], e.accountants) or written.late()
+        t, client, far = max(self.replayed, key=lambda each: each[2])
+        same = far <= AGREES
+        replayed = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, "
+        replayed += f"done again with the accounted noise, differ by {far:.1e} of "
+        replayed += "their clipped gradients at most"
+        if not same:
+            replayed = f"the update of client {client} in round {t} differs by {far:.2g} of its "
+            replayed += "clipped gradients from what its steps and their accounted noise give"
+        return [
+            Check("ledger", not short, short or finding, 0.0),
+            Check("steps", same, replayed, 0.0),
+        ]
+
+    def unseen(self) -> tuple[str, ...]:
+        """What is not looked at here, in words."""
+        others = len(self.plan.population) - len(self.canaries.clients)
+        left = len(self.participations) - len(self.replayed)
+        found = (
+            [f"the clipping and the noise of {others} clients without canaries"] if others else []
+        )
+        found += [f"those of {left} updates that were not done again"] if left else []
+        return (*found, "single steps, as updates alone are seen")
+
+    def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
+        """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""
+        rounds = len(self.rounds)
+        curves = _steps(self.plan).curves(accountants, self.plan.draws(rounds))
+        for name in accountants:
+            truth = float(curves[name][-1])
+            epsilon = float(recorded[name])
+            if epsilon < truth * (1 - 1e-6):
+                spent = f"{rounds} rounds spend {truth:.6g}"
+                return f"epsilon {epsilon:.6g} is recorded ({name}) where {spent}"
+        return ""
+
+
+class Gradients:
+    """Clipped gradients of single samples, float32 [n, d], for a module of any kind."""
+
+    def __init__(self, module: torch.nn.Module, task: Task, bound: float):
+        self.task = task
+        self.module = copy.deepcopy(module).eval()
+        self.bound = bound
+        self.shapes = {
+            name: parameter.shape
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        }
+        # samples at once
+        self.width = max(1, CHUNK // sum(shape.numel() for shape in self.shapes.values()))
+        self._each: Callable = vmap(grad(self._loss), in_dims=(None, 0, 0))
+
+    def _loss(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        named = {
+            name: part.view(shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+        return self.task.loss(functional_call(self.module, named, (x[None],)), y[None])[0]
+
+    def __call__(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        try:
+            found = self._each(flat, x, y)
+        except RuntimeError:  # a module that cannot be vmapped
+            self._each = lambda flat, x, y: torch.stack(
+                [grad(self._loss)(flat, *row) for row in zip(x, y, strict=True)]
+            )
+            found = self._each(flat, x, y)
+        norms = torch.linalg.vector_norm(found, dim=1, dtype=torch.float64)
+        return found * torch.clamp(self.bound / norms, max=1.0).float()[:, None]
+
+
+def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
+    """All samples of the clients that may spend most, of as many clients as these canaries need.
+
+    Raises `ConfigError` if too few clients take part, or if no sample that is tried has gradients
+    near the clip bound.
+    """
+    claims, _ = _claims(plan, delta)
+    counts = _counts(plan)
+    sizes = plan.population.sizes
+    noised = _steps(plan).stds > 0
+    usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noised)
+    order = usable[np.lexsort((-counts[usable], -claims[usable]))]
+    taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
+    if sizes[taken].sum() < 10:
+        accepted = "more: hardly any client with a budget takes part in them"
+        raise ConfigError("rounds", plan.experiment.rounds, accepted)
+    reached = _reached(plan, taken)
+    best = max(reached.values())
+    if not best >= WEAKEST:
+        accepted = "one whose gradients random samples can pull about; or a smaller bounding.bound"
+        raise ConfigError(
+            "model.kind",
+            plan.experiment.model.kind,
+            f"{accepted}: those of a canary's two samples come to {best:.2g} of the bound apart",
+        )
+    return next(tried for tried, found in reached.items() if found >= 0.9 * best)
+
+
+def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
+    """Half the distance between the two gradients of a canary of the first of `clients`, in clip
+    bounds, for each kind of sample that is tried.
+    """
+    shards = Shards.open(plan.shards)
+    e = plan.experiment
+    if shards.tokens or shards.target.shape:
+        accepted = "samples of numbers, each with one class or number, to audit local steps"
+        raise ConfigError("data.kind", e.data.kind, accepted)
+    module = models.build(e.model, shards.form(e.data.task), e.seed)
+    bound = _sample_bound(plan)
+    gradients = Gradients(module, e.data.task, bound)
+    flat = models.flatten(module)
+    reached = {}
+    for relabel in (False, True)[: 1 + (shards.classes > 1)]:
+        for scale in SCALES.tolist():
+            tried = SampleCanaries(plan, np.sort(clients), scale, relabel)
+            pair = tried.pair(int(clients[0]), shards.shape, shards.classes)
+            one, other = (
+                gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair
+            )
+            distance = float(torch.linalg.vector_norm(one - other, dim=1).median())
+            reached[tried] = distance / (2 * bound)
+    return reached
+
+
+def _steps(plan: Plan) -> LocalSteps:
+    """The mechanism of a plan whose noise is at local steps."""
+    return cast(LocalSteps, plan.mechanism)
+
+
+def _sample_bound(plan: Plan) -> float:
+    bound = plan.experiment.bounding.sample_bound
+    assert bound is not None  # noise at local steps needs one
+    return bound
+
+
+def _counts(plan: Plan) -> np.ndarray:
+    """How often each client is drawn in the whole run, int64 [N]."""
+    counts = np.zeros(len(plan.population), np.int64)
+    for clients in plan.draws(plan.experiment.rounds):
+        np.add.at(counts, clients, 1)
+    return counts
+
+
+def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
+    """The smallest epsilon at `delta` that a rigorous accountant of the run gives each client's
+    samples, float64 [N], and the accountant's name.
+    """
+    steps = replace(_steps(plan), delta=delta)
+    counts = _counts(plan)
+    names = rigorous(plan.experiment.privacy.accountants)
+    spent = np.stack([steps.epsilons(name, counts) for name in names])
+    return spent.min(0), [names[place] for place in spent.argmin(0).tolist()]

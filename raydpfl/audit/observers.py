@@ -1,0 +1,333 @@
+"""What each observer of a guarantee can tell about canaries, compared with what it claims.
+
+Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser
+does better. Each guess is its sign, and the guesses are on the canaries with the largest evidence.
+If the cohort is hidden, a round's ratio is that of a mixture, since the canary is there with
+probability q. If it is known, and for single updates, only the rounds in which the canary takes
+part count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
+from raydpfl.audit.canaries import Record, on_sums
+from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.config.user_classes import is_own
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
+from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.observers import View as Observed
+from raydpfl.privacy.observers import views as observers
+from raydpfl.simulation.plan import Plan
+
+# a claim, and the least delta that the mechanism has at its epsilon; None: it is not known
+Held: TypeAlias = tuple[Guarantee, float | None]
+
+EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
+FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one observer knows about m canaries over all runs: float64 [m], `inside` bool [m]."""
+
+    inside: np.ndarray
+    evidence: np.ndarray  # log-likelihood ratio, inside against outside
+    statistics: np.ndarray  # N(0, 1) for a canary that is not there
+    exposures: np.ndarray  # by how much one that is there should move it
+
+
+@dataclass(frozen=True)
+class View:
+    """One observer's finding: what is `claimed`, the lower bound that the guesses prove at
+    `confidence` (`lower`), and an `estimate`.
+    """
+
+    claimed: Guarantee
+    canaries: int
+    guesses: int
+    right: int
+    lower: float
+    confidence: float
+    estimate: OneShot
+    statistics: np.ndarray  # as in `Scores`, for the figure
+    inside: np.ndarray
+
+    @property
+    def reach(self) -> float:
+        """The largest lower bound of so many guesses, if all are right."""
+        return one_run_bound(
+            self.canaries, self.guesses, self.guesses, self.claimed.delta, self.confidence
+        )
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the claim is below what is proven."""
+        return self.lower > self.claimed.epsilon
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the estimate exceeds the claim by more than chance explains."""
+        mu = max(self.estimate.mu - EXCEEDS * self.estimate.error, 0.0)
+        return mu > 0 and float(gaussian_epsilon(mu, self.claimed.delta)) > self.claimed.epsilon
+
+    def to_dict(self) -> dict[str, Any]:
+        estimate = {name: round(value, 6) for name, value in asdict(self.estimate).items()}
+        proven = {
+            name: getattr(self, name)
+            for name in ("canaries", "guesses", "right", "lower", "reach", "confidence")
+        }
+        return {
+            "claimed": self.claimed.to_dict(),
+            **proven,
+            "estimate": estimate,
+            "refuted": self.refuted,
+            "exceeded": self.exceeded,
+        }
+
+
+def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
+    """A view for each rigorous guarantee of a run of `plan`; the claim is the smallest epsilon that
+    a rigorous accountant of the run gives at `delta`.
+    """
+    e = plan.experiment
+    names = rigorous(e.privacy.accountants)
+    rounds = max(int(record.plan.exposures[-1]) for record in records)
+    most = max((times for record in records for times in record.counts.values()), default=0)
+    found = []
+    for seen in observers(on_sums(plan), e.relation, rounds, most):
+        claimed = _claimed(seen, names, delta)
+        if claimed is None:
+            continue
+        mechanism = seen.mechanism
+        hidden = mechanism.sampling.hidden
+        single = seen.observer is Observer.UPDATES
+        parts, imagined = zip(
+            *[
+                _scores(record, mechanism.sampling.q if hidden else None, single)
+                for record in records
+            ],
+            strict=True,
+        )
+        scores = Scores(
+            *(
+                np.concatenate([getattr(part, each.name) for part in parts])
+                for each in fields(Scores)
+            )
+        )
+        found.append(
+            view(
+                scores,
+                np.concatenate(imagined),
+                claimed,
+                _worst(mechanism, seen.rounds),
+                seen.relation == "replace_one",
+                confidence,
+            )
+        )
+    return found
+
+
+def least_deltas(records: Sequence[Record], found: Sequence[View]) -> list[Held]:
+    """What views claim of all runs, and what each run prints in the end, with the least deltas."""
+    claimed = [view.claimed for view in found]
+    held = []
+    for claims, runs in [(claimed, records), *(([*each.printed], [each]) for each in records)]:
+        most = max((times for run in runs for times in run.counts.values()), default=0)
+        rounds = max(int(run.plan.exposures[-1]) for run in runs)
+        for claim in smallest(claims):
+            times = most if claim.sampling.participations else rounds
+            held.append((claim, _least(runs[0].plan, claim, times)))
+    return held
+
+
+def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
+    """Of claims that differ in their epsilons alone the smallest; formulas are left out."""
+    alike: dict[tuple, Guarantee] = {}
+    for claim in claims:
+        key = (claim.observer, claim.sampling, claim.relation, claim.delta)
+        before = alike.setdefault(key, claim)
+        if not claim.formula and (before.formula or claim.epsilon < before.epsilon):
+            alike[key] = claim
+    return [one for one in alike.values() if not one.formula and math.isfinite(one.epsilon)]
+
+
+def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
+    """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
+    None where it may be drawn several times by a law that is not among those of the package.
+    """
+    updates = on_sums(plan)
+    noise = plan.experiment.noise
+    single = claimed.observer is Observer.UPDATES
+    each = [
+        query.bound / (noise.client_std(query.std, plan.survivors) if single else query.std)
+        for query in updates.queries
+    ]
+    mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in each))
+    law = updates.sampling
+    drawn = CERTAIN
+    if not single and claimed.sampling.knows == "cohort hidden":
+        if law.repeats and is_own(type(law.law)):
+            return None
+        drawn = presence(1 / law.population, law.cohort) if law.repeats else presence(law.q)
+    return least_delta(claimed.epsilon, mu, drawn, times)
+
+
+def _claimed(seen: Observed, names: Sequence[str], delta: float) -> Guarantee | None:
+    """The smallest epsilon that these accountants guarantee against an observer; None: none covers
+    it.
+    """
+    if not seen.rounds:
+        return None
+    spent = {
+        name: epsilon(seen.mechanism, seen.relation, delta, seen.rounds, name)
+        for name in names
+        if not covers(name, seen.mechanism, seen.relation)
+    }
+    if not spent:
+        return None
+    name = min(spent, key=spent.__getitem__)
+    return seen.guarantee(name, spent[name], delta)
+
+
+def view(
+    scores: Scores,
+    imagined: np.ndarray,
+    claimed: Guarantee,
+    worst: float,
+    mirrored: bool,
+    confidence: float,
+) -> View:
+    """The finding for one observer. `imagined` is the evidence on simulated canaries, `worst` the
+    exposure of the canary that the claim is about.
+    """
+    m = len(scores.inside)
+    guesses = guesses_for(imagined, m, claimed.delta, confidence)
+    order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
+    right = int(((scores.evidence > 0) == scores.inside)[order].sum())
+    lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
+    there = scores.exposures > 0
+    if not (there & scores.inside).any():
+        raise ConfigError(
+            "canaries", m, "more of them, or more rounds: no canary took part in the run"
+        )
+    estimate = one_shot(
+        scores.statistics[there],
+        scores.exposures[there],
+        scores.inside[there],
+        mirrored,
+        worst,
+        claimed.delta,
+    )
+    return View(
+        claimed,
+        m,
+        guesses,
+        right,
+        lower,
+        confidence,
+        estimate,
+        scores.statistics[there],
+        scores.inside[there],
+    )
+
+
+def _worst(mechanism: Mechanism, times: int) -> float:
+    """How much the client that the claim is about should move its statistic:
+    q sqrt(rounds) c / std.
+    """
+    updates = mechanism.queries[0]
+    share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
+    return share * math.sqrt(times) * updates.bound / updates.std
+
+
+def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
+    """The scores of one run, and the evidence on as many canaries simulated by the claim, float64
+    [k].
+
+    `q` is the probability of being in a round's cohort; None: the cohort is known.
+    """
+    canaries = record.canaries
+    made_up = stream(canaries.seed, Purpose.CANARY, step=3)
+    signs = np.where(
+        made_up.random(len(canaries.clients)) < 0.5, 1.0, -1.0 if canaries.mirrored else 0.0
+    )
+    if q is not None:
+        a = record.amplitudes * _available(record)
+        there = signs[:, None] * (made_up.random(a.shape) < q)
+        return _hidden(record, _gathered(record, record.scores), a, q), _hidden(
+            record, made_up.standard_normal(a.shape) + there * a, a, q
+        ).evidence
+    if single:
+        product = record.single
+        power = record.single_power
+    else:
+        pattern = _spread(record, record.times * record.amplitudes)
+        product = (pattern * record.scores).sum(1)
+        power = (pattern**2).sum(1)
+    exposures = np.sqrt(power)
+    imagined = exposures * made_up.standard_normal(len(signs)) + signs * power
+    return _known(record, product, exposures), _known(record, imagined, exposures).evidence
+
+
+def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores:
+    """From the products of scores with what a canary adds to them: N(exposures^2, exposures^2) for
+    one that is there.
+    """
+    evidence = 2 * product if record.canaries.mirrored else product - exposures**2 / 2
+    return Scores(
+        record.canaries.inside,
+        evidence,
+        np.divide(product, exposures, out=np.zeros_like(product), where=exposures > 0),
+        exposures,
+    )
+
+
+def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
+    """From the scores of rounds, N(a, 1) with probability `q` for a canary that is inside."""
+
+    def ratio(sign: float) -> np.ndarray:
+        there = sign * a * scores - a**2 / 2
+        return np.logaddexp(math.log1p(-q), math.log(q) + there) if q < 1 else there
+
+    evidence = (ratio(1.0) - (ratio(-1.0) if record.canaries.mirrored else 0.0)).sum(1)
+    power = np.sqrt((a**2).sum(1))
+    return Scores(record.canaries.inside, evidence, (a * scores).sum(1) / power, q * power)
+
+
+def _available(record: Record) -> np.ndarray:
+    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort."""
+    e = record.plan.experiment
+    clients = record.canaries.clients
+    return np.stack([e.selection.open_to(clients, t) for t in range(e.rounds)], axis=1)
+
+
+def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
+    """C x for the rows x of `pattern`: what a participation adds to the whitened sums of its round
+    and those after it.
+    """
+    rounds = pattern.shape[1]
+    total = np.zeros_like(pattern)
+    for j, c in enumerate(record.plan.experiment.noise.carried()):
+        total = total + c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
+    return total
+
+
+def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
+    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in a
+    round.
+    """
+    rounds = scores.shape[1]
+    total = np.zeros_like(scores)
+    for j, c in enumerate(record.plan.experiment.noise.carried()):
+        total = total + c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
+    return total

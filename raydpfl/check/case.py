@@ -1,0 +1,239 @@
+"""A case: one example of a member, in a small experiment around it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from raydpfl import data, models, tracking
+from raydpfl.check.contract import Untaken, Untried
+from raydpfl.check.runs import Watched, carried_out
+from raydpfl.config.registry import Member, choose
+from raydpfl.errors import RAISED, ConfigError
+from raydpfl.experiment import FAMILIES, Experiment, overridden
+from raydpfl.methods import probes
+from raydpfl.models import tasks
+from raydpfl.simulation.plan import Plan
+
+CLIENTS = 24
+ROUNDS = 4
+AROUND: dict[str, Any] = {
+    "seed": 5,
+    "rounds": ROUNDS,
+    "data": {
+        "kind": "synthetic",
+        "clients": CLIENTS,
+        "samples": 12,
+        "test_samples": 48,
+        "features": 8,
+        "classes": 3,
+        "sizes": {"kind": "spread"},
+    },
+    "model": {"kind": "softmax"},
+    "selection": {"kind": "uniform", "cohort": 9},
+    "local": {"kind": "sgd", "steps": 3, "batch": 4, "lr": 0.1},
+    "bounding": {"kind": "clip", "bound": 0.5},
+    "noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3},
+    "weights": {"kind": "uniform"},
+    "server": {"kind": "sgd"},
+    "privacy": {"accountants": ["pld", "rdp"]},
+    "client": {"actors": 0, "num_cpus": 0.01, "lane": 4},
+    "evaluate": {"every": 100},
+    "measure": [],
+    "track": [],
+}
+SAMPLES = {"kind": "per_sample_clip", "bound": 0.5}
+BUDGETS = {"kind": "gaussian", "placement": "step", "epsilon": 3.0, "delta": 1e-3}
+TURNS = {"kind": "cyclic", "period": 3}
+NONE = {"kind": "none"}
+DECAY = {**AROUND["local"], "weight_decay": 0.01}
+# Scalar problems, which every client takes full gradients of (000 sec. 2.1).
+SCALAR: dict[str, Any] = {
+    "data": {"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]},
+    "model": {"kind": "linear"},
+    "selection": {"kind": "full"},
+    "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
+    "noise": NONE,
+}
+# The experiments around a member, private ones first: the first that takes it is used.
+AROUNDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3, "placement": "server"}},
+    {"selection": TURNS},
+    {"bounding": SAMPLES},
+    {"bounding": SAMPLES, "noise": BUDGETS},
+    {"noise": NONE},
+    {"noise": NONE, "selection": {"kind": "full"}},
+    {"noise": NONE, "bounding": NONE},
+    {"local": DECAY},
+    SCALAR,
+)
+# The same, around what has its own samples: few clients with few rows.
+FEW: dict[str, Any] = {
+    "rounds": 2,
+    "selection": {"kind": "uniform", "cohort": 3},
+    "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
+    "client": {"actors": 0, "num_cpus": 0.01, "lane": 2},
+}
+MADE = {"kind": "raydpfl.check.models:Made"}
+SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
+    {**MADE, "shape": [1, 28, 28], "classes": 10},
+    {**MADE, "shape": [3, 32, 32], "classes": 10},
+    {**MADE, "shape": [8], "classes": 3},
+    {**MADE, "shape": [8], "classes": 0, "task": "regression"},
+    {**MADE, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
+    {**MADE, "shape": [6], "classes": 9, "tokens": 9},
+)
+MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": "raydpfl.check.tasks:Net"})
+ARE_PRIVATE: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
+# What members of a section are tried in, where that is not AROUNDS.
+ARE_AROUND: dict[str, tuple[dict[str, Any], ...]] = {
+    "model": tuple(
+        {**FEW, **private, "data": data} for private in ARE_PRIVATE for data in SAMPLES_OF_MODELS
+    ),
+    "data": tuple(
+        {**FEW, **private, "selection": selection, "model": model}
+        for private in ARE_PRIVATE
+        for selection in (FEW["selection"], {"kind": "full"})
+        for model in MODELS_OF_SOURCES
+    ),
+}
+# The sections of a config whose members are checked, each with its family and base.
+SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
+    **FAMILIES,
+    "measure": (probes.FAMILY, probes.Probe),
+    "track": (tracking.FAMILY, tracking.Tracker),
+    "task": (tasks.FAMILY, tasks.Task),
+    "model": (models.FAMILY, models.Model),
+    "data": (data.FAMILY, data.Data),
+}
+
+
+@dataclass(eq=False)
+class Case:
+    """An example of a member of a section, and the experiments that it is tried in."""
+
+    section: str
+    values: dict[str, Any]  # the section as a config has it
+    overrides: tuple[str, ...] = ()
+    module: nn.Module | None = field(default=None, init=False)  # of a model, as it begins
+    _failed: bool = field(default=False, init=False)  # the inline run
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of its runs, which is removed with the case."""
+        self._holder = tempfile.TemporaryDirectory(prefix="raydpfl-check-")
+        return Path(self._holder.name)
+
+    @cached_property
+    def member(self) -> Any:
+        """The member. Raises `ConfigError`."""
+        if self.section == "model":  # whose own may be a module
+            return models.parse(self.values)
+        family, base = SECTIONS[self.section]
+        return choose(self.section, self.values, family, base)
+
+    def tree(self, **around: Any) -> dict[str, Any]:
+        """A config with the member in it."""
+        tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}
+        if self.section == "task":
+            data = {"kind": "raydpfl.check.tasks:Made", "clients": CLIENTS, "task": self.values}
+            return {**tree, "data": data, "model": {"kind": "raydpfl.check.tasks:Net"}}
+        mine = [self.values] if self.section in ("measure", "track") else self.values
+        return {**tree, self.section: mine}
+
+    def part_of(self, experiment: Experiment) -> Any:
+        """The part of an experiment that is the member, or has it."""
+        return experiment.data if self.section == "task" else getattr(experiment, self.section)
+
+    @cached_property
+    def _found(self) -> tuple[Plan | None, str]:
+        """The first plan that nobody refuses, and why earlier ones were refused, if they were."""
+        refusals: list[str] = []
+        # the example has those of its own section
+        others = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
+        for around in arounds(self.section):
+            tree = overridden(self.tree(**around), others)
+            try:
+                plan = Plan.make(Experiment.from_dict(tree))
+            except ConfigError as error:
+                refusals.append(str(error))
+                continue
+            return plan, refusals[0] if refusals else ""
+        first = refusals[0]
+        if self.section == "model":
+            first += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
+        return None, first
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a small experiment with the member in it, private if possible. Raises
+        `Untaken` if none takes it.
+        """
+        plan, why = self._found
+        if plan is None:
+            raise Untaken(why)
+        return plan
+
+    @property
+    def why(self) -> str:
+        """Why an earlier experiment was refused, in words; empty: the first was taken."""
+        return self._found[1]
+
+    @property
+    def d(self) -> int:
+        """Parameters of its model."""
+        return self.plan.d
+
+    def ran(self, name: str, **how: Any) -> Watched:
+        """A run of the experiment, in a directory of this name: see `carried_out`. Raises `Untried`
+        once the inline run has failed.
+        """
+        if self._failed:
+            raise Untried("it needs a run, which fails")
+        return carried_out(self.plan, self.folder / name, **how)
+
+    @cached_property
+    def whole(self) -> Watched:
+        """The inline run, from the first round to the last."""
+        try:
+            return self.ran("whole")
+        except RAISED as error:  # a user's code may raise anything
+            self._failed = not isinstance(error, Untaken)
+            raise
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Samples of each client, int64 [N]."""
+        return np.array(self.plan.population.sizes)
+
+
+def arounds(section: str) -> tuple[dict[str, Any], ...]:
+    """The experiments that members of a section are tried in, private ones first."""
+    return ARE_AROUND.get(section, AROUNDS)
+
+
+def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:
+    """The class's examples as sections of a config.
+
+    Raises:
+        ConfigError: it has none, or they are no tuple of mappings.
+    """
+    found = cls.examples
+    accepted = (
+        "a class variable examples, a tuple of mappings of fields, each a setting worth "
+        "running: examples: ClassVar = ({'bound': 1.0},)"
+    )
+    if not isinstance(found, (tuple, list)) or not found:
+        raise ConfigError(f"{section}.kind", path, f"a class with {accepted}")
+    if not all(isinstance(each, Mapping) for each in found):
+        raise ConfigError(f"{section}.examples", found, accepted)
+    return tuple({"kind": path, **each} for each in found)

@@ -1,0 +1,137 @@
+"""Promises, and whether they are kept.
+
+A promise is a function of a case. Its docstring is the promise in words. It returns what was found,
+or raises `Broken` with what is wrong.
+
+>>> def even(case):
+...     '''Numbers are even.'''
+...     hold(case % 2 == 0, f"{case} is odd")
+...     return f"{case} is"
+>>> looked_at(even, 2)
+Promise(name='even', kept=True, finding='2 is', example='')
+>>> looked_at(even, 3).finding
+'Numbers are even: 3 is odd'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from raydpfl.core.prng import Purpose, keyed_globals, stream
+from raydpfl.errors import RAISED, in_line
+
+SEED = 20  # of all made-up numbers
+FALSE_ALARM = 1e-6  # of one promise that is checked by statistics, for a member that keeps it
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise of a member's family.
+
+    Args:
+        name: of the promise.
+        kept: whether it is kept; None: it was not tried.
+        finding: what was seen; of a broken promise, the promise and what breaks it; of one that was
+            not tried, why.
+        example: the member's settings, in words.
+    """
+
+    name: str
+    kept: bool | None
+    finding: str
+    example: str = ""
+
+
+class Broken(Exception):
+    """A promise is not kept: what breaks it, in words."""
+
+
+class Untried(Exception):
+    """A promise cannot be looked at, because something that it needs has failed already."""
+
+
+class Untaken(Exception):
+    """No small experiment takes the member, so that the promise cannot be looked at."""
+
+
+Look: TypeAlias = Callable[[Any], str]
+
+
+def hold(condition: object, otherwise: str) -> None:
+    """Raises `Broken` unless the condition holds."""
+    if not bool(condition):
+        raise Broken(otherwise)
+
+
+def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
+    """Whether a case keeps a promise; None: no experiment takes the member. Whatever the member's
+    code raises breaks a promise too.
+    """
+    name = promise.__name__.replace("_", " ")
+    try:
+        with keyed_globals(SEED):
+            return Promise(name, True, promise(case), example)
+    except Untaken:
+        return None
+    except Untried as error:
+        return Promise(name, None, str(error), example)
+    except Broken as error:
+        reason = str(error)
+    except RAISED as error:  # a user's code may raise anything
+        reason = in_line(error)
+    said = " ".join((promise.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
+    return Promise(name, False, f"{said}: {' '.join(reason.split())[:300]}", example)
+
+
+def made_up(*shape: int, step: int = 0) -> np.ndarray:
+    """Standard normals of this shape, float64, the same every time."""
+    return stream(SEED, Purpose.DATA, step=step).standard_normal(shape)
+
+
+def tensor(*shape: int, step: int = 0) -> torch.Tensor:
+    """As `made_up`, float64."""
+    return torch.from_numpy(made_up(*shape, step=step))
+
+
+def close(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
+    """Whether arrays have one shape, and are equal to the last digits of their largest number."""
+    first = np.asarray(one, np.float64)
+    second = np.asarray(other, np.float64)
+    if first.shape != second.shape:
+        return False
+    if not (np.isfinite(first) == np.isfinite(second)).all():
+        return False
+    size = max(float(np.abs(second[np.isfinite(second)]).max(initial=0.0)), 1e-300)
+    return bool(np.allclose(first, second, rtol=tolerance, atol=tolerance * size, equal_nan=True))
+
+
+def same_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray], who: str) -> None:
+    """Raises `Broken` unless a state has the names, shapes and dtypes that it had."""
+    hold(
+        before.keys() == after.keys(), f"{who} has {sorted(after)}, and began with {sorted(before)}"
+    )
+    for name, array in before.items():
+        now = np.asarray(after[name])
+        hold(
+            (now.shape, now.dtype) == (array.shape, array.dtype),
+            f"{who}'s {name} began as {array.dtype} {list(array.shape)}, and is {now.dtype} "
+            f"{list(now.shape)}",
+        )
+        hold(np.isfinite(now).all(), f"{who}'s {name} is not finite")
+
+
+def copied(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A state of its own."""
+    return {name: np.array(array) for name, array in state.items()}
+
+
+def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    """Whether two states are the same, bit by bit."""
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name], equal_nan=True) for name in one
+    )

@@ -1,0 +1,978 @@
+"""The command line. Every command is a few lines over the Python API.
+
+Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that cannot be run (one
+line, no traceback), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from raydpfl import storage
+from raydpfl.cli import completion
+from raydpfl.cli.wrong_command import directed
+from raydpfl.core import fast_import, signals
+from raydpfl.core.native import build
+from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+    from raydpfl.sweep import Sweep
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Differentially private federated learning, simulated on Ray. A config is code where it "
+    "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
+    "Run no config that you have not read. Commands that read a run directory (export, budget, "
+    "data describe, audit) import what it names with --trust-code alone; report, compare and show "
+    "import nothing.",
+)
+MERGED = "Add adapters to the weights of their layers, and write these under their own names."
+EXPORTED = "A file *.safetensors, or *.pt for a state_dict; default: names the run's own file."
+SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
+PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
+READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
+CLUSTER = "A running Ray cluster to join; auto finds the local one."
+CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
+FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
+
+
+def _load() -> None:
+    """Imports torch, and all that a config names."""
+    with fast_import.quickly():
+        import raydpfl.experiment  # noqa: F401
+
+
+def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
+    """An option. `words`: what a shell completes."""
+    complete = completion.one_of(*words) if words else None
+    return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
+
+
+def _whole(given: str | int) -> int:
+    """A whole number, which may be written as 1e3 too; a default is one already."""
+    text = str(given)
+    try:
+        value = float(text)
+        return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _count(text: str = "", panel: str | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import raydpfl
+
+        print(f"raydpfl {raydpfl.__version__}")
+        raise typer.Exit
+
+
+def _show_frames(asked: bool) -> None:
+    if asked:
+        os.environ[DEBUG] = "1"
+
+
+def _debugged() -> bool:
+    """Whether errors show all frames."""
+    return bool(os.environ.get(DEBUG))
+
+
+DEBUG = "RAYDPFL_DEBUG"
+FRAMES = f"Show all frames of an error, as {DEBUG}=1 does; anywhere on the command line."
+Debug = Annotated[bool, typer.Option("--debug", help=FRAMES, callback=_show_frames)]
+VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+
+
+@app.callback()
+def _whole_command(version: Annotated[bool, VERSION] = False, debug: Debug = False) -> None:
+    pass
+
+
+Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
+Described = Annotated[
+    list[str],
+    typer.Argument(
+        help="A config and fields to change; or data files, or a folder, and fields of data.",
+        metavar="CONFIG|FILE... [KEY=VALUE]...",
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(help="A picture of the classes of each client: a file .svg, .png or .pdf."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Fields to change, each section.key=value: rounds=50, bounding.bound=0.5.",
+        metavar="KEY=VALUE",
+        autocompletion=completion.overrides,
+    ),
+]
+DATA = completion.of_family("data")
+FETCHED = "One of those that raydpfl data list shows."
+Kinds = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Some of them, or import paths of your own classes.",
+        metavar="KIND",
+        autocompletion=DATA,
+    ),
+]
+DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
+Address = Annotated[str | None, _option(CLUSTER)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TRUSTED = "Import the code that a run directory names, which runs it; else such a run is refused."
+Trust = Annotated[bool, typer.Option("--trust-code", help=TRUSTED)]
+
+
+@app.command()
+def run(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[str | None, _option(PLACE)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
+    data_root: DataRoot = None,
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run one experiment."""
+    build.ahead()
+    _load()
+    from raydpfl.cli import run_display
+    from raydpfl.runtime import runner
+    from raydpfl.simulation import provenance
+
+    with provenance.kept(out or config if resume else config, first=resume and not fresh_noise):
+        experiment, folder = _read("run", config, overrides)
+        if resume and out is None:
+            if folder is None:
+                accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, accepted)
+            out = folder
+        out = out or str(_new_folder(config))
+        console = Console(quiet=quiet, highlight=False)
+        with (
+            run_display.Display(console, experiment.rounds, _started()) as display,
+            _resumable(out),
+        ):
+            result = runner.run(
+                experiment,
+                out,
+                resume=resume,
+                fresh_noise=fresh_noise,
+                data_root=data_root,
+                address=address,
+                on_stage=display.stage,
+                on_start=display.start,
+                on_rows=display.rows,
+                on_measure=display.measure,
+            )
+    run_display.report(console, result, display.took())
+
+
+NEW = "A new directory, or one that is empty."
+FAMILY = """The family of the class: bounding, selection, local, noise, weights, server, measure,
+metric, model, data or track."""
+NEXT = """  cd {folder}
+  python -m pytest -q            (the project's own tests; pip install pytest)
+  raydpfl run experiment.yaml"""
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")],
+    family: Annotated[str, _option(FAMILY)] = "bounding",
+) -> None:
+    """Make a project to begin with: a config, a class of your own of some family, and its test."""
+    from raydpfl.cli import new_project
+
+    print("\n".join(str(path) for path in new_project.make(folder, family)))
+    print(NEXT.format(folder=folder))
+
+
+@app.command()
+def export(
+    folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
+    out: Annotated[Path | None, _option(EXPORTED)] = None,
+    merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
+    trust_code: Trust = False,
+) -> None:
+    """Write the model of a run to a file: of one with adapters what was trained."""
+    _load()
+    from raydpfl.simulation import export as saved
+
+    with directed("export", folder):
+        print(saved.export(folder, out, merged, trust_code))
+
+
+@app.command()
+def sweep(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[str | None, _option(SWEPT)] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in --out.")
+    ] = False,
+    data_root: DataRoot = None,
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray
+    Tune.
+    """
+    _load()
+    from raydpfl import sweep as tune
+    from raydpfl.simulation import provenance
+
+    with provenance.kept(out or config if resume else config, first=resume):
+        asked, folder = _swept(config, overrides or (), resume)
+        if resume and out is None:
+            if not folder:
+                accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, accepted)
+            out = config
+        out = out or str(_new_folder(config))
+        given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+        with tune.Display(_console(quiet), asked) as display, _resumable(out, "sweep"):
+            result = tune.run(asked, out, on_change=display.show, **given)
+    display.report(result)
+    if result.problem:
+        raise RunError(result.problem)
+
+
+def _swept(config: str, overrides: Sequence[str], resume: bool) -> tuple[Sweep, bool]:
+    """The sweep that a command was given, and whether it was read from a directory."""
+    from raydpfl.sweep import Sweep
+
+    reading = storage.reading(config, "config", CONFIGS.__contains__)
+    with directed("sweep", config, overrides=overrides), reading as place:
+        if not os.path.isdir(place):
+            return Sweep.from_yaml(place, overrides), False
+        if resume:
+            return Sweep.stored(place, overrides), True
+        return Sweep.from_yaml(place / "sweep.yaml", overrides), True
+
+
+REPRODUCED = (
+    "A study that comes with the project (002/fig1, or another name that --list shows; 002 or all "
+    "for several), the file of your own, or a study directory. "
+    "The import paths in a study are code that runs."
+)
+LIST = (
+    "Run nothing: say what each study shows, what was chosen for it and what it costs here; of a "
+    "named one, all that it would run."
+)
+SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
+SEEDS = "Final runs of every cell. Default: as the study says."
+INTO = "Study directory, or its address (of several, theirs are in it); default: under runs/."
+Studies = Annotated[
+    list[str] | None,
+    typer.Argument(help=REPRODUCED, metavar="STUDY", autocompletion=completion.studies),
+]
+SCALES = ("smoke", "small", "paper")
+
+
+@app.command()
+def reproduce(
+    studies: Studies = None,
+    scale: Annotated[str | None, _option(f"{SCALED} Default: small.", words=SCALES)] = None,
+    out: Annotated[str | None, _option(INTO)] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the study in --out, or in the directory STUDY."),
+    ] = False,
+    seeds: Annotated[int | None, _count(SEEDS)] = None,
+    listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
+    data_root: DataRoot = None,
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
+    _load()
+    from raydpfl.sweep import study as room
+
+    console = _console(quiet)
+    if listed:
+        _unused(out=out, resume=resume, address=address)
+        room.catalogue(console, studies or (), scale, seeds, data_root)
+        return
+    if not studies:
+        raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
+    out = out or (_begun_study(studies) if resume else None)
+    ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+    with ExitStack() as stack:
+        names = [_study_here(name, stack) for given in studies for name in room.several(given)]
+        with directed("reproduce", *studies):
+            asked = [room.Study.named(name, scale, seeds) for name in names]
+        display = stack.enter_context(room.Display(console, asked))
+        stack.enter_context(_resumable(out, "reproduce"))
+        results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
+    for result in results:
+        display.report(result)
+    problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
+    if problems:
+        raise RunError("; ".join(problems))
+
+
+def _begun_study(studies: list[str]) -> str:
+    """The one directory that is named. Raises `ConfigError`."""
+    if len(studies) > 1 or not (os.path.isdir(studies[0]) or storage.elsewhere(studies[0])):
+        accepted = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
+        raise ConfigError("--resume", " ".join(studies), accepted)
+    return studies[0]
+
+
+def _study_here(name: str, stack: ExitStack) -> str:
+    """What names a study here, whose directory may be elsewhere."""
+    if not storage.elsewhere(name):
+        return name
+
+    def wanted(file: str) -> bool:
+        return file == "study.yaml" or file.startswith("published/")
+
+    return str(stack.enter_context(storage.reading(name, "study", wanted)))
+
+
+def _unused(**options: Any) -> None:
+    """Raises `ConfigError` for an option of running studies that is given with --list."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"--{name}", str(value), "none with --list, which runs nothing")
+
+
+THERE = "The files that CONFIG names are on the cluster: send none."
+SENT = (
+    "A YAML file (with a sweep section: a sweep), or the directory of a run. "
+    "The import paths in it are code that runs, here too."
+)
+BACK = "Where the run directory is brought back to; default: runs/ID. An address: it stays there."
+SERVER = "Of the cluster's job server; default: http://127.0.0.1:8265."
+GO_ON = "Go on with what the cluster has of that run."
+FOLLOW = "Show a submitted job again, and bring its run directory back."
+STOP = "Stop a job after its round, and bring its run directory back."
+
+
+@app.command()
+def submit(
+    config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
+    overrides: Overrides = None,
+    out: Annotated[str | None, _option(BACK)] = None,
+    address: Annotated[str | None, _option(SERVER)] = None,
+    resume: Annotated[str | None, typer.Option(metavar="ID", help=GO_ON)] = None,
+    follow: Annotated[str | None, typer.Option(metavar="ID", help=FOLLOW)] = None,
+    there: Annotated[bool, typer.Option("--there", help=THERE)] = False,
+    stop: Annotated[str | None, typer.Option(metavar="ID", help=STOP)] = None,
+) -> None:
+    """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
+    from raydpfl.jobs.client import JobServer
+
+    given = [each for each in (config, follow, stop) if each is not None]
+    if len(given) != 1:
+        raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
+    job = given[0]
+    with directed("submit", *([config] if config else [])):
+        server = JobServer(address)
+        if config is not None:
+            job = server.submit(config, overrides or (), out, resume=resume, there=there)
+    if stop:
+        server.stop(stop)
+    again = f"follow it with: {server.command('--follow', job)}\n"
+    again += f"  stop it with: {server.command('--stop', job)}"
+    if config is not None:
+        print(f"Submitted {job}. It does not need this terminal;\n{again}", flush=True)
+    try:
+        code = server.follow(job, lambda text: print(text, end="", flush=True))
+        folder = server.fetch(job, out)
+    except KeyboardInterrupt:
+        _fail(f"{job} goes on without this terminal\n{again}", 130)
+    if code and not stop:
+        resumed = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
+        hint = resumed if folder and code != 2 else ""
+        print(f"raydpfl: {job} ended with exit code {code}{hint}", file=sys.stderr, flush=True)
+    if folder and storage.elsewhere(folder):
+        print(f"It is at: {folder}")
+    elif folder:
+        print(f"Brought back to: {os.path.abspath(folder)}")
+    if code and not stop:
+        raise _Failed(code)
+
+
+SHOWN = "A YAML file, the directory of a run, a sweep or a study, or the name of a study."
+TIMED = (
+    "Prepare the data, put every setting together with them, and time a round of each kind of run. "
+    "The import paths in CONFIG are then code that runs."
+)
+
+
+@app.command()
+def show(
+    config: Annotated[str, typer.Argument(help=SHOWN, metavar="CONFIG")],
+    overrides: Overrides = None,
+    timed: Annotated[bool, typer.Option("--timed", help=TIMED)] = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Print a config complete, with each default marked as one; own members are not imported and
+    stand as written. Of a sweep or a study also what it would run, whether each of it can be, and
+    how long it takes.
+    """
+    _load()
+    from raydpfl.cli.show import outline
+    from raydpfl.config.defaults import MARK
+
+    with storage.reading(config, "config", CONFIGS.__contains__) as place:
+        asked = str(place) if storage.elsewhere(config) else config
+        found = outline(asked, overrides or (), timed, data_root)
+    console = Console(soft_wrap=True)
+    for line in found.text.splitlines():
+        console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
+    if found.refused:
+        raise found.refused
+
+
+ASKED = (
+    "A config, or the directory of a run, to answer for; "
+    "the import paths in it that decide its privacy are code that runs."
+)
+GIVE = "Two of noise, epsilon and rounds; the third is computed"
+MULTIPLIER = "Std of the noise on the sum / --bound."
+STD = (
+    "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
+    "with --unit sample, of the mean gradient."
+)
+ROUNDS = "Rounds T; of a sample: --participations."
+BOUND = (
+    "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
+)
+SAMPLING = "fixed (size; the default), poisson, full, with-replacement or public."
+RELATION = "replace_one (the default), add_remove (for poisson) or zero_out."
+SAMPLINGS = ("fixed", "poisson", "full", "with-replacement", "public")
+RELATIONS = ("replace_one", "add_remove", "zero_out")
+UNITS = ("client", "sample")
+DRAWERS = ("client", "server")
+TAKEN = "Rounds K that any one client takes part in. Default: all."
+UNIT = "What is protected: client (the default) or sample."
+CLIENT = "With --unit client"
+DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
+CONSTANT = "The constant that the formula `paper` leaves open. Default: 4."
+SAMPLE = "With --unit sample"
+NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculator
+
+
+@app.command()
+def budget(
+    context: typer.Context,
+    config: Annotated[str | None, typer.Argument(help=ASKED, metavar="CONFIG")] = None,
+    overrides: Overrides = None,
+    epsilon: Annotated[float | None, _option("Of the guarantee, at --delta.", GIVE)] = None,
+    noise_multiplier: Annotated[float | None, _option(MULTIPLIER, GIVE)] = None,
+    std: Annotated[float | None, _option(STD, GIVE)] = None,
+    rounds: Annotated[int | None, _count(ROUNDS, GIVE)] = None,
+    delta: Annotated[float | None, _option("Of the guarantee. Default: 1e-5.")] = None,
+    bound: Annotated[float | None, _option(BOUND)] = None,
+    sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
+    relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
+    participations: Annotated[int | None, _count(TAKEN)] = None,
+    unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
+    population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
+    cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
+    placement: Annotated[str | None, _option(DRAWS, CLIENT, DRAWERS)] = None,
+    v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,
+    samples: Annotated[int | None, _count("Samples n of the client.", SAMPLE)] = None,
+    batch: Annotated[int | None, _count("Samples B of a batch.", SAMPLE)] = None,
+    steps: Annotated[int | None, _count("Local steps Q of a round.", SAMPLE)] = None,
+    as_json: Json = False,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
+    from raydpfl.privacy import calculator
+
+    options = {name: value for name, value in context.params.items() if name not in NO_OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    if config:
+        with _kept(config, trust_code):
+            asked = _of_privacy(config, overrides, given, trust_code)
+            found = calculator.of_config(asked, data_root)
+    else:
+        found = calculator.from_options(**given)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        Console(highlight=False).print(found.render())
+
+
+def _of_privacy(
+    config: str, overrides: list[str] | None, given: dict[str, Any], trust_code: bool
+) -> Experiment:
+    """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
+    option is `given` besides, other than where data sets lie.
+    """
+    _load()
+    from raydpfl.experiment import Experiment
+
+    for name, value in given.items():
+        if name != "data_root":
+            accepted = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+            raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
+    imports = set(Experiment.model_fields) - {"model", "server"}
+    return _read("budget", config, overrides, imports, trust_code)[0]
+
+
+AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
+CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
+CLAIMED = "Where claims are looked at. Default: the run's own."
+
+
+@app.command()
+def audit(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[str | None, _option(AUDITED)] = None,
+    canaries: Annotated[int, _count(CANARIES)] = 2000,
+    confidence: Annotated[float, _option("Of each lower bound.")] = 0.95,
+    delta: Annotated[float | None, _option(CLAIMED)] = None,
+    as_json: Json = False,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """Run an experiment with canaries in it: what they prove of its privacy, beside what is
+    claimed. Exit code 1: not as claimed.
+    """
+    _load()
+    from raydpfl import audit as auditor
+
+    out = out or str(_new_folder(config, "-audit"))
+    console = _console()
+    with _kept(config, trust_code), _bar(console, hidden=as_json) as on_round:
+        experiment, _ = _read("audit", config, overrides, trust_code=trust_code)
+        found = auditor.audit(
+            experiment,
+            out,
+            canaries=canaries,
+            confidence=confidence,
+            delta=delta,
+            data_root=data_root,
+            on_round=on_round,
+        )
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        console.print(found.text(), markup=False)
+        following = f"Audit directory: {out}\n  its page and figures:  raydpfl report {out}"
+        console.print(following, markup=False, soft_wrap=True)
+    if not found.passed:
+        raise RunError(
+            f"the run is not as private as it claims; see {storage.within(out, 'audit.json')}"
+        )
+
+
+CHECKED = (
+    "A class by import path (mine:Tanh), or a member that comes with the project (bounding:clip). "
+    "An import path is code that runs."
+)
+AROUND = "Fields of the small experiment around it, or of the member's own section."
+
+
+@app.command()
+def check(
+    member: Annotated[
+        str,
+        typer.Argument(help=CHECKED, metavar="MEMBER", autocompletion=completion.members),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help=AROUND, metavar="KEY=VALUE", autocompletion=completion.after_colon),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Whether a member keeps the promises of its family, with each of its examples. Exit code 1:
+    one is broken.
+    """
+    _load()
+    from raydpfl import check as contract
+
+    found = contract.check(member, overrides or ())
+    if as_json:
+        print(json.dumps([asdict(promise) for promise in found], indent=2))
+    else:
+        console = _console()
+        print(contract.render(found, *[console.width] * console.is_terminal))
+    broken = [promise for promise in found if promise.kept is False]
+    if broken:
+        first = broken[0]
+        where = f" ({first.example})" if first.example else ""
+        raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
+
+
+NAMED = (
+    "A section of the config (bounding, data.partition, ...), or one of its kinds (bounding.clip)."
+)
+
+
+@app.command()
+def kinds(
+    name: Annotated[
+        str | None,
+        typer.Argument(help=NAMED, metavar="FAMILY[.KIND]", autocompletion=completion.kinds),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
+    paper that it is of. Of own classes `raydpfl check` says more.
+    """
+    _load()
+    from raydpfl.cli import kinds as reference
+
+    found = reference.of(name)
+    if as_json:
+        print(json.dumps([each.to_dict() for each in found], indent=2))
+    else:
+        print(reference.render(found))
+
+
+REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
+WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./report-NAMES."
+PRINTED = "Figures for 1 column of a paper (3.5 in) or 2 (7.16 in), text of 8 pt."
+
+
+@app.command()
+def report(
+    directories: Annotated[list[str], typer.Argument(help=REPORTED, metavar="DIR")],
+    out: Annotated[str | None, _option(WRITTEN)] = None,
+    columns: Annotated[int | None, _option(PRINTED)] = None,
+) -> None:
+    """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
+    _load()
+    from raydpfl.report import write
+
+    with directed("report", *directories):
+        place = write(directories, out, columns)
+    print(f"Report: {storage.within(place, 'index.html')}")
+
+
+COMPARED = "Directories of runs, sweeps and studies."
+SCORE = "The score to compare by. Default: that by which the runs are followed."
+PAGE = "Where the page goes. Default: ./report-NAMES."
+
+
+@app.command()
+def compare(
+    directories: Annotated[list[str], typer.Argument(help=COMPARED, metavar="DIR")],
+    metric: Annotated[str | None, _option(SCORE)] = None,
+    out: Annotated[str | None, _option(PAGE)] = None,
+) -> None:
+    """Set runs side by side: a table of what tells them apart, their scores, epsilons and times;
+    and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is
+    trained.
+    """
+    _load()
+    from raydpfl import report as reports
+    from raydpfl.cli import comparison_table
+
+    with directed("compare", *directories):
+        found, place = reports.compare(directories, out, metric)
+    comparison_table.show(Console(highlight=False), found)
+    print(f"Page: {storage.within(place, 'index.html')}")
+
+
+def _console(quiet: bool = False) -> Console:
+    """Lines are wrapped at words on a terminal, and whole in a file."""
+    return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+@contextmanager
+def _bar(console: Console, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of rounds on a terminal, and what moves it: rounds done, of how many."""
+    columns = (TextColumn("round"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    hidden = hidden or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, of: progress.update(task, completed=done, total=of)
+
+
+datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
+app.add_typer(datasets, name="data")
+
+
+@datasets.command("list")
+def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
+    """All kinds of data, and where each would be read from; with kinds, these alone."""
+    _load()
+    from raydpfl import data
+
+    console = _console()
+    for row in data.catalogue(data_root, kinds or ()):
+        line = f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]"
+        if console.is_terminal:
+            line = textwrap.fill(line, console.width, subsequent_indent=" " * 21)
+        print(line)
+
+
+@datasets.command("fetch")
+def data_fetch(
+    kind: Annotated[str, typer.Argument(help=FETCHED, metavar="KIND", autocompletion=DATA)],
+    data_root: DataRoot = None,
+) -> None:
+    """Download a data set, unless it is there."""
+    _load()
+    from raydpfl import data
+
+    print(data.fetch(kind, data_root))
+
+
+@datasets.command("describe")
+def data_describe(
+    files: Described,
+    out: Picture = None,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """What each client of a config gets, in numbers, and with --out as a picture; or what is
+    understood of data files, as a config that trains on them. `data.y=NAME` and the like say what
+    else to take.
+    """
+    _load()
+    from raydpfl import data
+
+    config, *overrides = files
+    if not _is_config(config):
+        if out is not None:
+            accepted = "none without a config, such as data describe prints of these files"
+            raise ConfigError("--out", str(out), accepted)
+        print(_understood(files, data_root), end="")
+        return
+    if out is not None:
+        from raydpfl.report import class_histogram
+
+        class_histogram.check(out)
+    with _kept(config, trust_code):
+        experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
+        found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+        counted = experiment.data.counted(data_root)
+    for name, value in {**found.describe(), **counted}.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {each:g}" for key, each in value.items())
+        print(f"{name}: {value}")
+    if out is not None:
+        counts = found.class_counts()
+        if not counts.shape[1]:
+            raise ConfigError("--out", str(out), "none for data whose samples have no class each")
+        class_histogram.write(out, counts, found.target.names)
+        print(f"Picture: {out}")
+
+
+def _is_config(name: str) -> bool:
+    """Whether a name is that of a config or of a run's directory, and not of data."""
+    folder = Path(name)
+    if folder.is_dir():
+        return any((folder / each).exists() for each in ("config.yaml", "sweep.yaml"))
+    return folder.suffix in (".yaml", ".yml") or "=" in name
+
+
+def _understood(arguments: list[str], data_root: Path | None) -> str:
+    """A config for data files, with what was understood of them as its comments."""
+    from raydpfl import data
+    from raydpfl.experiment import Experiment, dump, overridden
+
+    files = [each for each in arguments if "=" not in each or os.path.exists(each)]
+    changes = [each for each in arguments if each not in files]
+    given = overridden({"data": {}}, changes)
+    other = [name for name in given if name != "data"]
+    if other:
+        raise ConfigError(other[0], given[other[0]], "fields of data alone, as in data.y=price")
+    found = data.understood(files, given["data"], data_root)
+    Experiment.from_dict(found.tree)
+    notes = [*found.notes, *(f"warning: {each}" for each in found.warnings)]
+    return "".join(f"# {note}\n" for note in notes) + dump(found.tree)
+
+
+def _read(
+    command: str,
+    config: str,
+    overrides: list[str] | None,
+    imports: Collection[str] | None = None,
+    trust_code: bool = True,
+) -> tuple[Experiment, str | None]:
+    """The experiment that a command was given, and the run directory it was read from, if it was.
+    `imports`: see `Experiment.from_dict`; with `trust_code` also of what a run directory names.
+    """
+    from raydpfl.config.registry import refuse_code
+    from raydpfl.experiment import Experiment
+
+    reading = storage.reading(config, "config", CONFIGS.__contains__)
+    with directed(command, config), reading as place:
+        folder = os.path.isdir(place)
+        path = place / "config.yaml" if folder else place
+        if folder and not trust_code:
+            experiment = Experiment.from_yaml(path, overrides or (), ())
+            refuse_code(config, experiment.code(imports))
+        return Experiment.from_yaml(path, overrides or (), imports), config if folder else None
+
+
+def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
+    """Within, what a run directory keeps of the code that it names can be imported."""
+    from raydpfl.simulation import provenance
+
+    return provenance.kept(config) if trust_code else nullcontext()
+
+
+def _new_folder(config: str, what: str = "") -> Path:
+    """A directory under runs/ for what begins now, named by the config."""
+    return Path("runs") / f"{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _started() -> float:
+    """When this process was started, in seconds since the epoch."""
+    if sys.platform != "linux":
+        import psutil
+
+        return psutil.Process().create_time()
+    # psutil counts from when the system was started, which Linux says in whole seconds
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+class _Begun:
+    """What this process carries out, if it can be gone on with, and in which directory, if that is
+    known yet.
+    """
+
+    command = ""
+    folder: Path | str | None = None
+
+
+@contextmanager
+def _resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
+    """Within it an interrupt says how to go on with what is in `folder`."""
+    _Begun.command = command
+    _Begun.folder = folder
+    yield
+    _Begun.command = ""
+
+
+def _interrupted(error: str = "") -> str:
+    """What is said of an interrupt, by which something may have failed."""
+    said = f"interrupted ({error})" if error else "interrupted"
+    folder = _Begun.folder
+    if not _Begun.command:
+        return said
+    if folder is None:
+        return f"{said}; what had begun goes on with --resume"
+    here = "://" not in str(folder)
+    if here and not (os.path.isdir(folder) and os.listdir(folder)):
+        return f"{said} before its first round was done; nothing is left of it"
+    return f"{said}; go on with: raydpfl {_Begun.command} {folder} --resume"
+
+
+def main() -> None:
+    """The `raydpfl` command."""
+    _Begun.command = ""
+    if "--debug" in sys.argv[2:]:
+        sys.argv.remove("--debug")
+        sys.argv.insert(1, "--debug")
+    sys.path.insert(0, "")  # a user's own members are found beside where the command is run
+    # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
+    # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
+    with signals.handled():
+        message, code = _carried_out()
+        # what came of it may have been another error, or none
+        if signals.asked() and code != 130:
+            message = _interrupted(message)
+            code = 130
+    if code:
+        _fail(message, code)
+
+
+def _carried_out() -> tuple[str, int]:
+    """Does what the command line asks for: what to say of its failure, and the exit code."""
+    try:
+        if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
+            raise KeyboardInterrupt
+    except BaseException as error:
+        if _debugged() and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        ended = _ended(error)
+        if ended is None:
+            raise
+        return ended
+    return "", 0
+
+
+# What ends a command, the exit code, and what is said of it; the first that fits.
+ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], ...] = (
+    (ConfigError, 2, str),
+    (RunError, 1, str),
+    (MemoryError, 1, lambda error: f"not enough memory: {error}"),  # numpy says how much
+    (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
+    # of files that no run is to blame for: no room, no right, no disk
+    (OSError, 1, lambda error: " ".join(str(error).split()) or type(error).__name__),
+    (KeyboardInterrupt, 130, lambda error: _interrupted()),
+    (typer.Abort, 130, lambda error: _interrupted()),
+)
+
+
+def _ended(error: BaseException) -> tuple[str, int] | None:
+    """What to say of this end of a command, and the exit code; None for one that is a defect, or
+    that has been said.
+    """
+    for kind, code, say in ENDINGS:
+        if isinstance(error, kind):
+            return say(error), code
+    if isinstance(error, SystemExit):
+        if _completed(error):
+            return "", 0
+        said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
+        return None if said else (f"code that the config names {exited(error)}", 1)
+    if isinstance(error, Exception) and frames_of_user(error):
+        return told(error), 1
+    if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"code that the config names raised {what}", 1
+    if signals.asked():
+        return _interrupted(), 130
+    if hasattr(error, "format_message"):  # what typer says of an unusable command line
+        return error.format_message() or "a command is missing", 2
+    return None
+
+
+def _completed(error: SystemExit) -> bool:
+    """Whether this is how typer ends once it has completed a command for a shell."""
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not error.code and Path(place).is_relative_to(Path(typer.__file__).parent)
+
+
+class _Failed(SystemExit):
+    """The end of the command, said by `_fail` and not by some module that a config names."""
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"raydpfl: {message if _debugged() else brief(message)}", file=sys.stderr)
+    raise _Failed(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The calculator's answers for a terminal of 80 columns or more."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raydpfl.cli import guarantee_table
+from raydpfl.privacy import Guarantee
+from raydpfl.privacy.calculator.solve import MOST_ROUNDS
+from raydpfl.privacy.guarantee import SHARES
+from raydpfl.privacy.papers import PAPERS
+from raydpfl.report.labels import accountant
+
+if TYPE_CHECKING:
+    from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget
+
+MOST_ROWS = 5  # clients that are shown
+_PROMISED = {
+    "rigorous": "to meet each client's budget",
+    "paper": f"by the formula of {PAPERS['003']}",
+    "tcdp": f"by the formula of {PAPERS['002']} (tCDP)",
+}
+
+
+def of_budget(budget: Budget) -> RenderableType:
+    """What is released, the answers in a table, the formulas with their conditions, and the
+    sentence.
+    """
+    parts: list[Any] = [_head(budget), "", _found(budget), ""]
+    if budget.unknown != "epsilon":
+        parts += [_held(budget), ""]
+    for answer in budget.answers:
+        if answer.guarantee.formula:
+            style = "red" if answer.overclaims else ""
+            parts.append(Text(_worth(budget, answer), style=style))
+    parts += [Text(f"- {note}") for note in [*_reasons(budget), *budget.notes]]
+    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _head(budget: Budget) -> Table:
+    mechanism = budget.mechanism
+    noise = budget.noise
+    head = Table.grid(padding=(0, 2))
+    head.add_row("released", budget.released)
+    sensitivity = f"sensitivity of the sum {noise['sensitivity']:.4g} under {budget.relation}"
+    head.add_row("bound", f"{noise['bound']:.4g} for each {mechanism.unit}; {sensitivity}")
+    stds = [
+        f"{value:.4g} {name.removeprefix('std_').replace('_', ' ')}"
+        for name, value in noise.items()
+        if name.startswith("std_")
+    ]
+    sums = sum(not query.apart for query in mechanism.queries)
+    together = f", the {sums} queries of a round together" if sums > 1 else ""
+    multiplier = f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})"
+    head.add_row("noise", f"std {', '.join(stds)}")
+    head.add_row("noise multiplier", multiplier)
+    return head
+
+
+def _found(budget: Budget) -> Table:
+    """The answers to the question."""
+    at = f"epsilon {budget.epsilon or 0:.4g} at delta {budget.delta:g}"
+    title = {
+        "epsilon": f"Epsilon at delta {budget.delta:g}",
+        "noise": f"Noise multiplier that {at} needs",
+        "rounds": f"{budget.repeated.capitalize()} that {at} allows",
+    }[budget.unknown]
+    cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
+    return guarantee_table.table(cells, title)
+
+
+def _held(budget: Budget) -> Table:
+    """The epsilons at the noise and rounds of the first answer."""
+    which = f"noise multiplier {budget.noise['noise_multiplier']:.4g}"
+    if budget.unknown == "rounds":
+        which = f"{budget.rounds} {budget.repeated}"
+    title = f"Epsilon at delta {budget.delta:g} with {which}"
+    return guarantee_table.table([(each, _spent(each)) for each in budget.guarantees], title)
+
+
+def _reasons(budget: Budget) -> list[str]:
+    """What is known of cohorts, and why accountants have no number."""
+    known = [each.sampling.participations for each in budget.guarantees]
+    notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
+    rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
+    failed = [
+        f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed
+    ]
+    return [*notes, *dict.fromkeys(failed)]
+
+
+def of_personal(budget: PersonalBudget) -> RenderableType:
+    """Quantiles over the clients, those that spend most, broken promises, and the sentence."""
+    names = _columns(budget)
+    parts: list[Any] = [_personal_head(budget), "", _spread(budget, names), ""]
+    parts += [_worst(budget, names), ""]
+    if budget.broken:
+        broken = f"{budget.broken[0].upper()}{budget.broken[1:]}."
+        parts += [Text(broken, style="red"), ""]
+    for guarantee in budget.guarantees:
+        if guarantee.formula and guarantee.conditions_failed:
+            failed = "; ".join(guarantee.conditions_failed)
+            of = "conditions that fail for the client it finds worst"
+            parts.append(Text(f"- {guarantee.accountant}: {of}: {failed}"))
+    parts += [Text(f"- {note}") for note in budget.notes]
+    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+
+
+def _personal_head(budget: PersonalBudget) -> Table:
+    mechanism = budget.mechanism
+    head = Table.grid(padding=(0, 2))
+    order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
+    batch = f"{mechanism.batch_words()}{order}"
+    steps = f"{mechanism.step_words()}, in a participation, each on {batch}"
+    head.add_row("released", f"every update of {len(budget.rows)} clients: {steps}")
+    moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
+    head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")
+    promised = _PROMISED.get(mechanism.calibration or "", "as given")
+    head.add_row("noise", f"at each step, {promised}")
+    beside = mechanism.beside
+    if beside:
+        noise = f"with noise of std {beside.std:.4g}"
+        head.add_row("beside", f"the {beside.name} of a client in each of its rounds, {noise}")
+    return head
+
+
+def _columns(budget: PersonalBudget) -> dict[str, str]:
+    """The columns that are shown, with their headings."""
+    names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": ""}
+    for name in budget.rows[0] if budget.rows else ():
+        if "epsilon_" in name:
+            names[name] = accountant(name)
+    names["epsilon_claimed"] = "promised"
+    return names
+
+
+def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
+    delta = budget.mechanism.delta
+    title = f"Epsilon of a client's samples at delta {delta:g}: quantiles over clients"
+    quantiles = {name: budget.quantiles(name) for name in names} if budget.rows else {}
+    lines = [
+        (f"{share:.0%}", [column[place] for column in quantiles.values()])
+        for place, share in enumerate(SHARES)
+    ]
+    return _of_clients(title, "share", names, lines if budget.rows else [])
+
+
+def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
+    """The clients that spend most, by the first accountant."""
+    spent = (each for each in names if each.startswith("epsilon_") and each != "epsilon_claimed")
+    key = next(spent, "noise_std")
+    worst = sorted(budget.protected, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
+    lines = [(str(row["client"]), [row[name] for name in names]) for row in worst]
+    return _of_clients(f"The {len(worst)} clients that spend most", "client", names, lines)
+
+
+def _of_clients(
+    title: str, first: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
+) -> Table:
+    made = guarantee_table.plain(title)
+    made.add_column(first, no_wrap=True)
+    for head in names.values():
+        made.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
+    for label, values in lines:
+        made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+    return made
+
+
+def _mark(guarantee: Guarantee) -> str:
+    return "*" if guarantee.conditions_failed else ""
+
+
+def _spent(guarantee: Guarantee) -> str:
+    if guarantee.kind == "rigorous" and guarantee.conditions_failed:
+        return "-"
+    return f"{guarantee.epsilon:.4g}{_mark(guarantee)}"
+
+
+def _cell(budget: Budget, answer: Answer) -> str:
+    """What was found, in print."""
+    text = _spent(answer.guarantee)
+    if budget.unknown == "epsilon" or text == "-":
+        return text
+    found = f"{answer.rounds}"
+    if (answer.rounds + 1) * budget.steps > MOST_ROUNDS:
+        found = f">= {found}"
+    if budget.unknown == "noise":
+        z = answer.noise_multiplier
+        found = f"{z:.4g}" if math.isfinite(z) else "none"
+    return f"{found}{_mark(answer.guarantee)}"
+
+
+def _worth(budget: Budget, answer: Answer) -> str:
+    """A formula's claim, what it is worth, and the conditions that fail."""
+    guarantee = answer.guarantee
+    says = {
+        "epsilon": f"claims epsilon {guarantee.epsilon:.4g}",
+        "noise": f"asks for noise multiplier {answer.noise_multiplier:.4g}",
+        "rounds": f"allows {answer.rounds} {budget.repeated}",
+    }[budget.unknown]
+    text = f"{guarantee_table.label(guarantee)}, as printed, {says}"
+    if answer.true_epsilon is not None:
+        text += f"; the epsilon there is {answer.true_epsilon:.4g}"
+        text += ", more than it claims" if answer.overclaims else ""
+    if guarantee.conditions_failed:
+        return f"{text}. Conditions that fail (*): {'; '.join(guarantee.conditions_failed)}."
+    return f"{text}."

@@ -1,0 +1,204 @@
+"""What a shell completes of the words after `raydpfl`: kinds, fields of a config with their values,
+members and studies. Files the shell completes itself.
+
+The fields come from the classes (`raydpfl.cli.kinds`), which takes seconds to import, so a table of
+them is kept in the cache; a config is read as YAML alone, and nothing that it names is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+import raydpfl
+from raydpfl.storage.files import cache_root, keep_json, kept_json, read_text
+
+Values = dict[str, list[str]]  # the values worth offering, by key
+# the keys of each kind, by family; a section without kinds has one whose name is empty
+Fields = dict[str, dict[str, Values]]
+CHOICE = re.compile(r"[\w.-]+")  # a literal, as types are worded
+TYPES = ("number", "text", "mapping")
+CONFIG_NAMES = ("config.yaml", "sweep.yaml")
+# families whose members no section of a config is one of
+UNSECTIONED = ("measure", "track", "evaluate.metrics", "privacy.accountants", "selection.sampling")
+
+
+def kinds(incomplete: str) -> list[str]:
+    """For `raydpfl kinds`: families, and the members of one once no other is meant."""
+    every = fields()
+    found = [name for name in every if name.startswith(incomplete)]
+    for family in every:
+        if found == [family] or incomplete.startswith(family):
+            found += [f"{family}.{kind}" for kind in every[family] if kind]
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def members(incomplete: str) -> list[str]:
+    """For `raydpfl check`: the members that come with the project, as `family:kind`."""
+    found = [f"{family}:{kind}" for family, each in fields().items() for kind in each if kind]
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def after_colon(context: typer.Context, incomplete: str) -> list[str]:
+    """The kinds of a family that bash has cut off, as it takes a colon for a word of its own."""
+    given = context.params.get("overrides") or []
+    if (given and given != [":"]) or (not given and incomplete != ":"):
+        return []
+    found = fields().get(context.params.get("member", ""), {})
+    return [kind for kind in found if kind.startswith(incomplete.strip(":"))]
+
+
+def of_family(family: str) -> Callable[[str], list[str]]:
+    """What completes the members of one family."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in fields()[family] if name.startswith(incomplete)]
+
+    return complete
+
+
+def one_of(*words: str) -> Callable[[str], list[str]]:
+    """What completes one of these words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def studies(incomplete: str) -> list[str]:
+    """For `raydpfl reproduce`: the studies that come with the project, and their papers."""
+    found = (Path(raydpfl.__file__).parent / "studies").glob("*/*.yaml")
+    ids = sorted(f"{path.parent.name}/{path.stem}" for path in found)
+    papers = dict.fromkeys(each.partition("/")[0] for each in ids)
+    return [name for name in (*papers, *ids, "all") if name.startswith(incomplete)]
+
+
+def overrides(context: typer.Context, incomplete: str) -> list[str]:
+    """For `section.key=value`: the fields that the config's own members have; after `=` the values
+    that a field can be told by name, and its default.
+
+    bash takes `=` for a word of its own, and completes what follows it alone.
+    """
+    given = [*(context.params.get("overrides") or ())]
+    tree = _tree(context.params.get("config"))
+    for override in _joined(given):
+        _put(tree, *override.split("=", 1))
+    offered = dict(_offered(tree))
+    before = given[:-1] if given[-1:] == ["="] else given  # typer leaves out one that comes last
+    if before and before[-1] in offered and not (before is given and incomplete):
+        return [value for value in offered[before[-1]] if value.startswith(incomplete)]
+    key, sign, start = incomplete.partition("=")
+    if not sign:
+        found = [f"{each}=" for each in offered if each.startswith(key)]
+        if len(found) > 1:
+            return found
+        key = found[0].strip("=") if found else key  # with its values no shell ends the word
+    values = [f"{key}={value}" for value in offered.get(key, ()) if value.startswith(start)]
+    return values if sign else [*found, *values]
+
+
+def _joined(words: list[str]) -> Iterator[str]:
+    """Whole overrides, of words that a shell may have cut at `=`."""
+    for place, word in enumerate(words):
+        if "=" in word.strip("="):
+            yield word
+        elif word == "=" and 0 < place < len(words) - 1:
+            yield f"{words[place - 1]}={words[place + 1]}"
+
+
+def _put(tree: dict[str, Any], key: str, value: str) -> None:
+    """Puts an override into the tree; another kind takes the place of all that was there."""
+    *sections, last = key.split(".")
+    node = tree
+    for name in sections:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    if last == "kind":
+        node.clear()
+    node[last] = value
+
+
+def _offered(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Every field of the config's sections, with its values."""
+    every = fields()
+    for family, members_of in every.items():
+        section = tree if family == "config" else _section(tree, family)
+        if family in UNSECTIONED or (section is None and "." in family):
+            continue
+        prefix = "" if family == "config" else f"{family}."
+        if "" not in members_of:
+            yield f"{prefix}kind", [*members_of]
+        usual = next(iter(members_of))  # the first of a family, and of a section without kinds
+        kind = (section or {}).get("kind", usual) if usual else usual
+        for key, values in members_of.get(kind, {}).items():
+            if f"{prefix}{key}" not in every:  # it has fields of its own
+                yield f"{prefix}{key}", values
+
+
+def _section(tree: Mapping[str, Any], family: str) -> Mapping[str, Any] | None:
+    """A section of a config; None if there is none."""
+    node: Any = tree
+    for name in family.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else None
+
+
+def _tree(config: str | None) -> dict[str, Any]:
+    """The config that is named, or the directory's; empty where it cannot be read."""
+    if not config:
+        return {}
+    path = Path(config)
+    if path.is_dir():
+        path = next((path / name for name in CONFIG_NAMES if (path / name).exists()), path)
+    try:
+        found = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def fields() -> Fields:
+    """All fields of a config, from the cache, or from the classes."""
+    path = cache_root() / "completion" / f"{_state()}.json"
+    try:
+        return kept_json(path)
+    except (OSError, ValueError):
+        found = table()
+        keep_json(path, found)
+        return found
+
+
+def _state() -> str:
+    """Another one whenever the code is another."""
+    folder = Path(raydpfl.__file__).parent
+    times = [os.stat(path).st_mtime_ns for path in folder.rglob("*.py")]
+    return f"{raydpfl.__version__}-{len(times)}-{max(times)}"
+
+
+def table() -> Fields:
+    """All fields of a config, from the classes."""
+    from raydpfl.cli import kinds as reference
+
+    found: Fields = {}
+    for one in reference.of():
+        values = {key.name: _values(key) for key in one.keys}
+        found.setdefault(one.family, {})[one.kind] = values
+    return found
+
+
+def _values(key: Any) -> list[str]:
+    """What a key can be told by name, and its default if it is one word."""
+    words = [word for word in key.type.split(" | ") if CHOICE.fullmatch(word)]
+    found = [word for word in words if word not in TYPES]
+    plain = isinstance(key.default, int | float | str) and not isinstance(key.default, bool)
+    if plain and CHOICE.fullmatch(str(key.default)):
+        found.append(str(key.default))
+    return [*dict.fromkeys(found)]

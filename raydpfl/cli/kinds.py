@@ -1,0 +1,301 @@
+"""Every choice that a config has, read from the classes themselves (`raydpfl kinds`).
+
+A key's type, bounds and default are those of its pydantic field; what is said of it is the comment
+beside or above it in the source; what is said of a member is its docstring, with its paper.
+
+>>> print(of("bounding.clip")[0].render())
+bounding.clip
+  (raydpfl.methods.bounding.clip:Clip)
+  u min(1, c / ||u||) (Zhang 2021 eq. 3, Das 2021 eq. 4).
+  scaling: update | gradient; default update
+    what is bounded: the update, or update / lr, minus the sum of gradients, as
+    Das 2021 writes it.
+  bound: number, >= 1e-12, <= 1e+15; required
+    c: the largest L2 norm of what one client sends.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from raydpfl import experiment, tracking
+from raydpfl.config.hints import said
+from raydpfl.config.registry import fields_of
+from raydpfl.errors import ConfigError
+from raydpfl.methods import local, probes
+from raydpfl.models import metrics
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.papers import cited
+from raydpfl.privacy.sampling import LAWS
+
+WIDTH = 80
+BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+PLAIN = {
+    bool: "true | false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    type(None): "null",
+    dict: "mapping",
+    Any: "any value",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a section."""
+
+    name: str
+    type: str  # in words, with its bounds
+    required: bool
+    default: Any  # in JSON types; None where it is required
+    about: str  # what its source says of it; may be empty
+
+    def lines(self) -> Iterator[str]:
+        """As text of at most `WIDTH` columns."""
+        default = "required" if self.required else f"default {_yaml(self.default)}"
+        yield from _wrapped(f"{self.name}: {self.type}; {default}", "  ", "      ")
+        yield from _wrapped(self.about, "    ")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A member of a family, or a section that has no kinds (`kind` is then empty)."""
+
+    family: str  # the section of the config that it is a choice of
+    kind: str
+    source: str  # its class
+    about: str  # its docstring
+    keys: tuple[Key, ...]
+
+    @property
+    def name(self) -> str:
+        """As `raydpfl kinds NAME` takes it."""
+        return f"{self.family}.{self.kind}".strip(".")
+
+    def render(self) -> str:
+        """As text of at most `WIDTH` columns."""
+        lines = [self.name, f"  ({self.source})", *_paragraphs(self.about)]
+        for key in self.keys:
+            lines += key.lines()
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {**asdict(self), "keys": [asdict(key) for key in self.keys]}
+
+
+def of(name: str | None = None) -> list[Kind]:
+    """The members of all families, of one (`bounding`), or one of them (`bounding.clip`).
+
+    Args:
+        name: a section of the config, one of the kinds that it can have, or a section with a kind.
+            The last word of a section is enough (`partition` for `data.partition`).
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    every = _every()
+    if name is None:
+        return every
+    found = [each for each in every if name in (each.family, each.name)]
+    found = found or [each for each in every if _ends(each.family, name) or _ends(each.name, name)]
+    if not found:
+        families = list(dict.fromkeys(each.family for each in every))
+        accepted = f"one of {', '.join(families)}; or FAMILY.KIND"
+        near = said(name.replace(".", " "), [*families, *(each.name for each in every)])
+        raise ConfigError("kinds", name, f"{accepted}{near}")
+    return found
+
+
+def render(kinds: Iterable[Kind]) -> str:
+    """What `raydpfl kinds` prints."""
+    return "\n\n".join(each.render() for each in kinds)
+
+
+def _ends(full: str, name: str) -> bool:
+    return full.endswith(f".{name}") or full.endswith(f".{name.removesuffix('s')}")
+
+
+def _every() -> list[Kind]:
+    whole = {
+        name: experiment.Experiment.model_fields[name] for name in ("seed", "rounds", "personal")
+    }
+    about = "What stands outside of all sections."
+    top = Kind(
+        "config", "", _path(experiment.Experiment), about, _keys(experiment.Experiment, whole)
+    )
+    found = [top]
+    families: dict[str, dict] = {
+        **experiment.KINDS,
+        "measure": probes.FAMILY,
+        "track": tracking.FAMILY,
+        metrics.SECTION: metrics.FAMILY,
+    }
+    for family, members in families.items():
+        if members is not local.FAMILY or family == "local":  # once, wherever a rule may stand
+            found += [_kind(family, kind, cls) for kind, cls in members.items()]
+    for section, cls in experiment.SECTIONS.items():
+        found.append(_kind(section, "", cls))
+    found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]
+    return found + [_kind("selection.sampling", kind, type(each)) for kind, each in LAWS.items()]
+
+
+def _kind(family: str, kind: str, cls: type) -> Kind:
+    about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
+    fields = cls.model_fields if issubclass(cls, BaseModel) else {}
+    keys = _keys(cls, {name: each for name, each in fields.items() if name != "kind"})
+    return Kind(family, kind, _path(cls), about, keys)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _keys(cls: type, fields: Mapping[str, FieldInfo]) -> tuple[Key, ...]:
+    return tuple(
+        Key(name, _type(field), field.is_required(), _default(field), cited(_comment(cls, name)))
+        for name, field in fields.items()
+    )
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return None
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _yaml(value: Any) -> str:
+    """A default on one line."""
+    if isinstance(value, Mapping) and "kind" in value:
+        return str(value["kind"])
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        value = [_yaml(each) for each in value]
+    text = experiment.dump([value]).strip() if value != "" else "- ''"
+    return " ".join(text.removeprefix("- ").split()) if "\n" not in text else str(value)
+
+
+def _type(field: FieldInfo) -> str:
+    return _with_bounds(_words(field.annotation), field.metadata)
+
+
+def _with_bounds(words: str, metadata: Iterable[Any]) -> str:
+    """A type with the bounds of an annotation, as in `number, > 0`."""
+    limits: list[Any] = []
+    for each in metadata:
+        limits += each.metadata if isinstance(each, FieldInfo) else [each]
+    for limit in limits:
+        if isinstance(limit, annotated_types.MinLen):
+            words += f", at least {limit.min_length}"
+        for name, sign in BOUNDS:
+            value = getattr(limit, name, None)
+            if value is not None:
+                words += f", {sign} {value:g}" if abs(value) >= 1e5 else f", {sign} {value}"
+    return words
+
+
+def _words(annotation: Any) -> str:
+    """A type in words."""
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
+    if origin is Annotated:
+        return _with_bounds(_words(inner[0]), inner[1:])
+    if origin is Literal:
+        return " | ".join(str(each) for each in inner)
+    if origin in (Union, types.UnionType):
+        return " | ".join(_words(each) for each in inner)
+    if origin in (tuple, list):
+        each = [_words(one) for one in inner if one is not Ellipsis]
+        return "list of " + (" and ".join(each) if each else "values")
+    if fields_of(annotation) is not None:
+        return "a section with a kind"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
+    named = getattr(annotation, "__name__", str(annotation))
+    return str(PLAIN.get(origin or annotation, named))
+
+
+def _comment(cls: type, name: str) -> str:
+    """What the source says beside a field, by the class that declares it."""
+    for base in cls.__mro__:
+        if name in vars(base).get("__annotations__", {}):
+            return _comments(base).get(name, "")
+    return ""
+
+
+@functools.cache
+def _comments(cls: type) -> Mapping[str, str]:
+    """The comments above and beside the fields of a class, by name."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    said_at: dict[int, str] = {}
+    alone: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            said_at[line] = token.string.lstrip("# ").strip()
+            if not token.line[: token.start[1]].strip():
+                alone.add(line)
+    found = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno
+            while above - 1 in alone:
+                above -= 1
+            lines = [*range(above, node.lineno), node.end_lineno or node.lineno]
+            words = " ".join(said_at[line] for line in lines if line in said_at)
+            found[node.target.id] = "" if words.startswith("type: ") else _sentence(words)
+    return found
+
+
+def _sentence(text: str) -> str:
+    """With a full stop."""
+    return text if not text or text.endswith((".", ":")) else f"{text}."
+
+
+def _wrapped(text: str, first: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """A docstring: prose wrapped, what is indented as it is, examples left out."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith(">>>"):
+            continue
+        if paragraph.startswith((" ", "|")):
+            yield from textwrap.indent(paragraph, "  ").splitlines()
+        elif paragraph.startswith("- "):
+            for item in re.split(r"\n(?=- )", paragraph):
+                yield from _wrapped(" ".join(item.split()), "  ", "    ")
+        else:
+            yield from _wrapped(paragraph, "  ")

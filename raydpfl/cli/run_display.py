@@ -1,0 +1,293 @@
+"""What `raydpfl run` shows: its progress, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from raydpfl import storage
+from raydpfl.cli import guarantee_table
+from raydpfl.models import metric_columns
+from raydpfl.privacy import Guarantee, column, holding
+from raydpfl.privacy.guarantee import DECLARED, KINDS
+from raydpfl.runtime.runner import FIRST, Result
+from raydpfl.simulation.plan import Plan
+
+WAIT = 5.0  # seconds between lines of what is done before the first round
+PACE = 30  # rounds by whose time that which is left is told
+BY_DECLARATION = "^"  # behind an epsilon, after its sign
+SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
+
+
+class Display:
+    """Two lines that live on a terminal, a line per evaluation elsewhere. For a run of `rounds`.
+
+    `began`: when what the user waits for began, in seconds since the epoch; None: now.
+    """
+
+    def __init__(self, console: Console, rounds: int, began: float | None = None):
+        self._console = console
+        self._rounds = rounds
+        self._began = time.time() if began is None else began
+        self._first: float | None = None  # when the first round began
+        self._stage = ""  # what happens before it, or after the last one
+        self._done = 0
+        self._score = ""
+        self._state = ""
+        self._line = time.monotonic()  # when the last line of a stage was printed
+        self._said = -1.0  # the part of the measuring that was told last
+        self._accountants: list[str] = []
+        self._promised: float | None = None  # epsilon
+        self._ends: deque[float] = deque(maxlen=PACE)  # of the last rounds
+        self._spinner = Spinner("line")
+        self._lives = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=8)
+
+    def __enter__(self) -> Display:
+        if self._lives and not self._console.quiet:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._live.transient = kind is None  # how far it came stays where it came no further
+        self._live.stop()
+
+    def stage(self, what: str) -> None:
+        """Shows what is done before the first round, in lines where no other lives only if it
+        takes long.
+        """
+        self._stage = what
+        if time.monotonic() - self._line >= WAIT:
+            self._line = time.monotonic()
+            self.milestone(what)
+        if what == FIRST:
+            self._first = time.time()
+
+    def start(self, plan: Plan) -> None:
+        """Says what is run."""
+        self._accountants = [column(name) for name in plan.rigorous]
+        e = plan.experiment
+        self._promised = e.privacy.budget or e.noise.target()
+        noise = "no noise: not private"
+        if plan.ratio:
+            noise = f"noise multiplier {plan.ratio:.4g}"
+        elif plan.mechanism:
+            noise = "noise at each local step"
+        self.say(
+            f"{e.data.kind}, {len(plan.population):,} clients, "
+            f"{plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
+            f"{e.bounding.kind}, {noise}; "
+            f"lanes of {e.client.lane} in {e.client.precision}, way {e.client.way}"
+        )
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Shows the rounds of these rows of the rounds table."""
+        for row in rows:
+            self._stage = ""
+            self._done = row["round"] + 1
+            self._ends.append(time.monotonic())
+            spent = [row[name] for name in self._accountants if name in row]
+            if metric_columns.evaluated(row):
+                self._score = metric_columns.words(row)
+            epsilon = spending(min(spent), self._promised) if spent else ""
+            parts = (self._score, epsilon, rate(row))
+            self._state = "  ".join(part for part in parts if part)
+            if metric_columns.evaluated(row):
+                self.milestone(f"round {self._done}/{self._rounds}  {self._state}")
+
+    def measure(self, done: int, of: int) -> None:
+        """Shows how many of how many steps of measuring after the last round are done."""
+        part = done / of
+        self._stage = f"measuring: {part:.0%}"
+        if done == of or part >= self._said + 0.1:
+            self._said = part
+            self.milestone(self._stage)
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        _say(self._console, text)
+
+    def milestone(self, text: str) -> None:
+        """Prints a line where no other lives."""
+        if not self._lives:
+            self.say(text)
+
+    def took(self) -> str:
+        """How long all of it took so far, in words."""
+        now = time.time()
+        before = (self._first or now) - self._began
+        return f"{now - self._began:.1f} s in all, {before:.1f} s of them before the first round"
+
+    def left(self) -> str:
+        """How long the rounds that are left take, by the last ones."""
+        if len(self._ends) < 2:
+            return ""
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        seconds = math.ceil(each * (self._rounds - self._done))
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d} left"
+
+    @property
+    def place(self) -> str:
+        """How many of the rounds are done."""
+        return f"round {self._done:>{len(str(self._rounds))}}/{self._rounds}"
+
+    @property
+    def state(self) -> str:
+        """What is done before or after the rounds, or how they go."""
+        if self._stage:
+            return f"{self._stage}  {time.time() - self._began:.0f} s"
+        return self._state
+
+    def _shown(self) -> RenderableType:
+        if not self._done:
+            self._spinner.update(text=self.state)
+            return self._spinner
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True, justify="right")
+        line.add_row(self.place, ProgressBar(self._rounds, self._done), self.left())
+        return Group(line, Text(self.state))
+
+
+def spending(epsilon: float, promised: float | None) -> str:
+    """What is spent of what may be, in print.
+
+    >>> spending(4.8213, 8.0), spending(29.01, 8.0), spending(4.8213, None)
+    ('epsilon 4.82 of 8', 'epsilon 29, asked for 8', 'epsilon 4.82')
+    """
+    text = f"epsilon {epsilon:.3g}"
+    if promised is None:
+        return text
+    if epsilon > promised * (1 + 1e-3):  # by the formula of a paper, say
+        return f"{text}, asked for {promised:g}"
+    return f"{text} of {promised:g}"
+
+
+def rate(row: dict[str, Any]) -> str:
+    """Clients per second in three digits, or all that stand before the point."""
+    value = row["clients_per_second"]
+    return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
+
+
+def report(console: Console, result: Result, took: str = "") -> None:
+    """Says what came of a run: its scores, what is guaranteed, and where to look next.
+
+    Args:
+        took: how long it took, in words.
+    """
+    summary = result.summary
+    if summary["status"] == "budget" or summary.get("reason"):
+        _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
+    said = metric_columns.told(summary)
+    if said:
+        time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
+        _say(console, f"{said}, after {time}")
+    if took:
+        _say(console, f"{took[0].upper()}{took[1:]}.")
+    _guarantees(console, result)
+    ray = summary["ray"]
+    if ray["why_not"] and ray["asked"]:
+        _say(console, f"Ray was not started: {ray['why_not']}.")
+    for line in following(result):  # a command stays whole, however long
+        console.print(Text(line), soft_wrap=True)
+
+
+def following(result: Result) -> list[str]:
+    """Where a run lies, and the commands that say more of it, or go on with it."""
+    out = result.out
+    found = [
+        f"Run directory: {out}",
+        f"  its page and figures:  raydpfl report {out}",
+        f"  beside another run:    raydpfl compare {out} DIR",
+    ]
+    status = result.summary["status"]
+    if status == "stopped":
+        found.append(f"  go on with it:         raydpfl run {out} --resume")
+    elif status == "completed" and not result.summary["reason"]:
+        rounds = result.experiment.rounds
+        override = result.experiment.noise.kept(rounds)
+        command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
+        if override is None:  # noise that is for these rounds alone
+            command = f"raydpfl run {storage.within(out, 'config.yaml')} model.init={out} --out DIR"
+        found.append(f"  more rounds:           {command}")
+    return found
+
+
+def _say(console: Console, text: str | Text) -> None:
+    """Prints a line; wrapped at words on a terminal, and as it is in a file."""
+    console.print(Text(text) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
+
+
+def _guarantees(console: Console, result: Result) -> None:
+    found = result.guarantees
+    if not found and result.summary["status"] == "budget":
+        _say(console, "No round was run: nothing of the data was released, and nothing spent.")
+    elif not found:
+        no_noise = "the run had no noise that an accountant was asked to account for"
+        _say(console, f"No privacy guarantee: {no_noise}.")
+    holds = holding(found)
+    for group in groups(found):
+        _say(console, f"\nEpsilon {group[0].about()}:")
+        console.print(_table(group, holds), end="")
+    for note in notes(found, holds):
+        _say(console, note)
+    if found:
+        console.print()
+
+
+def groups(found: Sequence[Guarantee]) -> list[list[Guarantee]]:
+    """Those of one unit and one delta together, which are a table each."""
+    alike: dict[tuple, list[Guarantee]] = {}
+    for one in found:
+        alike.setdefault((one.unit, one.delta), []).append(one)
+    return [*alike.values()]
+
+
+def _table(group: Sequence[Guarantee], holds: Sequence[Guarantee]) -> Table:
+    cells = [(one, epsilon(one)) for one in group]
+    marked = holds[0] if holds and holds[0] in group else None
+    return guarantee_table.table(cells, marked=marked, bold=holds)
+
+
+def epsilon(one: Guarantee) -> str:
+    """An epsilon in print, with a sign where it is no guarantee, or relies on what a user-defined
+    class declares; a dash where nothing is shown.
+    """
+    mark = BY_DECLARATION if one.declared else ""
+    return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}{mark}"
+
+
+def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
+    """What the numbers rely on, and leave out, a line each."""
+    said = []
+    if holds:
+        said.append(
+            "> the setting of this config; whoever sees more has another row. Of several numbers "
+            "in a row the smallest holds."
+        )
+    for one in found:
+        sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
+        failed = "; ".join(one.conditions_failed)
+        if failed:
+            said.append(f"{sign}. Conditions that fail: {failed}.")
+        elif SIGNS[one.kind]:
+            said.append(f"{sign}.")
+    relied = holds or [one for one in found if not one.formula]
+    said += [f"Sampling: {one.sampling}." for one in relied]
+    if any(one.declared for one in found):
+        said.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
+    said += [f"Not accounted for: {each}." for one in found for each in one.exclusions]
+    return [*dict.fromkeys(said)]

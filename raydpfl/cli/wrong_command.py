@@ -1,0 +1,106 @@
+"""Which command takes what a command line names, for those who gave it to another.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder, directed("run", f"{folder}/s.yaml"):
+...     _ = Path(f"{folder}/s.yaml").write_text("sweep: {repeats: 2}")
+...     raise ConfigError("sweep", {"repeats": 2}, "...")  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: config = '...': ... this is a sweep: raydpfl sweep ...s.yaml
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from raydpfl.errors import ConfigError
+
+EXPERIMENT = "the YAML file of an experiment, or the directory of a run"
+# what each command takes: in words, and as `what` names it
+TAKEN = {
+    "run": (EXPERIMENT, ("an experiment", "a run's directory")),
+    "audit": (EXPERIMENT, ("an experiment", "a run's directory")),
+    "budget": (EXPERIMENT, ("an experiment", "a run's directory")),
+    "data describe": (EXPERIMENT, ("an experiment", "a run's directory")),
+    "sweep": ("the YAML file, or the directory, of a sweep", ("a sweep", "a sweep's directory")),
+    "submit": (
+        "the YAML file of an experiment or a sweep, or the directory of a run",
+        ("an experiment", "a run's directory", "a sweep"),
+    ),
+    "reproduce": (
+        "a study: its name, its YAML file or its directory",
+        ("a study", "a study's directory"),
+    ),
+    "export": ("the directory of a run", ("a run's directory",)),
+    "report": (
+        "the directory of a run, a sweep, an audit or a study",
+        ("a run's directory", "a sweep's directory", "a study's directory", "an audit's directory"),
+    ),
+}
+TAKEN["compare"] = TAKEN["report"]
+# what to do with it
+INSTEAD = {
+    "an experiment": "raydpfl run {}",
+    "a sweep": "raydpfl sweep {}",
+    "a study": "raydpfl reproduce {}",
+    "a run's directory": "raydpfl report {}, or raydpfl run {} --resume",
+    "a sweep's directory": "raydpfl report {}, or raydpfl sweep {} --resume",
+    "a study's directory": "raydpfl report {}, or raydpfl reproduce {} --resume",
+    "an audit's directory": "raydpfl report {}",
+}
+THERE = " (--address auto, on a node of a cluster, runs it there)"
+FILES = {  # by which a directory is known, the first that is there
+    "audit.json": "an audit's directory",
+    "study.yaml": "a study's directory",
+    "sweep.yaml": "a sweep's directory",
+    "config.yaml": "a run's directory",
+}
+
+
+def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
+    """What a path with these overrides, or the name of a study, stands for; None where nothing can
+    be said.
+    """
+    from raydpfl.experiment import overridden, read
+    from raydpfl.sweep.spaces import find
+    from raydpfl.sweep.study import builtin
+
+    path = Path(asked)
+    if os.path.isdir(path):
+        return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
+    if not os.path.isfile(path):
+        return "a study" if builtin.several(asked) != [asked] or builtin.known(asked) else None
+    try:
+        tree = read(path)
+    except ConfigError:
+        return None
+    if not isinstance(tree, Mapping) or path.suffix not in (".yaml", ".yml"):
+        return None
+    if "study" in tree:
+        return "a study"
+    try:
+        tree = overridden(tree, overrides)
+        return "a sweep" if "sweep" in tree or find(tree) else "an experiment"
+    except ConfigError:
+        return "a sweep"
+
+
+@contextmanager
+def directed(command: str, *asked: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Whatever is refused within: where one of `asked` is no such thing as `command` takes, the
+    `ConfigError` says what it is and which command takes it.
+    """
+    try:
+        yield
+    except ConfigError:
+        accepted, kinds = TAKEN[command]
+        there = THERE if command == "submit" else ""
+        for each in asked:
+            kind = what(each, overrides) if "://" not in each else None
+            if kind and kind not in kinds:
+                instead = INSTEAD[kind].replace("{}", each)
+                said = f"{accepted}; this is {kind}: {instead}{there}"
+                raise ConfigError("config", os.fspath(each), said) from None
+        raise

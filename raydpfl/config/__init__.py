@@ -1,0 +1,1 @@
+"""How a config is read: registry of members, overrides, suggestions, user-defined classes."""

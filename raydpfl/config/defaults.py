@@ -1,0 +1,101 @@
+"""Which keys of a config stand at their defaults, and a config in YAML with a comment at each of
+them (`raydpfl show`).
+
+>>> from raydpfl import Experiment
+>>> given = {"rounds": 3, "model": {"kind": "softmax"}, "local": {"kind": "sgd", "lr": 0.5}}
+>>> usual = set(keys(Experiment.from_dict(given), given))
+>>> ("local", "momentum") in usual, ("model", "kind") in usual, ("local", "lr") in usual
+(True, True, False)
+>>> print(marked("seed: 0\\nrounds: 3\\nlocal:\\n  lr: 0.5\\n  momentum: 0.0\\n", usual), end="")
+seed: 0          # default
+rounds: 3
+local:
+  lr: 0.5
+  momentum: 0.0  # default
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from raydpfl.experiment import DEFAULTS, Experiment
+
+MARK = "# default"
+FAR = 60  # columns; a longer line does not move the marks of all others
+Key = tuple[str, ...]  # the names from the outermost section to the key
+
+
+def keys(experiment: Experiment, given: Mapping[str, Any]) -> Iterator[Key]:
+    """The keys that a config leaves, or puts, at their defaults.
+
+    Args:
+        experiment: what the config says.
+        given: the config's own tree, in which keys may be missing.
+    """
+    for name in type(experiment).model_fields:
+        value = getattr(experiment, name)
+        if isinstance(value, BaseModel):
+            yield from within(value, given.get(name), DEFAULTS.get(name, {}).get("kind"), (name,))
+        elif _at_default(experiment, name, given):
+            yield (name,)
+
+
+def within(section: BaseModel, given: Any, kind: Any = None, place: Key = ()) -> Iterator[Key]:
+    """As `keys`, of one section.
+
+    Args:
+        section: what it says.
+        given: the section as it was given: a mapping, or a kind alone; None: not at all.
+        kind: its kind where none is given.
+        place: the names that lead to it.
+    """
+    if not isinstance(given, Mapping):
+        given = {} if given is None else {"kind": given}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name == "kind":
+            if value == given.get("kind", kind) == kind or "kind" not in given:
+                yield (*place, name)
+        elif isinstance(value, BaseModel):
+            usual = getattr(field.get_default(call_default_factory=True), "kind", None)
+            yield from within(value, given.get(name), usual, (*place, name))
+        elif _at_default(section, name, given):
+            yield (*place, name)
+
+
+def _at_default(section: BaseModel, name: str, given: Mapping[str, Any]) -> bool:
+    field = type(section).model_fields[name]
+    usual = field.get_default(call_default_factory=True)
+    return name not in given or getattr(section, name) == usual
+
+
+def marked(text: str, usual: Collection[Key]) -> str:
+    """A config in YAML with a comment at each of these keys; it says what it did.
+
+    Args:
+        text: as `raydpfl.experiment.dump` writes it.
+        usual: keys that stand at their defaults.
+    """
+    lines = text.splitlines()
+    at = {place for key, place in _places(yaml.compose(text), ()) if key in usual}
+    widest = max((len(lines[place]) for place in at if len(lines[place]) < FAR), default=0)
+    for place in at:
+        lines[place] = f"{lines[place]:<{widest}}  {MARK}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _places(node: yaml.Node | None, place: Key) -> Iterator[tuple[Key, int]]:
+    """Every key that has a value of its own, and its line, which a comment may end."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        key = (*place, name.value)
+        line = name.start_mark.line
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _places(value, key)
+        elif isinstance(value, yaml.SequenceNode) or value.end_mark.line == line:
+            yield key, line

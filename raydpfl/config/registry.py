@@ -1,0 +1,447 @@
+"""Members of families. A member is one of the choices that make an algorithm, and has its own
+section in the config.
+
+A family is a dictionary of the members that come with the project, found by looking into its
+package (`family`). A user's own member is a class with the same base, named by import path; nothing
+has to be changed here:
+
+>>> class Scale(Member):
+...     kind: str = "scale"
+...     bound: float = 1.0
+>>> choose("bounding", {"kind": "scale", "bound": 2}, {"scale": Scale}, Member)
+Scale(kind='scale', bound=2.0)
+>>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: bounding.bond = 2: expected one of the keys ...; nearest: bound
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from raydpfl.config import hints, user_classes
+from raydpfl.errors import RAISED, ConfigError, in_line, know
+from raydpfl.storage.files import digest
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+# what pydantic's messages say, as patterns, and what is said after "expected" instead
+PYDANTICS = {
+    r"^(Value error, )?(Input )?(should be )?": "",
+    r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
+    r"^(greater|less) than": r"a number \1 than",
+    r"^(List|Tuple) should have": "a list with",
+    r"^Dictionary should have": "a mapping with",
+    r"^String should (have|match pattern)": "a text with",
+    r"a valid tuple": "a list",
+    r"a valid dictionary": "a mapping",
+}
+
+
+class Section(BaseModel):
+    """A part of a config: frozen and typed; it refuses other keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+
+class Member(Section):
+    """Base of all members. Its fields are the keys of its section in the config.
+
+    `examples` are settings worth running, each a mapping of fields. `raydpfl check` runs each of
+    them, a user's own too.
+    """
+
+    # other sections that the privacy it spends depends on
+    accounted_with: ClassVar[tuple[str, ...]] = ()
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    named: ClassVar[frozenset[str]] = frozenset()  # fields that name files
+    # fields that there were not always: see `meaning`
+    newer: ClassVar[frozenset[str]] = frozenset()
+
+    kind: str = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Notes whose a class is: on an actor it comes with the experiment, and is not loaded."""
+        super().__pydantic_init_subclass__(**options)
+        if user_classes.is_own(cls):
+            know(cls.__module__)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this member's class is a user's own."""
+        return user_classes.is_own(type(self))
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for an experiment that this member cannot be part of.
+
+        It is called when the config has been read, before any data are. Only the member itself
+        knows the combinations that it refuses. The `check` of each base is called too, the first
+        base first, so a class need not call it.
+        """
+
+    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
+        """What readers of this experiment's results should know, in words."""
+        return ()
+
+    def files(self) -> dict[str, str]:
+        """The files that this member names, by field (`named`)."""
+        given = {name: getattr(self, name) for name in sorted(self.named)}
+        return {name: value for name, value in given.items() if isinstance(value, str)}
+
+    def meaning(self) -> dict[str, Any]:
+        """Its section of the config in JSON types, of which the keys of noise and of prepared data
+        are made.
+
+        A field that is `newer` is left out at its default, which does what was done before there
+        was such a field: so a config that does not use it keeps its bits.
+        """
+        found = self.model_dump(mode="json")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in self.newer and value == field.get_default(call_default_factory=True):
+                del found[name]
+            elif isinstance(value, Member):
+                found[name] = value.meaning()
+        return found
+
+    @classmethod
+    def unread(cls) -> bool:
+        """Whether this stands for a class that was not imported: its keys are as in the config,
+        without defaults."""
+        return cls.__name__ == "Unread"
+
+
+M = TypeVar("M", bound=BaseModel)
+K = TypeVar("K", bound="Member")
+PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
+T = TypeVar("T")
+_IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
+
+
+@contextmanager
+def importing(sections: Iterable[str] | None) -> Iterator[None]:
+    """Within it `choose` imports only what these sections of a config, and sections in them, name.
+    Other import paths become members that are `unread`. An import runs code, which a question about
+    a config need not do.
+
+    Args:
+        sections: their names; None: all.
+    """
+    token = _IMPORTS.set(None if sections is None else tuple(sections))
+    try:
+        yield
+    finally:
+        _IMPORTS.reset(token)
+
+
+def is_path(kind: object) -> TypeGuard[str]:
+    """Whether a kind is an import path."""
+    return isinstance(kind, str) and (":" in kind or "." in kind)
+
+
+def imports(section: str) -> bool:
+    """Whether what this section names may be imported here."""
+    allowed = _IMPORTS.get()
+    if allowed is None:
+        return True
+    return any(section == name or section.startswith(f"{name}.") for name in allowed)
+
+
+@functools.cache
+def _stand_in(base: type[M]) -> type[M]:
+    """A member of this family with any keys."""
+    config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    return type("Unread", (base,), {"model_config": config, "__module__": __name__})
+
+
+def family(
+    package: str, base: type[T], first: Sequence[str] = (), name: str = "kind"
+) -> dict[str, type[T]]:
+    """The classes with this base that the modules of a package define, by name.
+
+    A class without a name is a base of others.
+
+    Args:
+        package: the `__name__` of the package whose `__init__` is calling.
+        base: the base of the family.
+        first: names that come first, in this order, as messages list them; the others follow by
+            file and line.
+        name: the field, or class constant, that holds the name of a class.
+    """
+    found: dict[str, type[T]] = {}
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        loaded = importlib.import_module(f"{package}.{module.name}")
+        for cls in vars(loaded).values():
+            here = inspect.isclass(cls) and cls.__module__ == loaded.__name__
+            if here and issubclass(cls, base) and _name_of(cls, name):
+                found[_name_of(cls, name)] = cls
+    return {**{kind: found[kind] for kind in first}, **found}
+
+
+def _name_of(cls: type, field: str) -> str:
+    """The name of a class: a constant, or the default of a field."""
+    fields = getattr(cls, "model_fields", {})
+    return fields[field].default if field in fields else getattr(cls, field, "")
+
+
+def home(cls: object, bases: Mapping[str, type]) -> str | None:
+    """The family that a class belongs to: the first of these with a base that it is derived from
+    (and is not itself); None: of none.
+
+    Args:
+        cls: a class, or anything else.
+        bases: the base of each family, by the family's name.
+    """
+    if not isinstance(cls, type):
+        return None
+    found = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
+    return next(found, None)
+
+
+def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
+    """`cls(**values)`.
+
+    Args:
+        cls: a member or a section.
+        section: its name in the config, for messages.
+        values: its keys.
+
+    Raises:
+        ConfigError: pydantic's first complaint, on the field `section.key`.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(section, values, "a mapping of keys to values")
+    try:
+        found = cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise _complaint(cls, section, error) from None
+    for name, value in values.items():
+        # pydantic would take `yes` for 1
+        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):
+            raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
+    return found
+
+
+def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
+    """The member that a section of the config names.
+
+    Args:
+        section: its name in the config, for messages.
+        values: a mapping with a `kind`, which is in `family` or an import path, and the member's
+            fields; or the member itself.
+        family: the members that come with the project, by kind.
+        base: the base of the family.
+
+    Raises:
+        ConfigError: the kind is unknown, its module cannot be imported, its class does not have
+            this base, the member refuses a field, or the class has methods or fields that nothing
+            would read (see `raydpfl.config.user_classes`).
+    """
+    if isinstance(values, base):
+        return _named(section, values, family, base)
+    if not isinstance(values, Mapping):
+        known = isinstance(values, str) and values in family
+        example = f", as in {section}.kind={values}" if known else ""
+        raise ConfigError(section, values, f"a mapping with a kind{example}")
+    kind = values.get("kind")
+    accepted = (
+        f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
+    )
+    if "kind" not in values:
+        raise ConfigError(section, dict(values), f"a section with its kind, {accepted}")
+    if not isinstance(kind, str) or not (kind in family or is_path(kind)):
+        near = hints.said(kind, family) if isinstance(kind, str) else ""
+        raise ConfigError(f"{section}.kind", kind, f"{accepted}{near}")
+    if kind in family:
+        return validate(family[kind], section, values)
+    if not imports(section):
+        return validate(_stand_in(base), section, values)
+    return validate(own_class(kind, section, base), section, values)
+
+
+def own_class(kind: str, section: str, base: type[K]) -> type[K]:
+    """The class at an import path.
+
+    Raises:
+        ConfigError: it cannot be imported, does not have this base, or has something that nothing
+            would read.
+    """
+    cls = load(kind, f"{section}.kind")
+    if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
+        raise ConfigError(
+            f"{section}.kind",
+            kind,
+            f"a subclass of {base.__module__.removesuffix('.base')}.{base.__qualname__}",
+        )
+    if cls.model_fields["kind"].annotation is not str:
+        accepted = "a class without a field kind of its own: the config's kind is its import path"
+        raise ConfigError(f"{section}.kind", kind, accepted)
+    user_classes.check(cls, base, section, kind)
+    return cls
+
+
+def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]) -> K:
+    """A member that was made in Python, with the `kind` by which a config would name it."""
+    cls = type(values)
+    named = family.get(values.kind) is cls or ":" in values.kind
+    if named or values.unread() or not user_classes.is_own(cls):
+        return values
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    user_classes.check(cls, base, section, path)
+    return values.model_copy(update={"kind": path})
+
+
+def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
+    """A member and those in its fields, each with its section; of a section those in its fields."""
+    if isinstance(value, Member):
+        yield section, value
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            part = getattr(value, name)
+            if type(part) not in PLAIN:  # of which there are most
+                yield from within(part, f"{section}.{name}")
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from within(each, section)
+
+
+def unread(value: Any) -> list[str]:
+    """The import paths that a member, a section or an experiment names and that were not
+    imported."""
+    return [member.kind for _, member in within(value, "") if member.unread()]
+
+
+def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
+    """Raises `ConfigError` where a run directory names code by these import paths, which would be
+    imported to answer.
+    """
+    names = ", ".join(dict.fromkeys(paths))
+    if names:
+        accepted = f"the directory of a run that needs no import of {names}, which runs its code; "
+        accepted += "where you trust it: --trust-code (in Python trust_code=True)"
+        raise ConfigError("run", str(run), accepted)
+
+
+def fields_of(found: Any) -> dict[str, Any] | None:
+    """The fields of a class of members, by name; None for anything else."""
+    if isinstance(found, type) and issubclass(found, Member):
+        return dict(found.model_fields)
+    return None
+
+
+def own_code(member: Member) -> dict[str, str | None]:
+    """The user's own modules that the classes of this member, and of those in its fields, come
+    from.
+
+    Returns:
+        The digest of each module's source, by the module's name; None for a module without a file.
+    """
+    found: dict[str, str | None] = {}
+    for cls in type(member).__mro__:
+        module = cls.__module__
+        if issubclass(cls, Member) and not module.startswith("raydpfl."):
+            source = getattr(sys.modules.get(module), "__file__", None)
+            found[module] = digest(Path(source)) if source else None
+    for name in type(member).model_fields:
+        value = getattr(member, name)
+        if isinstance(value, Member):
+            found |= own_code(value)
+    return found
+
+
+def load(path: str, field: str) -> Any:
+    """The object at `package.module:Name` (or `package.module.Name`), which may be a class within a
+    class. It is imported and not called.
+
+    Args:
+        path: the import path.
+        field: what names it, for the message.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+        know(module)
+        *outer, last = name.split(".")
+        for part in outer:
+            found = getattr(found, part)
+            if not isinstance(found, type):
+                raise TypeError(f"{part} is no class")
+        return getattr(found, last)
+    except RAISED as error:  # a user's module may raise anything
+        accepted = f"an import path package.module:Name that can be imported ({in_line(error)})"
+        raise ConfigError(field, path, accepted) from None
+
+
+def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
+    errors = error.errors()
+    # a key that is misspelt is missing too: what was given is what to complain of, and of the
+    # branches of a union the one that took it furthest
+    first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
+    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
+        return first["ctx"]["error"]
+    path = _path(cls, first["loc"])
+    where = ".".join([section, *path] if section else path)
+    if first["type"] == "extra_forbidden":
+        inner, path = _inner(cls, first["loc"])
+        where = ".".join([section, *path] if section else path)
+        known = ", ".join(inner.model_fields)
+        accepted = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
+        return ConfigError(where, first["input"], accepted)
+    if first["type"] == "missing":
+        return ConfigError(where, None, "a value, as it has no default")
+    messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]
+    for pattern, words in PYDANTICS.items():
+        messages = [re.sub(pattern, words, message) for message in messages]
+    return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))
+
+
+def _inner(
+    cls: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[type[BaseModel], list[str]]:
+    """The class whose keys are asked for at a location, this one or that of one of its fields; and
+    the keys up to there.
+    """
+    field = str(location[0])
+    if len(location) == 1:
+        return cls, [field]
+    inner = _sections(cls, field)
+    return (inner[0] if inner else cls), [field, str(location[-1])]
+
+
+def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    """The classes of sections that a field may have as its value."""
+    given = cls.model_fields[field].annotation if field in cls.model_fields else None
+    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
+    return [one for one in branches if issubclass(one, BaseModel)]
+
+
+def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys in a pydantic location, without pydantic's names for the branches of a union."""
+    known = set(cls.model_fields)
+    for inner in _sections(cls, str(location[0]) if location else ""):
+        known |= set(inner.model_fields)
+    return [
+        str(part)
+        for depth, part in enumerate(location)
+        if depth == 0 or isinstance(part, int) or part in known
+    ]

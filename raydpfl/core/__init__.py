@@ -1,0 +1,1 @@
+"""What everything else stands on: random numbers, exact sums, messages, compiled code."""

@@ -1,0 +1,97 @@
+"""Sums without order.
+
+What a client sends is rounded once to multiples of a power of two, the grid. Multiples of the grid
+below 2^53 of it add exactly in float64, in any order and any grouping, so the total is the same
+bits whoever trained whom.
+
+>>> sent = np.array([[0.1], [0.2], [0.3]])
+>>> forward, back = np.zeros((2, 1))
+>>> for client in (0, 1, 2):
+...     add(forward, sent[[client]], Grid.of(3, bound=1.0))
+...     add(back, sent[[2 - client]], Grid.of(3, bound=1.0))
+>>> forward == back, 0.1 + 0.2 + 0.3 == 0.3 + 0.2 + 0.1
+(array([ True]), False)
+
+With a bound c and noise of std s on each client the grid is below 1e-9 (c + 40 s) for cohorts of up
+to a million. Rounding moves a vector of d numbers by at most sqrt(d) / 2 of it, which changes no
+printed digit of a sensitivity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from raydpfl.core import native
+from raydpfl.core.messages import Grid, LaneResult
+from raydpfl.errors import RunError
+
+NOTHING = np.empty(0)
+
+
+def add(
+    total: np.ndarray,
+    rows: np.ndarray,
+    grid: Grid,
+    factors: np.ndarray | None = None,
+    noise: np.ndarray | None = None,
+) -> None:
+    """Adds what clients send, on the grid: rows[i], or factors[i] rows[i] (+ noise[i]), where every
+    product and sum is rounded to float64 before.
+
+    Args:
+        total: float64 [d], multiples of the grid; changed in place.
+        rows: float64 [k, d], or float32 with factors.
+        grid: of the round.
+        factors: float64 [k].
+        noise: float64 [k, d].
+
+    Raises:
+        RunError: a coordinate is out of range, or not a number.
+    """
+    if not native.add(total, rows, grid.step, grid.most, factors, noise):
+        check_range(math.inf, grid)
+
+
+def snapped(vectors: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """What clients send rounded to multiples of the grid as `add` does it, where the vectors are,
+    without a look at them: float64 [k, d], changed in place, and the size of the largest coordinate
+    before, for `check_range`.
+    """
+    largest = vectors.abs().max()
+    return vectors.div_(grid.step).round_().mul_(grid.step), largest
+
+
+def check_range(largest: float, grid: Grid) -> None:
+    """Raises `RunError` for a client's vector with a coordinate of this size, that the grid does
+    not hold.
+    """
+    if not largest <= grid.most:
+        raise RunError(
+            f"the updates diverged: a coordinate of one exceeds {grid.most:g} in size; "
+            "lower local.lr, or bound the updates"
+        )
+
+
+def gathered(
+    arriving: Iterable[tuple[int, LaneResult]], d: int
+) -> tuple[np.ndarray, list[LaneResult]]:
+    """What actors have returned, added up while others are at work.
+
+    Args:
+        arriving: each result as it arrives, and its place among them.
+        d: parameters of the model.
+
+    Returns:
+        The exact sum, float64 [d], whatever the order of arrival, and the results by place.
+    """
+    found: dict[int, LaneResult] = {}
+    total = np.zeros(d)
+    for place, result in arriving:
+        found[place] = result
+        total += result.total
+        result.total = NOTHING
+    return total, [found[place] for place in sorted(found)]

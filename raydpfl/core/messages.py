@@ -1,0 +1,236 @@
+"""What travels in a round: types only, of arrays by clients (rows) and by columns.
+
+Down go `Lane`s (who trains together), `Work` (what all clients of the round are told) and the
+broadcast model; up comes a `LaneResult`: one vector, and a column for every number that is known of
+a client.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from raydpfl.errors import ConfigError
+
+State = dict[str, np.ndarray]  # what a member keeps of its own from round to round, by name
+Columns = dict[str, np.ndarray]  # by name, one value per client each, in client order
+Rows = Mapping[int, np.ndarray]  # slot -> what its client remembers, float32 [d]; absent: zeros
+# the name, among the members that remember, of a client's own part of the model, float32 [own];
+# absent: its initial values (`raydpfl.models.shared_and_local`)
+OWN = "own"
+# The least and the largest L2 norm that may bound what a client sends or a sample's gradient: the
+# squares of numbers near it lie far inside of float32, and its noise does, too.
+BOUNDS = (1e-12, 1e15)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Clients that train together; its shape is a function of its full membership alone."""
+
+    # int64 [C], those of most steps first where steps cost, else ascending; -1 for an empty slot
+    clients: np.ndarray
+    # int64 [C]: index of this draw among the client's draws of the round, from 0
+    draws: np.ndarray
+    weights: np.ndarray  # float64 [C]
+    rows: int  # per client, after padding to the one that can train on most
+    slot: int | None = None  # the one slot to train, when each client is its own actor
+    # float64 [C]: std of the noise on the mean gradient of each client's local steps
+    stds: np.ndarray | None = None
+    memory: Mapping[str, Rows] = field(default_factory=dict)  # by the member that remembers
+    parts: int = 1  # lanes, one after another, that are trained together: see `joined`
+
+    @classmethod
+    def joined(cls, lanes: Sequence[Lane]) -> Lane:
+        """Lanes as one, the clients of one after those of another. Those of several widths are one
+        lane from then on.
+        """
+        first = lanes[0]
+        if len(lanes) == 1:
+            return first
+        memory: dict[str, dict[int, np.ndarray]] = {}
+        begins = 0
+        for lane in lanes:
+            for member, rows in lane.memory.items():
+                kept = memory.setdefault(member, {})
+                kept |= {begins + slot: vector for slot, vector in rows.items()}
+            begins += len(lane.clients)
+        return cls(
+            np.concatenate([lane.clients for lane in lanes]),
+            np.concatenate([lane.draws for lane in lanes]),
+            np.concatenate([lane.weights for lane in lanes]),
+            max(lane.rows for lane in lanes),
+            stds=None if first.stds is None else np.concatenate([lane.stds for lane in lanes]),
+            memory=memory,
+            parts=len(lanes) if len({len(lane.clients) for lane in lanes}) == 1 else 1,
+        )
+
+    def alone(self, slot: int) -> Lane:
+        """The lane for one of its clients, which is its own actor."""
+        memory = {
+            name: {slot: rows[slot]} if slot in rows else {} for name, rows in self.memory.items()
+        }
+        return replace(self, slot=slot, memory=memory)
+
+    def part(self, slots: slice) -> Lane:
+        """Some of its slots, one after another, as a lane of their own."""
+        start, end, _ = slots.indices(len(self.clients))
+        memory = {
+            name: {slot - start: row for slot, row in rows.items() if start <= slot < end}
+            for name, rows in self.memory.items()
+        }
+        return replace(
+            self,
+            clients=self.clients[slots],
+            draws=self.draws[slots],
+            weights=self.weights[slots],
+            stds=None if self.stds is None else self.stds[slots],
+            memory=memory,
+            slot=None,
+        )
+
+    @property
+    def width(self) -> int:
+        """Clients of one lane."""
+        return len(self.clients) // self.parts
+
+    @property
+    def members(self) -> np.ndarray:
+        """The clients that are to be trained, int64 [C], -1 for all other slots."""
+        if self.slot is None:
+            return self.clients.copy()
+        members = np.full_like(self.clients, -1)
+        members[self.slot] = self.clients[self.slot]
+        return members
+
+
+def check_bound(field: str, bound: float) -> None:
+    """Raises `ConfigError` for a bound on an L2 norm outside of `BOUNDS`."""
+    least, most = BOUNDS
+    if not least <= bound <= most:
+        accepted = f"a number from {least:g} to {most:g}, as squares must be exact in float32"
+        raise ConfigError(field, bound, accepted)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The multiples of a power of two to which clients' contributions are rounded, see
+    `raydpfl.core.exact_sum`.
+    """
+
+    step: float
+    most: float  # no coordinate of a contribution may exceed it in size; at most 2^51 steps
+
+    # of a coordinate of a contribution that nothing bounds, and the most standard deviations out
+    # that a Gaussian of float64 precision lies
+    UNBOUNDED: ClassVar[float] = 2.0**16
+    TAIL: ClassVar[float] = 40.0
+
+    @classmethod
+    def of(cls, cohort: int, bound: float | None, std: float = 0.0) -> Grid:
+        """The grid of a round, which holds the largest sum that its contributions can reach.
+
+        Args:
+            cohort: how many contributions are added.
+            bound: the L2 norm of one client's contribution, weight included; None: unbounded.
+            std: of the noise that each client adds to its own.
+        """
+        most = cls.UNBOUNDED if bound is None else bound
+        most += cls.TAIL * std
+        count = max(1, cohort)
+        step = 2.0 ** (math.ceil(math.log2(count * most)) - 51)
+        return cls(step, step * 2.0**51 / count)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all clients of a round must know besides the model."""
+
+    t: int
+    seed: int  # of batches, and of randomness inside modules
+    noise_seed: int
+    bound: float | None  # of one client's vector, before its weight
+    client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What all clients are sent: the model, and what members tell them of their state."""
+
+    model: np.ndarray  # float32 [d]
+    told: Mapping[str, State] = field(default_factory=dict)  # by the member that tells it
+
+
+@dataclass
+class LaneResult:
+    """What one actor returns of a round."""
+
+    total: np.ndarray  # float64 [d]: the exact sum of what its clients send
+    columns: Columns
+    memory: Mapping[str, np.ndarray]  # what clients remember from now on, float32 [r, d]
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
+    # of noise by a class from outside, see `raydpfl.methods.noise.monitor.Tested.clients`; empty: none
+    drawn: Mapping[str, np.ndarray] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak_rss_mb: float = 0.0
+
+    def kept(self) -> LaneResult:
+        """The same with arrays of its own, but for the total."""
+        columns = {name: values.copy() for name, values in self.columns.items()}
+        memory = {name: rows.copy() for name, rows in self.memory.items()}
+        drawn = {name: values.copy() for name, values in self.drawn.items()}
+        return replace(self, columns=columns, memory=memory, drawn=drawn)
+
+
+@dataclass(frozen=True)
+class View:
+    """What k clients know of the round, as the hooks of a bounding or a local rule are given it.
+    Tensors are on the device that trains, and are not to be written to.
+
+    Args:
+        t: the round, from 0.
+        lr: the local learning rate of all their steps in this round.
+        bound: the bound in force, an L2 norm; None: nothing is bounded.
+        model: float32 [d], the round's model, as broadcast.
+        told: what the member itself tells clients of its state (`tells`), float32 by name.
+        remembered: gives `own`.
+    """
+
+    t: int
+    lr: float
+    bound: float | None
+    model: torch.Tensor
+    told: Mapping[str, torch.Tensor]
+    remembered: Callable[[], torch.Tensor]
+
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """What each of them remembers, float32 [k, d]; zeros before its first round."""
+        return self.remembered()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server knows of a round, as the hooks of a bounding or a local rule are given it.
+
+    Args:
+        t: the round, from 0.
+        lr: the learning rate of the clients' local steps.
+        model: float32 [d], as it was broadcast.
+        divisor: of the released sum: the mean is the sum over it.
+        cohort: clients of the round.
+        population: N, all clients.
+    """
+
+    t: int
+    lr: float
+    model: np.ndarray
+    divisor: float
+    cohort: int
+    population: int

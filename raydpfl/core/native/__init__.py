@@ -1,0 +1,353 @@
+"""The parts of the engine that are compiled, from `kernels.c`.
+
+The first process that needs them compiles them, in some two seconds, with the C compiler of the
+machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
+source and the command (`raydpfl.core.native.build`). What another user could have written there, is not
+what was compiled, cannot be loaded, or computes something else is compiled again; where that cannot
+be kept (a folder that cannot be written to, or that nothing may be run from), the process compiles
+one for itself. Where there is no compiler `library` is None: sums then take
+numpy, with the same bits, clients' rows are read one by one, and training takes another way
+(`raydpfl.training.backends`).
+
+The bits of what the library computes depend neither on the processor nor on who calls it, nor on
+the number of threads (`use`): every sum has an order of its own, and every vector length gives the
+same.
+
+>>> rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+>>> norms(rows)
+array([5., 2.])
+>>> total = np.zeros(2)
+>>> add(total, rows.numpy(), step=0.5, most=8.0, factors=np.array([0.5, 1.0]))
+True
+>>> total
+array([1.5, 4. ])
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raydpfl.core.native import build
+
+EXACT = (np.float32, np.float64)
+SHOWN = 200  # characters of an error
+RANKED = 128  # rows of a client, as in kernels.c
+VECTOR = 16  # numbers to a multiple of which rows are padded, likewise
+PARTIAL = 64  # partial sums of a norm
+CHECKED = 100  # cosines, and as many sines, of each stream that is looked at when it is loaded
+# SHA-256 of the bits of three streams, their norms and a sum of them, in numpy as in compiled code
+COMPUTED = "db27e3a4a118d589a79ce743feb1c40bfc7eb30399640c4fd11ffe257307c29d"
+CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cache
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where there is none, as `found` says."""
+    given = found()
+    return None if isinstance(given, str) else given
+
+
+@functools.cache
+def found() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none and what to do: no compiler, or no kind of code
+    for this processor (x86-64 from AVX2 on, and 64-bit ARM).
+    """
+    command = build.command(torch.backends.cpu.get_cpu_capability())
+    if command is None:
+        return "no code is written for this processor"
+    try:
+        return _opened(command, build.name(command))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = _line(error)
+        remedy = "install a C compiler, or name one in CC"
+        if isinstance(error, OSError) and error.errno is None:  # what was compiled is not loaded
+            remedy = "name a folder in TMPDIR that code may be run from"
+    return f"nothing is compiled here ({reason}); {remedy}"
+
+
+def _line(error: Exception) -> str:
+    """What went wrong, in one line: of a compiler's own words the first."""
+    text = str(error)
+    if isinstance(error, subprocess.CalledProcessError | subprocess.TimeoutExpired):
+        said = (error.stderr or b"").decode(errors="replace").splitlines()
+        text = f"{error.cmd[0]} fails" + (f": {said[0]}" if said else "")
+    return " ".join(text.split())[:SHOWN]
+
+
+def _opened(command: list[str], name: str) -> ctypes.CDLL:
+    """The library, from the cache or, where it cannot be, from a folder of this process alone.
+    Raises what `compiling.compiled` does.
+    """
+    path = build.place(name)
+    with suppress(OSError):
+        return _sound(path)
+    with suppress(OSError):  # it is not there, or not as it was compiled
+        build.compiled(command, path)
+        return _sound(path)
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / name
+        build.compiled(command, own)
+        return _sound(own)
+
+
+def _sound(path: Path) -> ctypes.CDLL:
+    """What `compiling.loaded` gives, once its noise, norms and sums have been looked at (0.2 ms).
+    Raises OSError.
+    """
+    found = build.loaded(path)
+    names = np.arange(15, dtype=np.uint64).reshape(3, 5)
+    drawn = np.empty((3, 2 * CHECKED), np.float32)
+    stds = np.array([1.0, 0.5, 3.0], np.float32)
+    sizes = ctypes.c_int64(3), ctypes.c_int64(CHECKED)
+    found.raydpfl_normals(*sizes, _at(names), _at(stds), _at(drawn))
+    lengths = np.empty(3)
+    found.raydpfl_norms32(*_sizes(drawn), _at(drawn), _at(lengths))
+    total = np.zeros(2 * CHECKED)
+    limits = ctypes.c_double(2.0**-30), ctypes.c_double(2.0**20)
+    found.raydpfl_add(*_sizes(drawn), _at(drawn), _at(lengths), None, *limits, _at(total))
+    computed = b"".join(each.tobytes() for each in (drawn, lengths, total))
+    if hashlib.sha256(computed).hexdigest() != COMPUTED:
+        raise OSError(0, "computes something else", str(path))
+    return found
+
+
+def use(count: int) -> None:
+    """Has so many threads of this process, the caller's among them, take up clients in training and
+    parts of sums from now on, one after another, while Python goes on with what is done.
+
+    Where two threads of Python call at once, one of them has these threads.
+    """
+    compiled = library()
+    if compiled is not None:
+        compiled.raydpfl_threads(ctypes.c_int64(count))
+
+
+def threads() -> int:
+    """How many `use` has asked for; 1 before, and where nothing is compiled."""
+    compiled = library()
+    return 1 if compiled is None else compiled.raydpfl_wanted()
+
+
+def norms(rows: torch.Tensor) -> np.ndarray:
+    """The L2 norms of `rows`, float32 or float64 [k, d] in the CPU's memory: float64 [k].
+
+    The squares are added up in float64: those of every 64th number, then these 64 sums by halves.
+    """
+    given = rows.numpy()
+    compiled = library()
+    if compiled is None or not given.flags.c_contiguous or given.dtype not in EXACT:
+        return np.array([_norm(row.astype(np.float64)) for row in given])
+    lengths = np.empty(len(given))
+    called = compiled.raydpfl_norms32 if given.dtype == np.float32 else compiled.raydpfl_norms64
+    called(*_sizes(given), _at(given), _at(lengths))
+    return lengths
+
+
+def _norm(row: np.ndarray) -> float:
+    sums = np.zeros((-(-len(row) // PARTIAL) + 1, PARTIAL))  # the first row is 0, and starts sums
+    sums.reshape(-1)[PARTIAL : PARTIAL + len(row)] = row * row
+    left = np.add.reduce(sums, axis=0)
+    while len(left) > 1:
+        left = left[: len(left) // 2] + left[len(left) // 2 :]
+    return float(np.sqrt(left[0]))
+
+
+def add(
+    total: np.ndarray,
+    rows: np.ndarray,
+    step: float,
+    most: float,
+    factors: np.ndarray | None = None,
+    noise: np.ndarray | None = None,
+) -> bool:
+    """Adds rows[i], or factors[i] rows[i] (+ noise[i]), to `total`: every product and sum rounded,
+    and then to multiples of `step`, halves to even ones.
+
+    Args:
+        total: float64 [d], changed in place.
+        rows: float64 [k, d], or float32 with factors.
+        step: a power of two.
+        most: 2^51 steps at most.
+        factors: float64 [k].
+        noise: float64 [k, d].
+
+    Returns:
+        Whether no number that is added exceeds `most` in size: else the total is any.
+    """
+    compiled = library()
+    doubles = [each for each in (total, factors, noise) if each is not None]
+    known = rows.dtype == (np.float64 if factors is None else np.float32)
+    fits = known and all(each.dtype == np.float64 for each in doubles)
+    if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *doubles))):
+        return _added(total, rows, step, most, factors, noise)
+    places = (None if each is None else _at(each) for each in (rows, factors, noise))
+    limits = ctypes.c_double(step), ctypes.c_double(most)
+    return bool(compiled.raydpfl_add(*_sizes(rows), *places, *limits, _at(total)))
+
+
+def _added(
+    total: np.ndarray,
+    rows: np.ndarray,
+    step: float,
+    most: float,
+    factors: np.ndarray | None,
+    noise: np.ndarray | None,
+) -> bool:
+    """As `add`, in numpy."""
+    for i, row in enumerate(rows):
+        sent = row.astype(np.float64)
+        if factors is not None:
+            sent *= factors[i]
+        if noise is not None:
+            sent += noise[i]
+        if not np.abs(sent).max(initial=0.0) <= most:
+            return False
+        total += np.rint(sent / step) * step
+    return True
+
+
+def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
+    """Writes keyed normals (`raydpfl.core.prng.normals`) to `out`; False where nothing is compiled.
+
+    Args:
+        names: of the streams, uint64 [C, 5]: seed, purpose, round, client, and the draw over the
+            step, of 32 bits each.
+        stds: float32 [C].
+        out: float32 [C, 2 w]: w cosines, then w sines.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    rows, numbers = out.shape
+    sizes = ctypes.c_int64(rows), ctypes.c_int64(numbers // 2)
+    compiled.raydpfl_normals(*sizes, *map(_at, (names, stds, out)))
+    return True
+
+
+def read(
+    file: int,
+    at: np.ndarray,
+    lengths: np.ndarray,
+    into: np.ndarray,
+    places: np.ndarray,
+    most: int = 1 << 30,
+) -> bool:
+    """Reads stretches of a file, those in memory first, while the system fetches the others; False
+    where nothing is compiled.
+
+    Args:
+        file: its descriptor.
+        at: where each begins in the file, in bytes, int64 [k].
+        lengths: bytes of each, int64 [k].
+        into: uint8 [n].
+        places: where each goes in `into`, int64 [k].
+        most: bytes that are read at once, at most.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    done = np.zeros(len(at), np.int64)
+    given = [np.ascontiguousarray(each, np.int64) for each in (at, lengths, places)]
+    assert (places >= 0).all() and (places + lengths <= into.size).all()
+    arrays = [*map(_at, (*given[:2], into, given[2]))]
+    failed = errno.EINTR
+    while failed == errno.EINTR:  # here Python looks at what the signal was
+        sizes = ctypes.c_int(file), ctypes.c_int64(len(done))
+        failed = compiled.raydpfl_read(*sizes, *arrays, ctypes.c_int64(most), _at(done))
+    if failed < 0:
+        raise EOFError
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+    return True
+
+
+def words(
+    key: tuple[int, int, int],
+    clients: np.ndarray,
+    draws: np.ndarray,
+    steps: np.ndarray,
+    sizes: np.ndarray,
+    out: np.ndarray,
+) -> bool:
+    """Writes keyed words (`raydpfl.core.prng.words`) to `out`; False where nothing is compiled.
+
+    Args:
+        key: seed, purpose and round.
+        clients: int64 [C].
+        draws: int64 [C], below 2^32.
+        steps: int64 [C], how many rows of words a stream fills, Q at most.
+        sizes: int64 [C], how many words of each row, n at most.
+        out: uint64 [C, Q, n]; all bits are set where nothing is written.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    most, width = out.shape[1:]
+    assert (steps <= most).all() and (sizes <= width).all()  # nothing is written beside it
+    given = [np.ascontiguousarray(each, np.int64) for each in (clients, draws, steps, sizes)]
+    seeds = (ctypes.c_uint64(each) for each in key)
+    shape = (ctypes.c_int64(most), ctypes.c_int64(width))
+    compiled.raydpfl_words(ctypes.c_int64(len(out)), *seeds, *map(_at, given), *shape, _at(out))
+    return True
+
+
+def shuffled(
+    key: tuple[int, int, int],
+    clients: np.ndarray,
+    draws: np.ndarray,
+    steps: np.ndarray,
+    sizes: np.ndarray,
+    places: np.ndarray,
+    batches: np.ndarray,
+    index: np.ndarray,
+) -> bool:
+    """Writes the rows that keyed words shuffle to the front, batch by batch, to `index`
+    (`raydpfl.training.minibatches`); False where nothing is compiled, or a client has more than `RANKED`
+    rows.
+
+    Args:
+        key: seed, purpose and round.
+        clients: int64 [k].
+        draws: int64 [k], below 2^32.
+        steps: int64 [k], how many batches a client has, Q at most.
+        sizes: int64 [k], its rows.
+        places: int64 [k], its place among the C.
+        batches: int64 [k], how many of its rows are in a batch, B at most.
+        index: int64 [C, Q, B]; batches beyond a client's own hold its first rows.
+    """
+    compiled = library()
+    if compiled is None or sizes.max() > RANKED:
+        return False
+    rows, width = index.shape[1:]
+    most = int(steps.max())
+    assert most <= rows and (batches <= np.minimum(sizes, width)).all()
+    assert (places < len(index)).all() and index.flags.c_contiguous
+    every = (clients, draws, steps, sizes, places, batches)
+    given = [np.ascontiguousarray(each, np.int64) for each in every]
+    seeds = (ctypes.c_uint64(each) for each in key)
+    shape = (ctypes.c_int64(each) for each in (most, rows, width))
+    arrays = map(_at, given)
+    compiled.raydpfl_shuffled(ctypes.c_int64(len(steps)), *seeds, *arrays, *shape, _at(index))
+    return True
+
+
+def _sizes(rows: np.ndarray) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    return ctypes.c_int64(rows.shape[0]), ctypes.c_int64(rows.shape[1])
+
+
+def _at(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,146 @@
+"""How the code of `raydpfl.core.native` is compiled: when it is first needed, or ahead of that, beside
+what a command imports.
+
+>>> place(name(["cc", *FLAGS])).parts[-2:]  # doctest: +ELLIPSIS
+('native', 'kernels-....so')
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+from raydpfl.core import hardware
+from raydpfl.storage.files import cache_root, foreign, keep_json, kept_json, make, open_own
+
+SOURCE = Path(__file__).with_name("native") / "kernels.c"
+FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
+# by what torch calls it; one by one, as compilers before 2021 know no names for them together
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
+KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
+LIMIT = 120  # seconds for the compiler
+
+# by where a library is to be: who compiles it ahead, and the folder of this process in which
+_under_way: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
+
+
+def command(kind: str) -> list[str] | None:
+    """What compiles; None for a processor that nothing is written for.
+
+    Args:
+        kind: of an x86 processor, as torch calls it; no other has any.
+    """
+    compiler = os.environ.get("CC", "").split() or ["cc"]
+    if platform.machine() in ("aarch64", "arm64"):
+        return [*compiler, *FLAGS]
+    return [*compiler, *FLAGS, *KINDS[kind]] if kind in KINDS else None
+
+
+def name(command: list[str]) -> str:
+    """The file of what a command makes of the source."""
+    text = SOURCE.read_bytes() + " ".join(command).encode()
+    return f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+
+
+def place(name: str) -> Path:
+    """Where the library of this name is kept, in the cache."""
+    return cache_root() / "native" / name
+
+
+def compiled(command: list[str], path: Path) -> None:
+    """Compiles to `path`, where another process may be doing the same; or takes what this process
+    has compiled ahead. Its digest comes to stand beside it.
+
+    Raises:
+        OSError: there is no compiler, or nowhere to write to but where others can.
+        subprocess.SubprocessError: it fails.
+    """
+    make(path.parent)
+    _check_folder(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        if not _taken(path, made):
+            _compile(command, made)
+        made.chmod(0o700)  # whatever the umask is
+        keep_json(_seal(path), hashlib.sha256(made.read_bytes()).hexdigest())
+        made.replace(path)
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """The library that `compiled` has put there. What is loaded is the open file that was looked
+    at: nothing that takes its place meanwhile.
+
+    Raises:
+        OSError: there is none, another user could have written it, it is not what was compiled, or
+            it cannot be loaded.
+    """
+    _check_folder(path)
+    try:
+        digest = kept_json(_seal(path))
+    except ValueError:
+        digest = None
+    with open_own(path) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise OSError(0, "is not what was compiled", str(path))
+        # the loader knows a library by its path: this one stays open
+        place = Path(f"/proc/self/fd/{os.dup(file.fileno())}")
+        return ctypes.CDLL(str(place if place.exists() else path))
+
+
+def _check_folder(path: Path) -> None:
+    reason = foreign(path.parent)
+    if reason:
+        raise OSError(0, reason, str(path.parent))
+
+
+def _seal(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _compile(command: list[str], made: Path) -> None:
+    done = [*command, "-o", str(made), str(SOURCE), "-lm"]
+    subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
+
+
+def _taken(path: Path, made: Path) -> bool:
+    """Whether what was compiled ahead for `path` is now in `made`."""
+    if path not in _under_way:
+        return False
+    thread, folder = _under_way.pop(path)
+    thread.join()
+    with folder as name, suppress(FileNotFoundError):
+        shutil.copyfile(Path(name) / path.name, made)
+        return True
+    return False
+
+
+def ahead() -> None:
+    """Begins to compile in a thread, where the cache lacks the library, for the processor that
+    Linux names. Nothing is left of it in a process that needs no library, and nothing is raised:
+    whoever needs one meets what is in the way.
+    """
+    made = command(hardware.vectors())
+    if made is None:
+        return
+    path = place(name(made))
+    if path.exists() or path in _under_way:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="raydpfl-compiling-")
+
+    def work() -> None:
+        whole = Path(folder.name) / path.name  # there once the compiler has ended well
+        with suppress(OSError, subprocess.SubprocessError):
+            _compile(made, whole.with_suffix(".part"))
+            whole.with_suffix(".part").replace(whole)
+
+    _under_way[path] = Thread(target=work, name="raydpfl-compiling"), folder
+    _under_way[path][0].start()

@@ -1,0 +1,368 @@
+"""Samples from the columns of a table, wherever it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from raydpfl.config.registry import is_path
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.data.columns import Columns, is_list, labels, plain
+from raydpfl.data.inputs import DType, inputs, typed
+from raydpfl.data.sources.base import Dealt, Samples
+from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, of_file
+from raydpfl.errors import ConfigError, in_line
+from raydpfl.models.tasks import Target, Task
+from raydpfl.storage.files import find_file, read_text
+
+CLASSES = "which classes occur, and so how many outputs the model has (unless data.classes says it)"
+POSITIONS = "how many targets the longest list has"
+DECLARED = (
+    "what data.vocabulary and data.tokenizer were made of: they are taken as public, and no row is "
+    "read for them"
+)
+TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which sizes an embedding"
+
+
+class Tabular(Dealt):
+    """Base of the tables: `columns` gives the training rows, or the test rows.
+
+    `x`: one column or several. `y`: the column of targets, or several. `classes`: how many there
+    are, or the list of the labels in the order of their numbers; else as the data say. `dtype`: of
+    inputs (see `raydpfl.data.inputs.typed`). `client`: column of client ids, for partition natural.
+    `split_by`: column that says which rows are for training (train) and for testing (test); others
+    are left out. `test_fraction`: of the training rows, held out when there are no test rows (but
+    from no client, where `client` names them, its last). `tokenizer`: the column of `x` is text,
+    which becomes the token ids of its first `length` tokens (see `raydpfl.data.tokens`), by a
+    `vocabulary` that is declared; with the same column as `y` and the task sequence the next token
+    is learnt at every position. `mean`, `std`: per channel, public
+    constants to normalise images by, after scaling to [0, 1].
+    """
+
+    newer: ClassVar[frozenset[str]] = Dealt.newer | {
+        "classes", "dtype", "split_by", "tokenizer", "vocabulary", "length",
+    }  # fmt: skip
+    named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
+
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)  # share of the rows that is for testing
+    x: tuple[str, ...] = ("image",)  # the columns of the input
+    y: str | tuple[str, ...] = "label"  # the column, or columns, of the target
+    # how many there are, or their labels in the order of their numbers; None: as the data say
+    classes: int | tuple[str, ...] | None = None
+    # of inputs; auto: lists of whole numbers stay such, as tokens, all else is float32
+    dtype: DType = "auto"
+    client: str | None = None  # the column that names the client of each row
+    split_by: str | None = None  # the column that says which rows are for testing
+    # of a column of text: words, characters, or the import path of a function of a text that gives
+    # its tokens, or their ids
+    tokenizer: str | None = None
+    # a file of tokens, one a line, or the list of them; of a tokenizer that gives ids, a number
+    # above all of them
+    vocabulary: str | tuple[str, ...] | Annotated[int, Field(ge=2, le=LARGEST)] | None = None
+    length: int | None = Field(default=None, ge=1)  # tokens of a text that are taken, the first
+    # of each channel, in [0, 1], to normalise images by: public constants
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()  # as `mean`
+
+    @field_validator("x", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("classes", "vocabulary", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(each if isinstance(each, str) else str(each) for each in value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent_columns(self) -> Tabular:
+        if len(self.mean) != len(self.std) or min(self.std, default=1) <= 0:
+            raise ConfigError(
+                "data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}"
+            )
+        if not self.x:
+            raise ConfigError("data.x", self.x, "the name of a column, or several")
+        if not self.y:
+            raise ConfigError("data.y", self.y, "the name of a column, or several")
+        self._check_text()
+        both = [name for name in self.x if name in self.targets]
+        if both and not self._next:
+            accepted = f"columns without {both[0]}, which is data.y: a model would read it off"
+            raise ConfigError("data.x", list(self.x), accepted)
+        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
+        if least < 1 or (isinstance(self.classes, tuple) and len(set(self.classes)) < least):
+            raise ConfigError("data.classes", self.classes, "a number of classes, or their names")
+        return self
+
+    def _check_text(self) -> None:
+        """Raises `ConfigError` for keys of text that do not fit together."""
+        if self.tokenizer is None:
+            for name in ("vocabulary", "length"):
+                if getattr(self, name) is not None:
+                    accepted = "none without data.tokenizer, which makes tokens of a text"
+                    raise ConfigError(f"data.{name}", getattr(self, name), accepted)
+            return
+        if self.tokenizer not in TOKENIZERS and not is_path(self.tokenizer):
+            accepted = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
+            raise ConfigError("data.tokenizer", self.tokenizer, accepted)
+        self._check_vocabulary()
+        if self.length is None:
+            accepted = "how many tokens of a text are taken, the first ones"
+            raise ConfigError("data.length", None, accepted)
+        if len(self.x) > 1:
+            raise ConfigError("data.x", list(self.x), "one column of text with data.tokenizer")
+        wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
+        for name in (each for each, given in wrong.items() if given):
+            accepted = "none with data.tokenizer, whose token ids stay whole numbers"
+            raise ConfigError(f"data.{name}", getattr(self, name), accepted)
+
+    def _check_vocabulary(self) -> None:
+        """Raises `ConfigError` where nothing declares which tokens there are."""
+        numbered = isinstance(self.vocabulary, int) and self.tokenizer in TOKENIZERS
+        if self.vocabulary is None or numbered:
+            accepted = "a file of tokens, one a line, or the list of them: it is declared, as one "
+            accepted += "that is learnt from the data would be a query that no accountant counts"
+            raise ConfigError("data.vocabulary", self.vocabulary, accepted)
+        if isinstance(self.vocabulary, tuple):
+            check(self.vocabulary, list(self.vocabulary))
+        if self._next and self.classes is not None:
+            accepted = "none where the next token is learnt: data.vocabulary says how many"
+            raise ConfigError("data.classes", self.classes, accepted)
+
+    @property
+    def _next(self) -> bool:
+        """Whether the next token is learnt, at every position of a text."""
+        same = self.tokenizer is not None and self.targets == self.x
+        return same and self.task.takes == "positions"
+
+    def _encoder(self, root: Path | None) -> Encoder | None:
+        """What makes token ids of the column of text; None: it is none. Raises `ConfigError`."""
+        if self.tokenizer is None:
+            return None
+        assert self.vocabulary is not None and self.length is not None
+        vocabulary = self.vocabulary
+        if isinstance(vocabulary, str):
+            path = find_file("data.vocabulary", vocabulary, root)
+            try:
+                tokens = of_file(read_text(path))
+            except (OSError, UnicodeDecodeError) as error:
+                accepted = f"a text in UTF-8, a token a line ({in_line(error)})"
+                raise ConfigError("data.vocabulary", vocabulary, accepted) from None
+            check(tokens, vocabulary)
+            vocabulary = tokens
+        return Encoder(self.tokenizer, vocabulary, self.length + self._next)
+
+    def identity(self, root: Path | None) -> list:
+        encoder = self._encoder(root)
+        if encoder is None:
+            return super().identity(root)
+        return [*super().identity(root), encoder.vocabulary, encoder.code()]
+
+    def counted(self, root: Path | None) -> dict[str, int]:
+        encoder = self._encoder(root)
+        train = self.columns("train", root)
+        if encoder is None or train is None:
+            return {}
+        return encoder.counted(self._texts(train))
+
+    def _texts(self, columns: Columns) -> list[str]:
+        """The column of text. Raises `ConfigError`."""
+        (name,) = self.x
+        if name not in columns:
+            raise ConfigError("data.x", name, f"a column of {columns.name}: {', '.join(columns)}")
+        texts = plain(columns[name], name, "data.x").tolist()
+        if not all(isinstance(each, str) for each in texts):
+            raise ConfigError("data.x", name, "a column of text with data.tokenizer")
+        return texts
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns of targets."""
+        return (self.y,) if isinstance(self.y, str) else self.y
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """A table takes any task: the task has its targets from the columns."""
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.mean, self.std
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """See `Data.exclusions`: what sizes the model and is read off the rows."""
+        said = super().exclusions
+        if self.tokenizer is not None:
+            said += (DECLARED,)
+        if self._next:
+            return said
+        if self.task.takes != "numbers" and self.classes is None:
+            said += (CLASSES,)
+        if self.task.takes == "positions":
+            said += (POSITIONS,)
+        if self.tokenizer is not None:
+            return said
+        # lists of whole numbers stay such by themselves, columns of them where that is asked for
+        whole = self.dtype == "int64" or (self.dtype == "auto" and len(self.x) == 1)
+        return (*said, TOKENS) if whole and not (self.features or self.mean) else said
+
+    def columns(self, part: str, root: Path | None) -> Columns | None:
+        """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
+        `ConfigError`.
+        """
+        raise NotImplementedError
+
+    def knows_clients(self) -> bool:
+        return self.client is not None
+
+    def table(self, root: Path | None) -> Columns | None:
+        return self.columns("train", root)
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        train = self.columns("train", root)
+        assert train is not None
+        encoder = self._encoder(root)
+        (x, y, client), (test_x, test_y) = self._parted(train, seed, root, encoder)
+        self._check_rows(len(y), len(test_y), client is not None)
+        if client is not None:
+            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+        if encoder is None:
+            x, test_x = typed(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
+            self._check_numbers(x, test_x, train.name)
+        if encoder is not None and self._next:
+            target = Target(y.shape[1:], encoder.size)
+        else:
+            y, test_y, target = self._targets(train, y, test_y)
+        return Samples(x, y, test_x, test_y, client, target, encoder.size if encoder else None)
+
+    def _parted(
+        self, train: Columns, seed: int, root: Path | None, encoder: Encoder | None
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
+        """x, y and clients of the training rows, and x and y of the test rows."""
+        x, y, client = self._rows(train, self.client, encoder)
+        test = self.columns("test", root)
+        if test is not None:
+            test_x, test_y, _ = self._rows(test, None, encoder)
+            if test_x.shape[1:] != x.shape[1:]:
+                accepted = f"samples like those of {train.name}: {x.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{accepted}, not {test_x.shape[1:]}")
+            return (x, y, client), (test_x, test_y)
+        if self.split_by is None:
+            held = self._held_out(len(y), client, seed)
+            kept = ~held
+        else:
+            kept, held = self._said(train)
+        owners = None if client is None else client[kept]
+        return (x[kept], y[kept], owners), (x[held], y[held])
+
+    def _said(self, train: Columns) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows are for training, and which for testing, bool [rows]; by `split_by`."""
+        assert self.split_by is not None
+        if self.split_by not in train:
+            accepted = f"a column of {train.name}: {', '.join(train)}"
+            raise ConfigError("data.split_by", self.split_by, accepted)
+        column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
+        values = np.char.lower(column)
+        found = values == "train", values == "test"
+        if not all(each.any() for each in found):
+            some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
+            accepted = f"a column that says train or test of every row; this one says {some}"
+            raise ConfigError("data.split_by", self.split_by, accepted)
+        return found
+
+    def _targets(
+        self, train: Columns, y: np.ndarray, test_y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        """Targets of training and test rows, and what they are."""
+        known = train.names.get(self.targets[0], ()) if len(self.targets) == 1 else ()
+        numbered = known and self.classes is None and y.dtype.kind in "iu"
+        classes = len(known) if numbered else self.classes
+        named = ", ".join(self.targets)
+        y, test_y, target = self.task.targets(named, y, test_y, classes)
+        several = self.targets if len(self.targets) > 1 else ()
+        names = target.names or (known if numbered else ()) or several
+        return y, test_y, replace(target, names=tuple(names))
+
+    def _held_out(self, rows: int, client: np.ndarray | None, seed: int) -> np.ndarray:
+        """Which rows are kept for testing, bool [rows]; of each client one row is left to it."""
+        order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
+        if client is not None:
+            last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
+            order = np.delete(order, last)
+        held = np.zeros(rows, bool)
+        held[order[: max(1, round(self.test_fraction * rows))]] = True
+        return held
+
+    def _check_rows(self, train: int, test: int, by_client: bool) -> None:
+        """Raises `ConfigError` where no row is left to train on, or to test on."""
+        where = {key: getattr(self, key, None) for key in ("train", "test")}
+        if not train:
+            accepted = "a table that leaves at least one row to train"
+            raise ConfigError("data.train", where["train"], accepted)
+        if not test:
+            accepted = "a table that leaves at least one row to test"
+            if by_client:
+                accepted += ", or a file of test rows: each client keeps one row"
+            raise ConfigError("data.test", where["test"], accepted)
+
+    def _rows(
+        self, columns: Columns, owner: str | None, encoder: Encoder | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """x [rows, ...] and y [rows, ...] as the columns have them, of text the token ids; and,
+        where `owner` names the column that tells, who holds each row.
+        """
+        fields = {"data.x": self.x, "data.y": self.targets, "data.client": [owner] if owner else []}
+        wanted = [(field, column) for field, named in fields.items() for column in named]
+        for field, column in wanted:
+            if column not in columns:
+                accepted = f"a column of {columns.name}: {', '.join(columns)}"
+                raise ConfigError(field, column, accepted)
+        arrays = [columns[column] for _, column in wanted]
+        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
+            field = f"data.{columns.part}"
+            raise ConfigError(field, columns.name, "a table with rows; this one has none")
+        x = self._inputs(columns) if encoder is None else encoder.ids(self._texts(columns))
+        if encoder is not None and self._next:
+            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignored())[:, 1:]
+        else:
+            y = labels([columns[name] for name in self.targets], self.targets, "data.y")
+        client = self._clients_of(columns[owner], owner, columns.name) if owner else None
+        if len({len(part) for part in (x, y, client) if part is not None}) > 1:
+            raise ConfigError(f"data.{columns.part}", columns.name, "columns of one length")
+        return x, y, client
+
+    def _inputs(self, columns: Columns) -> np.ndarray:
+        """Inputs [rows, *shape], as the columns have them."""
+        parts = [inputs(columns[column], column, columns.rows) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            accepted = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, accepted)
+        if parts[0].ndim > 1:
+            return parts[0]
+        whole = all(part.dtype.kind in "biu" for part in parts)
+        return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
+
+    def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
+        """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
+        for each in (x, test_x):
+            if each.dtype == np.float32 and not np.isfinite(each).all():
+                row = int(np.argwhere(~np.isfinite(each))[0, 0])
+                accepted = f"finite numbers; row {row} of {file} has another"
+                raise ConfigError("data.x", self.x, accepted)
+        if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
+            accepted = "one number per channel of an image; the samples are"
+            raise ConfigError("data.mean", self.mean, f"{accepted} {x.dtype} {x.shape[1:]}")
+
+    @staticmethod
+    def _clients_of(column: Any, name: str, file: str) -> np.ndarray:
+        client = plain(column, name, "data.client")
+        if client.dtype.kind == "f" and not np.isfinite(client).all():
+            row = np.argmin(np.isfinite(client))
+            accepted = f"a column without gaps; row {row} of {file} is one"
+            raise ConfigError("data.client", name, accepted)
+        return client

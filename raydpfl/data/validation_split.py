@@ -1,0 +1,164 @@
+"""Rows of clients that are held out of training, to choose by: `evaluate.validation`, a share of
+each client's own; or `{clients: 0.1}`, all rows of such a share of the clients.
+
+>>> counts(np.array([0, 1, 4, 5, 25, 30]), 0.1)
+array([0, 0, 0, 1, 3, 3])
+
+Of n rows share x n are held out, rounded to the nearest whole number, a half upwards; one row at
+least stays, so clients of one size stay of one size. Which rows is drawn by (seed, VALIDATION,
+client), and so does not depend on who takes part, nor on the other clients.
+
+Where one sample may be held by several clients (`Data.overlaps`), a row that one of them holds out
+would be trained on by another. There samples are drawn instead of rows: that share of all samples
+that anybody holds, held out by everyone, and each scored once. A client that would have no row left
+keeps its first one, which then is not scored.
+
+Clients that are held out are drawn from all, by (seed, VALIDATION), and are none of the population
+any more: the others are numbered anew. Of samples that several clients hold only those are scored
+that nobody trains on, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raydpfl.core.prng import Purpose, bit_streams, stream
+from raydpfl.data.sources import Split
+from raydpfl.errors import ConfigError
+
+FIELD = "evaluate.validation"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Which rows of a split are not trained on.
+
+    `sizes`: int64 [clients], the rows that are left to each. `rows(first, last)`: for the rows of
+    clients first to last - 1, client after client, bool [rows] each: those that are held out, and
+    of these those that are scored.
+    """
+
+    sizes: np.ndarray
+    rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    clients: np.ndarray | None = None  # bool [clients]: held out altogether; None: nobody is
+
+
+def counts(sizes: np.ndarray, share: float) -> np.ndarray:
+    """How many rows each client holds out, int64 [clients], of `sizes` rows, int64 [clients]."""
+    # 0.29 x 50 is 14.499999999999998 in floating point
+    wanted = np.floor(np.round(share * sizes, 9) + 0.5).astype(np.int64)
+    return np.clip(wanted, 0, np.maximum(sizes - 1, 0))
+
+
+def held_out(
+    split: Split, share: float | Mapping[str, float], seed: int, overlaps: bool
+) -> HeldOut:
+    """The rows that a share in (0, 1) of every client's own comes to, or `{"clients": share}`.
+
+    Args:
+        split: all rows.
+        share: of the rows, or of the clients.
+        seed: of the experiment.
+        overlaps: whether one sample may be held by several clients.
+
+    Raises:
+        ConfigError: where no row is held out, or nothing says which rows are one sample.
+    """
+    if isinstance(share, Mapping):
+        return _clients(split, share["clients"], seed, overlaps)
+    found = _samples(split, share, seed) if overlaps else _rows(split, share, seed)
+    if int(found.sizes.sum()) == int(split.sizes.sum()):
+        most = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
+        raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {most}")
+    return found
+
+
+def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
+    """That share of the clients, all their rows."""
+    count = len(split.sizes)
+    wanted = int(counts(np.array([count]), share)[0])
+    apart = np.zeros(count, bool)
+    apart[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
+    if not split.sizes[apart].any() or not split.sizes[~apart].any():
+        accepted = f"a share that leaves some of the {count} clients, with rows, on either side"
+        raise ConfigError(f"{FIELD}.clients", share, accepted)
+    if overlaps and split.samples is None:
+        accepted = "none for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(f"{FIELD}.clients", share, f"{accepted} (raydpfl.data.Split.samples)")
+    out = np.repeat(apart, split.sizes)
+    scored = out
+    if overlaps and split.samples is not None:
+        samples = split.samples(0, count)
+        once = np.zeros(len(samples), bool)
+        once[np.flatnonzero(out)[np.unique(samples[out], return_index=True)[1]]] = True
+        scored = once & ~np.isin(samples, samples[~out])
+    ends = np.cumsum(split.sizes)
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        place = slice(int(ends[first] - split.sizes[first]), int(ends[last - 1]))
+        return out[place], scored[place]
+
+    return HeldOut(np.where(apart, 0, split.sizes), rows, apart)
+
+
+def _rows(split: Split, share: float, seed: int) -> HeldOut:
+    apart = counts(split.sizes, share)
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        sizes = split.sizes[first:last]
+        found = _lowest(seed, np.arange(first, last), sizes, apart[first:last])
+        return found, found
+
+    return HeldOut(split.sizes - apart, rows)
+
+
+def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    """Of each client's rows as many as `apart` says: those with the lowest of its random words."""
+    words = np.zeros(int(sizes.sum()), np.uint64)
+    ends = np.cumsum(sizes)
+    some = np.flatnonzero(apart)
+    streams = bit_streams(
+        seed, Purpose.VALIDATION, t=0, clients=clients[some].tolist(), draws=[0] * len(some)
+    )
+    for place, philox in zip(some.tolist(), streams, strict=True):
+        words[ends[place] - sizes[place] : ends[place]] = philox.random_raw(int(sizes[place]))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.lexsort((words, owner))  # client after client, the lowest words first
+    rank = np.arange(len(words)) - np.repeat(ends - sizes, sizes)
+    found = np.zeros(len(words), bool)
+    found[order] = rank < np.repeat(apart, sizes)
+    return found
+
+
+def _samples(split: Split, share: float, seed: int) -> HeldOut:
+    """That share of all samples that some client holds, whoever holds them."""
+    if split.samples is None:
+        accepted = "0 for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(FIELD, share, f"{accepted} (raydpfl.data.Split.samples)")
+    samples = split.samples(0, len(split.sizes))
+    ends = np.cumsum(split.sizes)
+    starts = ends - split.sizes
+    present, first_row = np.unique(samples, return_index=True)
+    drawn = stream(seed, Purpose.VALIDATION).permutation(present)
+    apart = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
+    bare = per_client(apart, split.sizes) == split.sizes
+    apart[starts[bare & (split.sizes > 0)]] = False
+    scored = np.zeros(len(samples), bool)
+    scored[first_row] = True
+    scored &= apart & ~np.isin(samples, samples[~apart])
+    sizes = split.sizes - per_client(apart, split.sizes)
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        place = slice(int(starts[first]), int(ends[last - 1]))
+        return apart[place], scored[place]
+
+    return HeldOut(sizes, rows)
+
+
+def per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How many of the rows of each client are flagged, int64 [clients]."""
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    return np.bincount(owner[flags], minlength=len(sizes)).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Runs as jobs of a Ray cluster: what they take along, their logs and what they bring back."""

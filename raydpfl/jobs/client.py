@@ -1,0 +1,607 @@
+"""A run on a cluster elsewhere, through Ray's job server: `raydpfl submit`.
+
+The cluster must have a job server with an HTTP address, and a `python` with raydpfl's dependencies
+on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. This package,
+the config, your own modules and the files that the config names are sent along (see
+`raydpfl.jobs.packaging`). The job is
+an ordinary `raydpfl run` or `raydpfl sweep` on the head. It writes to its own folder under
+RAYDPFL_CACHE/runs and needs nobody to watch it: you may leave and come back.
+
+Design note. A job server gives out what jobs print and nothing else, and its port is often the only
+one that a firewall lets through. So the run directory comes back as the printout of a second, short
+job: an archive in base64. (100 MB took 12 s within one machine. The head's log folder keeps that
+printout as long as the cluster exists.)
+
+The head is not trusted with this machine. A run directory comes back to where its user says, or to
+where this machine remembers that they said. Archives and printouts are read as `raydpfl.jobs.archive`
+says. The token goes only to the address that was given, never on to where that redirects.
+
+>>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
+'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import ipaddress
+import json
+import logging
+import os
+import re
+import shlex
+import socket
+import tempfile
+import time
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from aiohttp import ClientError, ClientSession, TraceConfig, WSCloseCode, WSMsgType
+
+import raydpfl
+from raydpfl import storage
+from raydpfl.core import signals
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.jobs.archive import ArchiveError, Limits, Plain, place, plain, unpack
+from raydpfl.storage.files import cache_root, keep_json, kept_json
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+ADDRESS = "http://127.0.0.1:8265"
+# of the head: cache_root of raydpfl.storage.files, said in shell
+OWN = "${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl"
+CHOSEN = f'in *://*) echo "{OWN}";; *) echo "$RAYDPFL_CACHE";;'
+RUNS = f'"$(case "${{RAYDPFL_CACHE:-://}}" {CHOSEN} esac)"/runs'
+NOTE = "job.json"  # in the run directory here: whose it is
+# seconds without output after which the connection is made anew, and without an answer after which
+# it is given up
+PATIENCE = 60.0
+BEGIN = "<run directory>"
+END = "</run directory>"
+REDIRECTED = (
+    "the address redirects elsewhere; give the one that it redirects to, "
+    "if you trust it with the cluster's token"
+)
+AGENT = (
+    "where another Ray of that machine has its agent's port, "
+    "start the head with --dashboard-agent-listen-port 52366"
+)
+TOKEN = (
+    "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, "
+    "the file with the token that the cluster was started with"
+)
+LINE = 1 << 20  # characters of a line of an archive's printout at most
+ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+LIMITS = Limits()
+log = logging.getLogger("raydpfl")
+
+
+def entrypoint(
+    command: str,
+    run: str,
+    *,
+    address: bool,
+    resume: bool = False,
+    out: str | None = None,
+) -> str:
+    """The command line for the head's shell.
+
+    Args:
+        command: run or sweep.
+        run: the id of the run, which names its directory.
+        address: whether it uses the cluster.
+        resume: whether the run continues.
+        out: the address of its directory; None: that is on the head.
+    """
+    options = " --resume" * resume + " --address auto" * address
+    place = shlex.quote(out) if out else f"{RUNS}/{shlex.quote(run)}"
+    return f"exec python -m raydpfl {command} config.yaml --out {place}{options}"
+
+
+class JobServer:
+    """The job server of a cluster.
+
+    A job has an id. What it writes is known by the id of the first job that wrote there, its run.
+
+    Args:
+        address: None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine.
+
+    Raises:
+        ConfigError: no job server answers there, or it refuses the token.
+    """
+
+    def __init__(self, address: str | None = None):
+        given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or ADDRESS
+        self.address = given if "://" in given else f"http://{given}"
+        # which Ray heeds before its own argument
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address
+        _use_token()
+        with self._refusals():
+            _greet(self.address)
+            self._client = _client_class()(self.address)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            accepted = f"the address of a Ray cluster's job server, such as {ADDRESS}"
+            accepted += f" ({_line(error)})"
+            raise ConfigError("--address", self.address, accepted) from None
+        except Exception as error:
+            if type(error).__name__ != "AuthenticationError":
+                raise
+            accepted = f"a cluster that accepts this side's token; set {TOKEN} ({_line(error)})"
+            raise ConfigError("--address", self.address, accepted) from None
+
+    def submit(
+        self,
+        config: str | Path,
+        overrides: Sequence[str] = (),
+        out: str | Path | None = None,
+        *,
+        resume: str | None = None,
+        there: bool = False,
+    ) -> str:
+        """Starts a job that runs a config, or the sweep that it describes; returns the job's id.
+
+        Args:
+            config: the path of its file.
+            overrides: of the config.
+            out: where `fetch` brings the run directory; None: runs/ID. An address: written there.
+            resume: a run of this cluster to continue.
+            there: whether the files that the config names are already on the cluster.
+
+        Raises:
+            ConfigError: for what can be refused without the data; the job refuses the rest.
+        """
+        from raydpfl.simulation import (
+            provenance,  # loads torch, which following a job can do without
+        )
+
+        with provenance.kept(config, first=resume is not None) as kept:
+            asked = _read(config, overrides)
+            tree, files = asked.packed(kept, there)
+        run = self._run(resume) if resume else None
+        job = _new_id(asked.path, run)
+        run = run or job
+        address = self._address(resume, out)
+        folder = None if address else self._folder(resume or job, run, out)
+        about = _about(asked, job, run, address, resume is not None)
+        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
+            environment = _staged(tree, files, Path(stage))
+            with self._refusals():
+                self._start(runtime_env=environment, **about)
+        self._remember(run, job, address)
+        if folder:
+            self._note(folder, run, job)
+        return job
+
+    def _folder(self, job: str, run: str, out: str | Path | None) -> Path:
+        """Where the run directory of a job comes back to. Raises `ConfigError`."""
+        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job).absolute()
+        _check(folder, run)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _address(self, job: str | None, out: str | Path | None = None) -> str | None:
+        """The address that a run is written to: as is asked for now, or was for an earlier job."""
+        if out is not None:
+            return str(out) if storage.elsewhere(out) else None
+        if job is None:
+            return None
+        found = self._remembered(job).get("out") or (self._noted(job) or {}).get("out")
+        return found if isinstance(found, str) and storage.elsewhere(found) else None
+
+    def run_of(self, job: str) -> str:
+        """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
+        does not know.
+        """
+        self._check_known(job)
+        return self._run(job)
+
+    def _run(self, job: str) -> str:
+        """The run that a job belongs to: as this machine remembers, else as the cluster says, where
+        it only names a folder there."""
+        _check_id(job)
+        found = self._remembered(job).get("run") or (self._noted(job) or {}).get("run", job)
+        if not isinstance(found, str) or not ID.fullmatch(found):
+            told = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
+            raise RunError(f"the cluster at {self.address} {told}")
+        return found
+
+    def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
+        """Waits for a job to end. A broken connection is made again.
+
+        Args:
+            job: its id.
+            write: is called with everything that the job prints, without escape codes.
+
+        Returns:
+            The job's exit code, 1 if it has none.
+
+        Raises:
+            RunError: the cluster has not answered for `PATIENCE`.
+        """
+        run = self.run_of(job)
+        written = 0
+        heard = time.monotonic()
+        clean = Plain()
+        while True:
+            seen = 0
+            try:
+                for text in self._output(job):
+                    write(clean(text[max(0, written - seen) :]))
+                    seen += len(text)
+                    written = max(written, seen)
+                    heard = time.monotonic()
+                details = self._client.get_job_info(job)
+                heard = time.monotonic()
+                if details.status.is_terminal():
+                    break
+            except (OSError, RuntimeError, ClientError) as error:
+                signals.check()  # the printout's end after a signal is no error
+                if time.monotonic() - heard > PATIENCE:
+                    what = f"the cluster at {self.address} does not answer ({_line(error)})"
+                    hint = f"follow it with {self.command('--follow', job)}, or go on with it on"
+                    hint += f" a new cluster: raydpfl submit CONFIG --resume {run}"
+                    raise RunError(f"{what}; {hint}") from None
+            time.sleep(1)
+        if details.status == "FAILED" and details.driver_exit_code is None:
+            write(f"{plain(details.message)}\n")
+        return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
+
+    def stop(self, job: str) -> None:
+        """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
+        once.
+        """
+        self._check_known(job)
+        with self._refusals():
+            self._client.stop_job(job)
+
+    def fetch(self, job: str, out: str | Path | None = None) -> Path | str | None:
+        """Brings back the run directory of a job that has ended, unless it is at an address.
+
+        Args:
+            job: its id.
+            out: where to; None: where `submit` on this machine said, or runs/ID.
+
+        Returns:
+            The directory, or its address; None: the job never made one.
+
+        Raises:
+            RunError: it did not come back complete; what is in `out` stays as it is.
+        """
+        self._check_known(job)
+        run = self._run(job)
+        address = self._address(job)
+        if address:
+            here = None if out in (None, address) else Path(out or "")
+            return self._copied(address, here, job) if here else address
+        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job)
+        _check(folder, run)
+        for pause in (1, 5, 25):
+            try:
+                if not self._fetch(run, folder, pause):
+                    return None
+                self._note(folder, run, job)
+                return folder
+            except ArchiveError as error:  # it would be the same another time
+                raise RunError(f"the run directory is not brought back: {_line(error)}") from None
+            except (OSError, EOFError, RuntimeError, ValueError, ClientError, zlib.error) as error:
+                reason = _line(error)
+        again = f"try again with {self.command('--follow', job)}, or take it from"
+        again += f" RAYDPFL_CACHE/runs/{run} there"
+        raise RunError(f"the run directory did not come back ({reason}); {again}")
+
+    def _copied(self, address: str, folder: Path, job: str) -> Path:
+        """A copy of the run directory at an address."""
+        run = self._run(job)
+        _check(folder, run)
+        with storage.reading(address) as found:
+            place(found, folder)
+        self._note(folder, run, job)
+        return folder
+
+    def _fetch(self, run: str, folder: Path, pause: int) -> bool:
+        """One attempt. In the first `pause` seconds Ray may write into the printout, at any place,
+        that it has started the command.
+        """
+        job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
+        name = shlex.quote(run)
+        pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
+        shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; "
+        shell += f"echo '{BEGIN}'; {pack}; echo; echo '{END}'"
+        self._start(entrypoint=shell, submission_id=job)
+        room = tempfile.TemporaryDirectory(prefix="raydpfl-")
+        with tempfile.TemporaryFile() as archive, room as scratch:
+            if not _decode(self._output(job), archive):
+                return False
+            archive.seek(0)
+            unpacked = Path(scratch) / "run"
+            unpack(archive, run, unpacked, LIMITS)
+            (unpacked / NOTE).unlink(missing_ok=True)  # ours, which says whose the folder is
+            place(unpacked, folder)
+        while not self._client.get_job_info(job).status.is_terminal():
+            time.sleep(0.1)
+        self._client.delete_job(job)
+        return True
+
+    def command(self, option: str, job: str) -> str:
+        """What to type for this option of `raydpfl submit` with this job."""
+        where = f" --address {self.address}" if self.address != ADDRESS else ""
+        return f"raydpfl submit {option} {job}{where}"
+
+    def _start(self, **job: Any) -> None:
+        """Starts a job; tries again, as a new head answers before it can take jobs."""
+        began = time.monotonic()
+        while True:
+            try:
+                self._client.submit_job(**job)
+                return
+            except RuntimeError as error:
+                if "No available agent" not in str(error):
+                    raise
+                if time.monotonic() - began > PATIENCE:
+                    accepted = f"a head that takes jobs; {AGENT} ({_line(error)})"
+                    raise ConfigError("--address", self.address, accepted) from None
+                time.sleep(1)
+
+    def _note(self, folder: Path, run: str, job: str) -> None:
+        """Notes in the folder which run it is for, and on this machine where the run directory
+        goes.
+        """
+        text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
+        self._remember(run, job, str(folder.absolute()))
+        (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
+        (folder / NOTE).write_text(text)
+
+    def _remember(self, run: str, job: str, out: str | None) -> None:
+        """Notes on this machine where the run directory of a job goes."""
+        keep_json(self._memory(job), {"run": run, "out": out})
+
+    def _memory(self, job: str) -> Path:
+        """The file in which this machine remembers a job of the cluster."""
+        name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
+        return cache_root() / "jobs" / f"{name}.json"
+
+    def _remembered(self, job: str) -> dict[str, str]:
+        """What this machine remembers of a job; empty if it was submitted from elsewhere."""
+        try:
+            found = kept_json(self._memory(job))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _noted(self, job: str) -> dict[str, str] | None:
+        """What `submit` noted with the job; None if this cluster does not know it."""
+        with self._refusals():
+            try:
+                return self._client.get_job_info(job).metadata or {}
+            except RuntimeError as error:
+                if "404" in str(error):
+                    return None
+                raise
+
+    def _check_known(self, job: str) -> None:
+        """Raises `ConfigError` for a job that the cluster does not know."""
+        _check_id(job)
+        if self._noted(job) is None:
+            raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
+
+    def _output(self, job: str) -> Iterator[str]:
+        """What the job prints, from its beginning until it ends or is silent for `PATIENCE`."""
+        pieces = self._client.tail_job_logs(job)
+        with asyncio.Runner() as runner:
+            try:
+                while True:
+                    piece = runner.run(asyncio.wait_for(anext(pieces, None), PATIENCE))
+                    if not piece:
+                        return
+                    yield piece
+            except TimeoutError:
+                return
+            finally:
+                runner.run(pieces.aclose())
+
+
+def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
+    """Writes to `archive` what `pieces` have in base64 between the marks. Returns whether the marks
+    were there; raises EOFError if only the first was.
+    """
+    rest = ""
+    inside = False
+    count = 0
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        count += len(piece)
+        if len(rest) > LINE or count > LIMITS.size or (count > LINE and not inside):
+            raise ArchiveError("the printout is none of an archive, or too long")
+        for line in lines:
+            if line == END:
+                return inside
+            if inside:
+                archive.write(base64.b64decode(line, validate=True))
+            inside = inside or line == BEGIN
+    if inside:
+        raise EOFError("it ended early")
+    return False
+
+
+def _check_id(job: str) -> None:
+    if not ID.fullmatch(job):
+        raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
+
+
+def _check(folder: Path, run: str) -> None:
+    """Raises `ConfigError` unless `folder` is free, or noted to be for `run`."""
+    try:
+        free = (
+            not folder.exists()
+            or not any(folder.iterdir())
+            or json.loads((folder / NOTE).read_text())["run"] == run
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        free = False
+    if not free:
+        accepted = f"a new or empty directory, or the one that {run} was submitted with"
+        raise ConfigError("--out", str(folder), accepted)
+
+
+def _new_id(path: Path, run: str | None) -> str:
+    """The id of a new job for the config at `path`, or for the run that it continues."""
+    own = path.name not in ("config.yaml", "sweep.yaml")
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if own else path.parent.name)
+    stem = stem.lstrip(".-")[:80] or "run"
+    named = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
+    return f"{named}-{uuid.uuid4().hex[:4]}"
+
+
+def _about(asked: _Asked, job: str, run: str, address: str | None, resume: bool) -> dict[str, Any]:
+    """What a job server is told of a job; its run is at the `address`, or on the head (None)."""
+    words = entrypoint(asked.command, run, address=not asked.inline, resume=resume, out=address)
+    metadata = {"run": run} | ({"out": address} if address else {})
+    return {"submission_id": job, "entrypoint": words, "metadata": metadata}
+
+
+def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> dict[str, Any]:
+    """Ray's runtime environment of a job: the config, the files to send, and this package, copied
+    into the folder `stage`.
+    """
+    from raydpfl.experiment import dump
+    from raydpfl.jobs import packaging
+
+    work = stage / "work"
+    package = stage / "raydpfl"
+    packaging.copy(dict(files), work)
+    (work / "config.yaml").write_text(dump(tree))
+    packaging.copy(packaging.package(Path(raydpfl.__file__).parent), package)
+    return {
+        "working_dir": str(work),
+        "py_modules": [str(package)],
+        # for the round under way and a checkpoint
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
+    }
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be submitted."""
+
+    path: Path  # the config's file
+    command: str  # that runs it: run or sweep
+    inline: bool  # it does without Ray
+    experiments: list[Experiment]  # all that the config describes
+    tree: dict[str, Any]  # the config with the overrides in it
+
+    def packed(self, kept: Path | None, there: bool) -> tuple[dict[str, Any], dict[str, Path]]:
+        """As `raydpfl.jobs.packaging.packed`, from the folder where the command is run."""
+        from raydpfl.jobs import packaging
+
+        return packaging.packed(self.tree, self.experiments, Path.cwd(), kept=kept, there=there)
+
+
+def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
+    """What a config asks for. Raises `ConfigError`."""
+    # they load torch, which following a job can do without
+    from raydpfl.experiment import Experiment, overridden, read
+    from raydpfl.sweep import Sweep
+    from raydpfl.sweep.spaces import find
+
+    path = Path(config).absolute()
+    if path.is_dir():
+        path = next(
+            (path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()),
+            path / "config.yaml",
+        )
+    tree = overridden(read(path), overrides)
+    if "sweep" in tree or find(tree):
+        return _Asked(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
+    experiment = Experiment.from_dict(tree)
+    return _Asked(path, "run", experiment.client.actors == 0, [experiment], tree)
+
+
+def _use_token() -> None:
+    """Makes Ray use a token that it finds for job servers too, which it does for clusters only."""
+    named = any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _greet(address: str) -> None:
+    """Raises ValueError or OSError if nothing listens at `address`, or could; warns of a token that
+    others could read.
+    """
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError("it begins with http:// or https://")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    socket.create_connection((url.hostname, port), timeout=5).close()
+    warning = _open_token(url.scheme, url.hostname)
+    if warning:
+        log.warning(warning)
+
+
+def _open_token(scheme: str, host: str) -> str | None:
+    """A warning if a token would go over the network for all to read."""
+    token = os.environ.get("RAY_AUTH_MODE") == "token"
+    if scheme == "https" or not token or host == "localhost":
+        return None
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    except ValueError:
+        pass
+    way = "where anyone on the way can read it; use https, or a tunnel to localhost"
+    return f"the cluster's token goes to {host} over http, {way}"
+
+
+def _client_class() -> type:
+    """Ray's client of a job server, but without following redirects, which would send the token
+    elsewhere."""
+    from ray.job_submission import JobSubmissionClient
+
+    for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+    class Client(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+            answer = super()._do_request(method, endpoint, **{**options, "allow_redirects": False})
+            if 300 <= answer.status_code < 400:
+                raise RuntimeError(REDIRECTED)
+            return answer
+
+        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+            """As Ray's own."""
+            traces = TraceConfig()
+            traces.on_request_redirect.append(_no_redirect)
+            url = f"{self._address}/api/jobs/{job_id}/logs/tail"
+            async with ClientSession(headers=self._headers, trace_configs=[traces]) as session:
+                socket = await session.ws_connect(url)  # not waited for when it is left
+                async for message in socket:
+                    if message.type != WSMsgType.TEXT:
+                        break
+                    yield message.data
+                if socket.close_code == WSCloseCode.ABNORMAL_CLOSURE:
+                    raise RuntimeError("the connection was lost")
+
+    return Client
+
+
+async def _no_redirect(*_: Any) -> None:
+    raise RuntimeError(REDIRECTED)
+
+
+def _line(error: object) -> str:
+    text = " ".join(plain(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,1 @@
+"""The six choices of an algorithm, and what is measured of them."""

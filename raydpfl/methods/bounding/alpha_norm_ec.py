@@ -1,0 +1,54 @@
+"""Smoothed normalisation with error feedback."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from raydpfl.core.messages import Facts, State, View
+from raydpfl.methods.bounding.smooth_normalize import SmoothNormalize
+
+
+class AlphaNormEC(SmoothNormalize):
+    """Smoothed normalisation with error compensation (alpha-NormEC, Shulgin, Khirirat, Richtarik
+    2025).
+
+    A client remembers g_i, which begins at 0. With u_i what it would have sent, it sends
+
+        s = c v / (a + ||v||),  v = u_i - g_i,
+
+    and adds beta s to g_i, without the noise on s. The server keeps h, which begins at 0, adds
+    beta (r/N) mean(s) to it, noise included, and steps along h. Without noise h is the mean of all
+    g_i, and these follow the u_i, so bounding leaves no bias. Only s is released, so the
+    sensitivity is that of `smooth_normalize`.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bound": 1.0},
+        {"bound": 0.5, "beta": 0.5, "scaling": "gradient"},
+    )
+    kind: str = "alpha_norm_ec"
+    beta: float = Field(default=0.1, gt=0, le=1)
+
+    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+        vectors = super().send(updates, view)
+        vectors -= view.own
+        return vectors
+
+    def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
+        return super().invert(vectors + view.own, view)
+
+    def remember(
+        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
+    ) -> torch.Tensor | None:
+        return view.own + self.beta * sent
+
+    def start(self, d: int) -> State:
+        return {"h": np.zeros(d)}
+
+    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+        state["h"] += self.beta / facts.population * released
+        return state["h"] * facts.lr if self.scaling == "gradient" else state["h"]

@@ -1,0 +1,300 @@
+"""The base of the boundings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from raydpfl.config.registry import Member
+from raydpfl.core.messages import BOUNDS, Columns, Facts, State, View, check_bound
+from raydpfl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
+
+
+@dataclass(frozen=True)
+class Query:
+    """A number that every client gives in every round, besides what it sends. The noised sum of the
+    answers is released too.
+
+    Args:
+        name: of the query. No two queries of a class have one name, and none is called `updates`,
+            `losses`, `loss` or `survey`: noise is drawn by the name.
+        bound: the largest absolute value of an answer, the same in every round. An answer that
+            grows with the bound in force is given as a fraction of it. One from 0 to 1 is given
+            minus 1/2, with a bound of 1/2.
+        share: between 0 and 1, the share of the round's squared sensitivity-to-noise ratio that is
+            spent on it: with z the noise multiplier of the round, the noise on the sum of the
+            answers has std z bound / sqrt(share).
+    """
+
+    name: str
+    bound: float
+    share: float
+
+
+class Bounding(Member):
+    """Base of the family. A member gives `factor` (or `factors`), and of the other hooks what it
+    needs.
+
+    A client sends the vector that `send` makes of its update times `factors(norms, bound)`, where
+    `norms` are the L2 norms of such vectors. Nothing that it sends is longer than the bound in
+    force, which is the field `bound` in the first round. Vectors are float64 [k, d], those of k
+    clients at once; what a client gets must not depend on the others. Tensors given to `send` may
+    be written to.
+
+    >>> import math
+    >>> from pydantic import Field
+    >>> class Tanh(Bounding):
+    ...     bound: float = Field(default=1.0, gt=0)
+    ...     def factor(self, norm, bound):
+    ...         return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0
+    >>> norms = torch.tensor([0.0, 0.1, 3.0], dtype=torch.float64)
+    >>> Tanh().factors(norms, 1.0) * norms
+    tensor([0.0000, 0.0997, 0.9951], dtype=torch.float64)
+    """
+
+    # what is bounded: the update, or update / lr, minus the sum of gradients, as 001 writes it
+    scaling: Literal["update", "gradient"] = "update"
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """A class with a `factor` of its own is not bounded by the `factors` of its base, nor in
+        its closed form.
+        """
+        super().__pydantic_init_subclass__(**options)
+        if {"factor", "factors"} & vars(cls).keys() and "closed" not in vars(cls):
+            cls.closed = Bounding.closed  # type: ignore[method-assign]
+        if "factor" in vars(cls) and "factors" not in vars(cls):
+            cls.factors = Bounding.factors  # type: ignore[method-assign]
+        if "factors" in vars(cls) and "factor" not in vars(cls):
+            cls.factor = _of_one  # type: ignore[method-assign]
+
+    @property
+    def initial_bound(self) -> float | None:
+        """The bound in force in the first round, an L2 norm: the field `bound`.
+
+        None: nothing is bounded, and no privacy can be claimed for what is sent.
+        """
+        return getattr(self, "bound", None)
+
+    @property
+    def sample_bound(self) -> float | None:
+        """The bound on each sample's gradient in a local step, an L2 norm; None: they are not
+        bounded.
+        """
+        return None
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, if the server would
+        not get the mean over clients that it needs, and for queries whose answers nothing uses.
+        """
+        for bound in (self.initial_bound, self.sample_bound):
+            if bound is not None:
+                check_bound("bounding.bound", bound)
+        if self.sends_model() and not experiment.weights.plain():
+            accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+        if self.queries() and not self.adapts:
+            accepted = "a class with adapt, which takes up the answers to its queries"
+            raise ConfigError("bounding.kind", self.kind, accepted)
+        if not self.remembers:
+            return
+        if experiment.local.remembers:
+            accepted = (
+                f"a bounding without memory beside local.kind {experiment.local.kind}, which has "
+                "one"
+            )
+            raise ConfigError("bounding.kind", self.kind, accepted)
+        if not experiment.weights.plain():
+            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+
+    @property
+    def scales(self) -> bool:
+        """Whether clients send their updates as they are, times the factors."""
+        return type(self).send is Bounding.send and self.scaling == "update"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep a vector from one round to their next."""
+        return type(self).remember is not Bounding.remember
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the bound may change from round to round."""
+        return type(self).adapt is not Bounding.adapt
+
+    def sends_model(self) -> bool:
+        """Whether the mean of what is sent is the new model itself, not a change of it."""
+        return False
+
+    @property
+    def sends_updates(self) -> bool:
+        """Whether `send` gives the update itself: no model, gradient or difference to what is
+        remembered. False of a class that was not imported, of which nobody knows.
+        """
+        return self.scales and not self.unread()
+
+    @property
+    def far(self) -> float:
+        """How much larger than the bound a norm must be for what is sent to be about as long as the
+        bound.
+        """
+        return 0.0
+
+    # --- what a client does ---
+
+    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+        """What clients would send without a bound.
+
+        By default the update Delta = x^Q - x; with `scaling: gradient` Delta / lr, minus the sum of
+        the local gradients (001 Alg. 1-2 bound that, and the server multiplies by lr again).
+
+        Args:
+            updates: float64 [k, d]; may be written to.
+            view: what these clients know: the model, the local learning rate, what they remember.
+
+        Returns:
+            float64 [k, d].
+        """
+        if self.scaling == "gradient":
+            updates /= view.lr
+        return updates
+
+    def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
+        """The updates from which `send` makes these vectors, float [k, d] both; for audits."""
+        return vectors * view.lr if self.scaling == "gradient" else vectors
+
+    def factor(self, norm: float, bound: float) -> float:
+        """The factor on a vector of this finite L2 norm, under the bound in force; norm times
+        factor is at most `bound`.
+        """
+        raise NotImplementedError
+
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        """`factor` of k norms, float64 [k] both. The bound is infinite where there is none."""
+        found = [self.factor(norm, bound) for norm in norms.tolist()]
+        return torch.tensor(found, dtype=torch.float64, device=norms.device)
+
+    def closed(self, bound: float) -> tuple[float, float, float] | None:
+        """The factors in closed form, for code that adds up updates as it trains them. Nobody asks
+        a user's own class, whose factors are computed by `factors`.
+
+        Args:
+            bound: in force; infinite where there is none.
+
+        Returns:
+            (most, above, beside): 1 for norms up to `most`, and above (1 / (beside + norm)) for
+            those beyond, or 0 where that divides by 0; to the bit as `factors`, as torch divides a
+            number by a tensor so. None: they have no such form.
+        """
+        return None
+
+    def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """The column `clipped` of clients.parquet: by default 1 for a factor below 1, else 0.
+
+        Args:
+            factors: of the clients, float64 [k].
+            samples: the share of each client's (sample, step) pairs whose gradient was clipped,
+                float64 [k].
+
+        Returns:
+            float64 [k].
+        """
+        return (factors < 1.0).astype(np.float64)
+
+    def remember(
+        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
+    ) -> torch.Tensor | None:
+        """What clients keep for their next round; before it they had `view.own`.
+
+        Args:
+            vectors: as `send` made them, float64 [k, d].
+            sent: the same, bounded and weighted, without noise, float64 [k, d]. The difference is
+                what bounding has left out (error feedback).
+            view: what these clients know.
+
+        Returns:
+            [k, d]; None: they keep nothing.
+        """
+        return None
+
+    def moved(self, sent: torch.Tensor, view: View) -> torch.Tensor:
+        """What was sent in units of updates, float64 [k, d] both."""
+        return sent * view.lr if self.scaling == "gradient" else sent
+
+    # --- what the server does ---
+
+    def start(self, d: int) -> State:
+        """The server's state before the first round, float64 arrays by name, for a model of `d`
+        parameters. It is in the checkpoint, under the member's name.
+        """
+        return {}
+
+    def tells(self, state: State) -> State:
+        """What clients are told of that state in every round, float32 arrays by name
+        (`View.told`).
+        """
+        return {}
+
+    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+        """The mean update, in units of updates.
+
+        Args:
+            released: the sum of the contributions, with noise, float64 [d].
+            state: the member's own, to be changed in place.
+            facts: of the round: the divisor, the model, the local learning rate.
+
+        Returns:
+            float64 [d].
+        """
+        mean = released / facts.divisor
+        return mean * facts.lr if self.scaling == "gradient" else mean
+
+    # --- a bound that adapts ---
+
+    def queries(self) -> tuple[Query, ...]:
+        """The numbers that clients give besides what they send."""
+        return ()
+
+    def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
+        """The clients' answers.
+
+        Args:
+            columns: what is known of each client: `norm`, `factor`, `train_loss` and more, float64
+                [r] each, NaN for a client that failed.
+            bound: the bound in force.
+
+        Returns:
+            By query, float64 [r]; NaN counts as 0.
+        """
+        return {}
+
+    def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
+        """The bound of the next round.
+
+        Args:
+            bound: that of this round.
+            sums: the noised sum of the answers, by query.
+            clients: how many answered; the expected number where that is a secret.
+            state: the member's own, as `start` made it, to be changed in place.
+
+        Returns:
+            A number within `raydpfl.core.messages.BOUNDS`, which may depend on nothing that has not been
+            released.
+        """
+        return bound
+
+
+def _of_one(self: Bounding, norm: float, bound: float) -> float:
+    return float(self.factors(torch.tensor([norm], dtype=torch.float64), bound)[0])

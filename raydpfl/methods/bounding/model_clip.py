@@ -1,0 +1,34 @@
+"""Clipping of the model itself."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from raydpfl.core.messages import Facts, State, View
+from raydpfl.methods.bounding.clip import Clip
+
+
+class ModelClip(Clip):
+    """clip(x^Q, c): the model itself is clipped and sent, and the new model is the mean of what was
+    sent (000 sec. 2.1).
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
+    kind: str = "model_clip"
+    scaling: Literal["update"] = "update"
+
+    def sends_model(self) -> bool:
+        return True
+
+    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+        updates += view.model
+        return updates
+
+    def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
+        return vectors - view.model
+
+    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+        return released / facts.divisor - facts.model

@@ -1,0 +1,39 @@
+"""Clipping of every sample's gradient."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raydpfl.methods.bounding.base import Bound
+from raydpfl.methods.bounding.none import Unbounded
+
+
+class PerSampleClip(Unbounded):
+    """clip(g_j, G) for the gradient of every sample of a local batch, with the norm over all
+    parameters (002 sec. III, 003 Alg. 1).
+
+    When a sample is added the sum over a batch moves by at most G, when one is replaced by 2 G; the
+    mean over B moves by 2 G / B. What the client sends after its steps is not bounded again. 002
+    assumes gradients bounded by G and never clips them.
+
+    In clients.parquet `clipped` is the share of a client's (sample, step) pairs whose gradient was
+    longer than G, NaN without samples or after an error. In rounds.parquet it is the mean over the
+    other clients.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
+    kind: str = "per_sample_clip"
+    bound: Bound  # C: the largest L2 norm of one sample's gradient
+
+    @property
+    def initial_bound(self) -> float | None:
+        return None
+
+    @property
+    def sample_bound(self) -> float | None:
+        return self.bound
+
+    def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        return samples

@@ -1,0 +1,69 @@
+"""Adam, as torch has it.
+
+>>> x = torch.zeros(1, 2)
+>>> rule = Adam(lr=0.1)
+>>> x, state = rule.step(x, torch.tensor([[3.0, -0.01]]), rule.fresh(x), Step(0, 0.1, x[0]))
+>>> x
+tensor([[-0.1000,  0.1000]])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.methods.local.base import Local, Step
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Adam(Local):
+    """m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
+    x <- x - lr m^ / (sqrt(v^) + eps).
+
+    At step k, from 1, m^ = m / (1 - beta1^k) and v^ = v / (1 - beta2^k); m = v = 0 at a round's
+    start (Kingma and Ba 2015, Alg. 1).
+
+    g is the gradient of the batch, and `weight_decay` x is added to it, all as `torch.optim.Adam`
+    does it.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5, "lr": 0.01},
+        {"epochs": 1, "batch": 5, "lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.9]},
+    )
+    kind: str = "adam"
+    lr: float = Field(default=0.001, gt=0)  # eta_l of round 0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+    def fresh(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(m, v), float32 [..., P] each."""
+        return torch.zeros_like(x), torch.zeros_like(x)
+
+    def step(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """See `Local.step`."""
+        if self.weight_decay:
+            gradient = gradient + self.weight_decay * x
+        return self._moved(x, gradient, state, at)
+
+    def _moved(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """The step without decay."""
+        first, second = self.betas
+        m = state[0].lerp(gradient, 1 - first)
+        v = (state[1] * second).addcmul_(gradient, gradient, value=1 - second)
+        size = v.sqrt().div_(math.sqrt(1 - second ** (at.k + 1))).add_(self.eps)
+        return x.addcdiv(m, size, value=-at.lr / (1 - first ** (at.k + 1))), (m, v)
+
+    @property
+    def l2(self) -> float:
+        """See `Local.l2`."""
+        return self.weight_decay

@@ -1,0 +1,431 @@
+"""The base of the family: how many steps, on which batches, with which learning rate, and what a
+step does with the gradient of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from torch import nn
+
+from raydpfl.config import user_classes
+from raydpfl.config.registry import Member
+from raydpfl.core.messages import Facts, State, View
+from raydpfl.errors import ConfigError
+from raydpfl.methods.schedules import Schedule
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rule knows of the step that it makes.
+
+    Args:
+        k: the step's number in the round, from 0.
+        lr: its learning rate.
+        model: x_t, float32 [P]: the round's model, where every client began; [..., P] where each
+            began with parts of its own.
+    """
+
+    k: int
+    lr: float
+    model: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A rule that is linear in all that it is given, with v = 0 at a round's start:
+
+    v <- momentum v + g + decay x + proximal (x - x_t);  x <- x - lr v.
+    """
+
+    momentum: float = 0.0
+    decay: float = 0.0
+    proximal: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is x <- x - lr g."""
+        return not (self.momentum or self.decay or self.proximal)
+
+    def move(
+        self,
+        now: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        velocity: list[torch.Tensor],
+        model: list[torch.Tensor],
+        corrections: list[torch.Tensor],
+        lr: float,
+    ) -> None:
+        """Makes a step in place on parameters that are given part by part.
+
+        Args:
+            now: x; changed in place.
+            gradients: g; their memory is used for other things.
+            velocity: v, changed in place; may be empty where `momentum` is 0.
+            model: x_t; may be empty where `proximal` is 0.
+            corrections: added to the gradients; empty for none.
+            lr: the learning rate.
+        """
+        direction = gradients
+        if self.decay:
+            _add(direction, now, self.decay)
+        if self.proximal:
+            away = [part - start for part, start in zip(now, model, strict=True)]
+            _add(direction, away, self.proximal)
+        if corrections:
+            _add(direction, corrections, 1.0)
+        if self.momentum:
+            for part in velocity:
+                part.mul_(self.momentum)
+            _add(velocity, direction, 1.0)
+            direction = velocity
+        _add(now, direction, -lr)
+
+
+def _add(to: list[torch.Tensor], what: list[torch.Tensor], alpha: float) -> None:
+    if len(to) == 1:  # a call for lists takes three times as long
+        to[0].add_(what[0], alpha=alpha)
+    else:
+        torch._foreach_add_(to, what, alpha=alpha)
+
+
+def _a_mapping(value: Any) -> Any:
+    if isinstance(value, Mapping | Share):
+        return value
+    raise ValueError("a share of the rows, as in {share: 0.1}")
+
+
+class Share(BaseModel):
+    """A batch as a share q of a client's own rows, q n_k rounded, one row at least: so the sampling
+    rate is the same for all clients, whatever their sizes.
+
+    >>> Share(share=0.1).of(np.array([0, 3, 25, 600]))
+    array([ 0,  1,  2, 60])
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    share: float = Field(gt=0, le=1)
+
+    def of(self, sizes: np.ndarray) -> np.ndarray:
+        """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""
+        rounded = np.round(np.round(self.share * sizes, 9)).astype(np.int64)
+        return np.clip(rounded, np.minimum(sizes, 1), sizes)
+
+
+RULED = {"fresh", "step", "perturb", "train"}  # what makes another rule of a class
+EITHER = "none with local.steps {0}: a client makes either; local.steps=null takes that away"
+Shared = Annotated[Share, BeforeValidator(_a_mapping)]
+
+
+class Local(Schedule, Member):
+    """Base of the family: steps, each on a batch of the client's own rows.
+
+    `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
+    and `fresh` if it keeps something from one step to the next; it may give a `learning_rate` too.
+    Every way of training carries the rule out, for one client or for many at once, clipping every
+    sample's gradient and adding noise to it before, where the experiment asks for that:
+
+    >>> class Signs(Local):
+    ...     beta: float = 0.5
+    ...     def fresh(self, x):
+    ...         return torch.zeros_like(x)
+    ...     def step(self, x, gradient, state, at):
+    ...         mean = self.beta * state + (1 - self.beta) * gradient
+    ...         return x - at.lr * mean.sign(), mean
+    >>> rule = Signs(lr=0.5)
+    >>> x = torch.zeros(2, 3)  # two clients, three parameters
+    >>> gradient = torch.tensor([[1.0, -2.0, 0.0], [0.5, 0.5, -0.5]])
+    >>> x, state = rule.step(x, gradient, rule.fresh(x), Step(k=0, lr=0.5, model=torch.zeros(3)))
+    >>> x
+    tensor([[-0.5000,  0.5000,  0.0000],
+            [-0.5000, -0.5000,  0.5000]])
+    """
+
+    newer: ClassVar[frozenset[str]] = frozenset(
+        {"epochs", "lr_period", "lr_last", "lr_warmup", "within"}
+    )
+
+    # Q, of every client; or `epochs` in its place, and none here
+    steps: Annotated[int, Field(ge=1)] | None = None
+    # E: a client of n_i rows makes ceil(E n_i / B) steps
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    # B; a client with fewer rows uses all of them, as `full` always does; or a share of its rows
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = 10
+    # each step its own uniform subset; or shuffled rows in turn, each once an epoch
+    sampling: Literal["fresh", "epochs"] = "fresh"
+    lr: float = Field(default=0.1, gt=0)  # eta_l of round 0
+    # by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others
+    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "exponential"
+    within: Schedule | None = None  # by step of a round, from what the round has
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        steps = values.get("steps")
+        if values.get("epochs") is None:
+            return values if steps is not None else {**values, "steps": 20}
+        if steps is not None:
+            raise ConfigError("local.epochs", values["epochs"], EITHER.format(steps))
+        return values
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A class with a rule of its own does not inherit the coefficients of another rule."""
+        super().__pydantic_init_subclass__(**kwargs)
+        if vars(cls).keys() & RULED and "linear" not in vars(cls):
+            cls.linear = _not_linear  # type: ignore[method-assign]
+
+    def learning_rate(self, t: int) -> float:
+        """The learning rate of round `t`, counted from 0; of all its steps, if not for `within`."""
+        return self.lr_at(self.lr, t)
+
+    def step_counts(self, sizes: np.ndarray) -> np.ndarray:
+        """How many steps clients that have so many rows make in a round, int64 [C], as accountants
+        and every way of training know them, from their sizes, int64 [C].
+        """
+        if self.trains:
+            return np.zeros(len(sizes), np.int64)
+        if self.steps is not None:
+            return np.full(len(sizes), self.steps)
+        assert self.epochs is not None
+        rows = np.round(self.epochs * sizes, 9)  # as 0.1 times 30 is above 3
+        return np.ceil(rows / np.maximum(self.batch_sizes(sizes), 1)).astype(np.int64)
+
+    def batch_size(self, rows: int) -> int:
+        """Rows in each batch of a client that has `rows`."""
+        return int(self.batch_sizes(np.array([rows]))[0])
+
+    def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
+        """Rows in each batch of clients that have so many rows, int64 [C], as accountants and every
+        way of training know them; they never fall as `sizes`, int64 [C], rise.
+        """
+        if self.batch == "full":
+            return sizes
+        if isinstance(self.batch, Share):
+            return self.batch.of(sizes)
+        return np.minimum(sizes, self.batch)
+
+    def rows_used(self, sizes: np.ndarray) -> np.ndarray:
+        """How many of its rows each client can train on in a round at most, int64 [C], from its
+        number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, or a rule
+        has `batch_sizes` or `step_counts` of its own, as the size of a lane's batches is known by
+        them, and for a `train` of one's own.
+        """
+        cls = type(self)
+        own = cls.batch_sizes is not Local.batch_sizes or cls.step_counts is not Local.step_counts
+        if own or self.trains or not isinstance(self.batch, int):
+            return sizes
+        return np.minimum(sizes, self.step_counts(sizes) * self.batch)
+
+    def fresh(self, x: torch.Tensor) -> Any:
+        """What the rule keeps from one step to the next, at a round's start.
+
+        Args:
+            x: float32 [..., P], the model, once for each client.
+
+        Returns:
+            Anything: nothing but `step` looks at it.
+        """
+        return None
+
+    def step(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """One step, here x - lr g.
+
+        Args:
+            x: float32 [..., P], the parameters of each client. The last axis holds all parameters
+                of one, in an order that may differ from way to way; a rule that needs a client's
+                norm takes it along that axis. No client may depend on another.
+            gradient: float32 [..., P], of each client's batch, at x or where `perturb` says:
+                clipped, noised and corrected.
+            state: as `fresh` made it and the steps before left it.
+            at: the step, its learning rate and the round's model.
+
+        Returns:
+            (the next x, float32 [..., P]; the next state). What was given is not to be changed.
+        """
+        return x - at.lr * gradient, state
+
+    def perturb(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> torch.Tensor:
+        """Where the gradient that `step` is given is taken, float32 [..., P]; here x.
+
+        A class that gives this (`raydpfl.methods.local.sam`) has a second gradient of every batch: that at
+        x, which this is given as it is, and that at what this returns, which `step` is given. The
+        arguments are those of `step`, and are not to be changed.
+        """
+        return x
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether its steps take two gradients."""
+        return type(self).perturb is not Local.perturb
+
+    def train(
+        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """All of a client's training in a round, in the place of steps: any torch code.
+
+        A class that gives this is given clients one by one, and has no `step` beside it. It reads
+        fields of its own, and those of the base that it has a use for, such as `self.lr`.
+
+        Args:
+            module: the client's own copy of the model, at the round's parameters and in training
+                mode; what its trainable parameters have become is what the client has trained to.
+            x: [n, *shape], the client's rows.
+            y: [n], or [n, ...], their targets.
+            generator: keyed by the client and the round, for what is drawn; so are torch's default
+                generator, `numpy.random` and `random` during the call.
+        """
+        raise TypeError(f"{self.kind} trains by steps")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains by a `train` of its own."""
+        return type(self).train is not Local.train
+
+    def linear(self) -> Linear | None:
+        """The coefficients of `step`, if it is linear as `Linear` says, with one learning rate in
+        all steps of a round: some ways are fast because of that. None for any other rule, and of
+        itself for a class with a `step` of its own.
+        """
+        return None if self.within else Linear()
+
+    @property
+    def l2(self) -> float:
+        """l of the term l/2 ||x||^2 that the rule adds to every client's loss."""
+        return 0.0
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where gradients of single samples are clipped and it has another use
+        for gradients, and for what a `train` of one's own leaves unread. A rule of personal models
+        clips none.
+        """
+        if self.trains:
+            _check_train(self)
+        if self is not experiment.local:
+            _check_personal(self, experiment)
+            return
+        _check_precision(self, experiment)
+        clips = experiment.bounding.sample_bound is not None
+        if clips and (self.perturbs or self.trains):
+            accepted = f"one that bounds what a client sends: local.kind {self.kind} "
+            accepted += "has its own gradients" if self.trains else "takes two of every batch"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+
+    # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep a vector from one of their rounds to the next."""
+        return type(self).remember is not Local.remember
+
+    @property
+    def corrects(self) -> bool:
+        """Whether something is added to the gradients."""
+        return type(self).correction is not Local.correction
+
+    def start(self, d: int) -> State:
+        """The server's part of the memory before the first round, float64 arrays by name."""
+        return {}
+
+    def tells(self, state: State) -> State:
+        """What clients are told of that in every round, float32 arrays by name (`View.told`)."""
+        return {}
+
+    def correction(self, view: View) -> torch.Tensor | None:
+        """What is added to every gradient of these k clients, float32 [k, d]; None: nothing."""
+        return None
+
+    def idle(self, view: View) -> torch.Tensor:
+        """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
+        return torch.zeros_like(view.model)
+
+    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+        """What clients keep for their next round, [k, d], where `view.own` is what they had.
+
+        `moved` float64 [k, d] is what each of them moved by: what it sent, bounded and noised, in
+        units of updates.
+        """
+        return None
+
+    def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
+        """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
+
+
+def _check_precision(local: Local, experiment: Experiment) -> None:
+    """Raises `ConfigError` for products in less than float32 that nothing would take, or by which
+    a sample's gradient could be clipped to more than its bound.
+    """
+    precision = experiment.client.precision
+    if local.trains and precision == "bfloat16":
+        accepted = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
+        raise ConfigError("client.precision", precision, accepted)
+    if experiment.bounding.sample_bound is not None and precision != "float32":
+        accepted = "float32 where every sample's gradient is clipped, as its norm must be exact"
+        reason = f"{accepted} (bounding.kind {experiment.bounding.kind})"
+        raise ConfigError("client.precision", precision, reason)
+
+
+def _check_personal(local: Local, experiment: Experiment) -> None:
+    """Raises `ConfigError` for a rule of variates, which no personal model has, and for what a
+    model of each client's own that is trained beside cannot be.
+    """
+    beside = local is experiment.personal
+    field = "personal" if beside else "evaluate.fine_tune"
+    if local.remembers or local.corrects:
+        accepted = "a rule without variates, as it is for one client's own model"
+        raise ConfigError(f"{field}.kind", local.kind, accepted)
+    if not beside:
+        return
+    linear = local.linear()
+    if not (local.is_own and not local.trains) and not (linear and linear.proximal):
+        accepted = "sgd with proximal above 0, which draws a client's own model to that of all "
+        accepted += "(Ditto), or a rule of your own with a step"
+        raise ConfigError("personal.kind", local.kind, accepted)
+    evaluate = experiment.evaluate
+    if experiment.model.local or evaluate.fine_tune:
+        other = "model.local" if experiment.model.local else "evaluate.fine_tune"
+        accepted = f"none with {other}, which makes another model of each client's own"
+        raise ConfigError("personal", local.kind, accepted)
+    if isinstance(evaluate.apart, dict):
+        accepted = "a share of every client's rows: clients that are held out train no model"
+        raise ConfigError("evaluate.validation", evaluate.apart, accepted)
+
+
+def _check_train(local: Local) -> None:
+    """Raises `ConfigError` for hooks beside a `train` of the user's own, which nothing would call,
+    and for fields of the base that it does not read and that are not as they are by themselves.
+    """
+    cls = type(local)
+    for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
+        if getattr(cls, name) not in (getattr(Local, name), _not_linear):
+            accepted = f"a class without {name} beside train, as nothing calls it"
+            raise ConfigError("local.kind", local.kind, accepted)
+    read = user_classes.mentioned(cls, Local)
+    for name, field in type(local).model_fields.items():
+        if name not in Local.model_fields:
+            continue
+        default = 20 if name == "steps" else field.default
+        read_or_none = name in read | {"kind"} or getattr(local, name) in (default, None)
+        if read_or_none or (name == "lr" and "learning_rate" in read):
+            continue
+        accepted = f"{default}: train of {local.kind} does not read it"
+        raise ConfigError(f"local.{name}", getattr(local, name), accepted)
+
+
+def _not_linear(self: Local) -> Linear | None:
+    return None

@@ -1,0 +1,40 @@
+"""Sharpness-aware minimisation, locally.
+
+>>> rule = Sam(rho=0.5)
+>>> x = torch.tensor([[1.0, 1.0]])
+>>> rule.perturb(x, torch.tensor([[3.0, 4.0]]), None, Step(0, 0.1, x[0]))
+tensor([[1.3000, 1.4000]])
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.methods.local.base import Step
+from raydpfl.methods.local.sgd import Sgd
+
+
+class Sam(Sgd):
+    """SGD whose gradients are taken at x + rho g / ||g||, with g the gradient at x of the same
+    batch (SAM; Foret et al. 2021, Alg. 1; in federated learning Qu et al. 2022). With clients that
+    clip and noise what they send it is DP-FedSAM (Shi et al. 2023, Alg. 1).
+
+    The norm is over all parameters. A gradient of 0 moves nothing.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5, "rho": 0.1},
+        {"epochs": 1, "batch": 5, "momentum": 0.5, "rho": 0.05},
+    )
+    kind: str = "sam"
+    rho: float = Field(default=0.05, gt=0)  # how far away gradients are taken: an L2 norm
+
+    def perturb(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
+    ) -> torch.Tensor:
+        """See `Local.perturb`."""
+        norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+        return x + self.rho * gradient / norm.clamp(min=torch.finfo(norm.dtype).tiny)

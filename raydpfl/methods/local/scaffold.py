@@ -1,0 +1,127 @@
+"""SGD with control variates.
+
+>>> local = Scaffold(steps=2, lr=0.1)
+>>> own, told = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
+>>> view = View(0, 0.1, None, torch.zeros(1), told, remembered=lambda: own)
+>>> local.correction(view).ravel()
+tensor([ 1., -1.])
+>>> moved = torch.tensor([[-0.4], [-1.0]], dtype=torch.float64)
+>>> local.remember(moved, view).ravel()
+tensor([1., 6.], dtype=torch.float64)
+>>> state, facts = {"c": np.array([2.0])}, Facts(0, 0.1, np.zeros(1), 2, cohort=2, population=2)
+>>> local.receive(moved.mean(0).numpy(), state, facts)
+>>> state["c"]
+array([3.5])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import field_validator
+
+from raydpfl.core.messages import Facts, State, View
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local.sgd import Sgd
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class Scaffold(Sgd):
+    """SGD whose gradients are corrected by control variates (SCAFFOLD; Karimireddy et al. 2020,
+    Alg. 1, option II).
+
+    Each client i keeps c_i and the server c, all 0 in the first round. A client of the cohort
+    trains with c - c_i added to its gradients; then, from what it sent, its update after bounding
+    and noise,
+
+        c_i+ = c_i - c - sent_i / (Q lr)
+        c+   = c - share (c + mean(sent) / (Q lr)) = c + share mean(c_i+ - c_i)
+
+    c_i+ is the mean of the client's gradients, where nothing was bounded; the means in c+ are over
+    the cohort, whose share of the clients is r/N.
+
+    The second form makes c the mean of all c_i, round after round; the first needs nothing but the
+    sent updates, so what is released of them covers c too. With per-sample clipping and noise at
+    each step this is DP-SCAFFOLD (Noble, Bellet and Dieuleveut 2022; the DPSCAFFOLD of 002), whose
+    variates are made of noised gradients likewise. Weight decay counts as part of a client's loss,
+    so it is in the variates; momentum and a proximal term are refused, for with them -sent / (Q lr)
+    is no mean of gradients. So is noise that the server draws: the mean of what was sent would hold
+    it and no c_i, so that c would keep all of it for good, a random walk away from their mean.
+
+    Nothing is rounded here: c is float64, and a c_i is rounded to float32 where it is kept. lr is
+    `learning_rate` of the round that was trained.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5},
+        {"steps": 4, "batch": 5, "weight_decay": 0.01},
+    )
+    kind: str = "scaffold"
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where c would not follow the mean of the c_i."""
+        if experiment.private and experiment.selection.hides_size():
+            accepted = f"one with cohorts of known size: the server of {self.kind} divides by it"
+            raise ConfigError("selection.kind", experiment.selection.kind, accepted)
+        if not experiment.weights.plain():
+            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+        if experiment.noise.unseen():
+            accepted = (
+                f"client or step with local.kind {self.kind}: noise that no client's variate holds "
+                "would add up in the server's, round after round"
+            )
+            raise ConfigError("noise.placement", "server", accepted)
+        if experiment.bounding.sends_model():
+            accepted = f"one that sends updates, for local.kind {self.kind}"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+
+    @field_validator("epochs", "within")
+    @classmethod
+    def _steps_of_one_length(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("none with scaffold, whose variates are means over `steps` of one lr")
+        return value
+
+    @field_validator("momentum", "proximal")
+    @classmethod
+    def _gradients_alone(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError("0 with scaffold, whose control variates are means of gradients")
+        return value
+
+    def _path(self, lr: float) -> float:
+        """Q lr."""
+        assert self.steps is not None  # see `_steps_of_one_length`
+        return self.steps * lr
+
+    def start(self, d: int) -> State:
+        return {"c": np.zeros(d)}
+
+    def tells(self, state: State) -> State:
+        return {"c": state["c"].astype(np.float32)}
+
+    def correction(self, view: View) -> torch.Tensor | None:
+        """c - c_i, which a client adds to every gradient of a round."""
+        return view.told["c"] - view.own
+
+    def idle(self, view: View) -> torch.Tensor:
+        """The update after which `remember` gives a client its c_i as it was."""
+        return -view.told["c"] * self._path(view.lr)
+
+    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+        """c_i+ of clients that trained with `correction` and moved by this."""
+        return view.own.double() - view.told["c"].double() - moved / self._path(view.lr)
+
+    def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
+        """c+ from the mean of what the cohort moved by, each client with the same weight."""
+        if not facts.cohort:
+            return
+        c = state["c"]
+        sent = mean * (facts.divisor / facts.cohort)
+        share = facts.cohort / facts.population
+        state["c"] = c - share * (c + sent / self._path(facts.lr))

@@ -1,0 +1,67 @@
+"""Stochastic gradient descent, with momentum, weight decay and a proximal term.
+
+>>> Sgd(lr=0.1, lr_decay=0.5).learning_rate(2)
+0.025
+>>> Sgd(lr=0.1, schedule="inverse_sqrt").learning_rate(3)
+0.05
+>>> Sgd(batch="full", steps=2).batch_size(31), Sgd(batch=20).batch_size(31)
+(31, 20)
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from raydpfl.methods.local.base import Linear, Local, Step
+
+
+class Sgd(Local):
+    """v <- momentum v + g + weight_decay x + proximal (x - x_t);  x <- x - lr v, with v = 0 and x =
+    x_t, the model, at a round's start.
+
+    g is the gradient of the mean loss of the batch (cross-entropy; half the squared error in
+    regression); every parameter decays, biases too, all as `torch.optim.SGD` does it (000 Alg. 1-3,
+    001 Alg. 1-3: Q local steps; the L2 terms of SPEC sec. 4 are `weight_decay`). `proximal` is the
+    mu of FedProx (Li et al. 2020, Alg. 2), where a client minimises its loss + mu/2 ||x - x_t||^2.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"steps": 4, "batch": 5},
+        {"steps": 2, "batch": "full", "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1},
+        {"steps": 4, "batch": 5, "sampling": "epochs", "schedule": "inverse_sqrt"},
+        {"steps": 4, "batch": {"share": 0.2}},
+        {"epochs": 1.5, "batch": 4, "momentum": 0.5},
+        {"epochs": 2, "batch": 5, "within": {"schedule": "cosine", "lr_period": 4}},
+    )
+    kind: str = "sgd"
+    weight_decay: float = Field(default=0.0, ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    proximal: float = Field(default=0.0, ge=0)
+
+    def fresh(self, x: torch.Tensor) -> torch.Tensor:
+        """v, float32 [..., P]."""
+        return torch.zeros_like(x)
+
+    def step(
+        self, x: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor, at: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Local.step`. The ways take `linear` for it; a class derived from this one may call
+        it from a step of its own.
+        """
+        pull = self.weight_decay * x + self.proximal * (x - at.model)
+        velocity = self.momentum * state + gradient + pull
+        return x - at.lr * velocity, velocity
+
+    def linear(self) -> Linear | None:
+        """See `Local.linear`."""
+        if self.within:
+            return None
+        return Linear(self.momentum, self.weight_decay, self.proximal)
+
+    @property
+    def l2(self) -> float:
+        """See `Local.l2`."""
+        return self.weight_decay

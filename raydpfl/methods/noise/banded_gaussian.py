@@ -1,0 +1,150 @@
+"""Gaussian noise that is correlated over the rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydpfl.errors import ConfigError
+from raydpfl.methods.noise.base import Source
+from raydpfl.methods.noise.gaussian import Gaussian
+from raydpfl.methods.noise.keyed_noise import server_noise
+from raydpfl.privacy import Sampling
+from raydpfl.privacy.factorization import banded_toeplitz, check
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class BandedGaussian(Gaussian):
+    """Correlated noise y = C^-1 z on the sum, drawn by the server: C banded lower-triangular
+    Toeplitz, z of N(0, std^2 I) (DP-FTRL with banded matrix factorisation, Choquette-Choo et al.
+    2023).
+
+    `epsilon`, `multiplier` and `std` are those of z; the columns of C have norm at most 1.
+    `coefficients` are the diagonals of C, float [bands], of any scale. By default they are those of
+    least error; `resolved` fills them in, so that a resumed run cannot come to others.
+    """
+
+    accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"bands": 1, "multiplier": 1.0},
+        {"bands": 3, "multiplier": 1.0, "coefficients": [1.0, 0.5, 0.25]},
+    )
+    kind: str = "banded_gaussian"
+    placement: Literal["server"] = "server"
+    bands: int = Field(ge=1)  # rounds that the noise of one is correlated with, itself among them
+    coefficients: tuple[float, ...] | None = None
+
+    @model_validator(mode="after")
+    def _banded(self) -> BandedGaussian:
+        if self.calibration != "rigorous":
+            raise ConfigError(
+                "noise.calibration",
+                self.calibration,
+                "rigorous: the papers have no formula for noise that is correlated over rounds",
+            )
+        if self.coefficients is not None and not (
+            len(self.coefficients) == self.bands and self.coefficients[0] > 0
+        ):
+            raise ConfigError(
+                "noise.coefficients",
+                self.coefficients,
+                f"{self.bands} numbers, one a band, the first above 0",
+            )
+        return self
+
+    def source(self, seed: int, d: int) -> Source:
+        assert self.coefficients is not None
+        return Correlated(seed, self.coefficients, d)
+
+    def apart(self) -> int:
+        return self.bands
+
+    def whitening(self) -> Callable[[np.ndarray], np.ndarray]:
+        assert self.coefficients is not None
+        return Whitening(self.coefficients)
+
+    def carried(self) -> tuple[float, ...]:
+        assert self.coefficients is not None
+        return self.coefficients
+
+    def resolved(self, experiment: Experiment, cohorts: Sampling) -> BandedGaussian:
+        """The same noise with `coefficients` of norm 1: those given, or the best for the run's
+        rounds and server. Raises `ConfigError` for more bands than rounds, or than rounds between
+        two participations of a client.
+        """
+        check(self.bands, cohorts, experiment.selection.separation)
+        return self.fitted(experiment.rounds, experiment.server.persistence())
+
+    def fitted(self, rounds: int, persistence: float = 0.0) -> BandedGaussian:
+        """The same noise with `coefficients` of norm 1: those given, or the best for so many rounds
+        and a server of this persistence (`Server.persistence`).
+
+        Raises `ConfigError` for more bands than rounds.
+        """
+        best = banded_toeplitz(self.bands, rounds, persistence)
+        c = best if self.coefficients is None else np.array(self.coefficients)
+        norm = float(np.linalg.norm(c))
+        # resolved again, it is the same to the last bit
+        c = c if abs(norm - 1) < 1e-12 else c / norm
+        return self.model_copy(update={"coefficients": tuple(c.tolist())})
+
+
+class Correlated(Source):
+    """The noise of a resolved `BandedGaussian` on models of `d` parameters: a function of (seed,
+    coefficients, round) alone.
+
+        y_t = (z_t - sum_{j=1}^{bands-1} c_j y_{t-j}) / c_0,
+
+    where z_t are the standard normals that `server_noise` scales. It holds the last bands - 1 of
+    the y, float64 [d] each. Asked for any round but the next (after a resume, or for a round that
+    was cut off) it draws again from round 0, so that nothing need be in a checkpoint.
+    """
+
+    def __init__(self, seed: int, coefficients: Sequence[float], d: int):
+        self._seed = seed
+        self._first = coefficients[0]
+        self._later = coefficients[1:]
+        self._d = d
+        self._restart()
+
+    def _restart(self) -> None:
+        self._next = 0
+        self._past: deque[np.ndarray] = deque(maxlen=len(self._later))  # the latest first
+
+    def on_sum(self, t: int, std: float) -> np.ndarray:
+        """The noise on the sum of round t, float64 [d]; `std` is that of z, noise multiplier x the
+        bound in force.
+        """
+        if t != self._next:
+            self._restart()
+        while self._next <= t:
+            y = server_noise(self._seed, self._next, 1.0, self._d)
+            for coefficient, past in zip(self._later, self._past, strict=False):
+                y -= coefficient * past
+            y /= self._first
+            self._past.appendleft(y)
+            self._next += 1
+        return y * std
+
+
+class Whitening:
+    """Multiplies by C: turns rows with banded noise y = C^-1 z, float64 [d] given one after
+    another, into rows with noise z.
+    """
+
+    def __init__(self, coefficients: Sequence[float]):
+        self._coefficients = coefficients
+        self._past: deque[np.ndarray] = deque(maxlen=len(coefficients))
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        self._past.appendleft(row)
+        if len(self._coefficients) == 1:
+            return row
+        parts = zip(self._coefficients, self._past, strict=False)
+        return np.asarray(sum(c * past for c, past in parts))

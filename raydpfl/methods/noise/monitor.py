@@ -1,0 +1,487 @@
+"""Noise of a class from outside the package, held against its law in every round of a run.
+
+Such a class says what it draws, and nothing proves it. So each draw is looked at before it is
+released: the server's on a sum, each client's and their sum, those on side queries and on
+histograms. With independent N(0, std^2 I) of the std that accountants were told, these numbers have
+laws that are known exactly, given the draws before:
+
+- the squared norm over std^2 is chi-squared, of a draw and of the last 2, 4, 8, ... together, so
+  that noise that is right for some rounds is seen when it changes;
+- the mean, and the projections on the exact sum that it hides, on the draws of the 8 rounds before
+  and of one half of the coordinates on the other, are standard normal, and so are their sums; the
+  sums of their squares are chi-squared;
+- how many coordinates are below each of 23 quantiles, and how many hardly differ from 0, is
+  binomial;
+- the squares of each coordinate, and the square of all sums, over draws 2, 3 to 4, 5 to 8, ...,
+  are chi-squared;
+- the correlation with each of the last draws, by 512 coordinates, has the law of an angle on a
+  sphere;
+- the sums of products of coordinates some places from each other (of one number a round, some
+  rounds from each other) are below a Bernstein bound (Boucheron, Lugosi, Massart 2013, sec. 2.4: of
+  a quadratic form of n pairs, with variance n and scale 2).
+
+Every round, window and kind of test has its part of `FALSE_ALARM`, so that a run with sound noise
+ends with probability 1e-6 at most, however long it is and however often it is resumed. Draws that
+follow the law but can be predicted pass: no sequence of draws shows that. Of noise that is
+correlated over the rounds the part that `Noise.carried` leaves is held against the law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.special import betainc, chdtr, chdtrc, erf, erfc, ndtri
+
+from raydpfl.errors import RunError
+from raydpfl.methods.noise.banded_gaussian import Whitening
+
+if TYPE_CHECKING:
+    from raydpfl.core.messages import LaneResult, Work
+    from raydpfl.methods.noise.base import Noise, SideQuery
+
+FALSE_ALARM = 1e-6  # of a whole run with sound noise
+TESTS = 256  # at most, of one draw and window
+LAGS = 8
+SKETCH = 512  # coordinates by which draws are compared with those of many rounds
+KEPT = 2048  # draws that the next are compared with
+TOGETHER = 1 << 16  # coordinates that are compared with each other
+TAILS = np.array([1e-5, 1e-4, 1e-3, 1e-2])
+LEVELS = np.concatenate([TAILS, np.arange(1, 16) / 16, 1 - TAILS[::-1]])
+QUANTILES = ndtri(LEVELS)
+NEAR = np.array([1e-2, 1e-3, 1e-4])
+ROOT = math.sqrt(2)
+
+Numbers = Mapping[str, np.ndarray]
+
+
+def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) -> Numbers:
+    """What is looked at of k draws.
+
+    Args:
+        drawn: float64 [k, d].
+        std: that they should have.
+        hidden: [k, d] each: what they may not depend on, such as the sums that they are added to.
+
+    Returns:
+        By name, float64 [k], but for `below` [k, 23], the coordinates below each quantile, `near 0`
+        [k, 3], and `sketch` [k, m], some coordinates over std.
+    """
+    z = drawn / std
+    k, d = z.shape
+    half = d // 2
+    found = {
+        "square": (z * z).sum(1),
+        "dimensions": np.full(k, float(d)),
+        "largest": np.abs(z).max(1, initial=0.0),
+        "mean": z.sum(1) / math.sqrt(d),
+        "halves": _along(z[:, half : 2 * half], z[:, :half]),
+        "neighbours": _along(z[:, 1 : 2 * half : 2], z[:, : 2 * half : 2]),
+        "sketch": z[:, np.linspace(0, d - 1, min(d, SKETCH)).astype(int)],
+    }
+    found |= {f"hidden {place}": _along(z, each) for place, each in enumerate(hidden)}
+    below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
+    found["below"] = np.stack(below, axis=1).astype(np.float64)
+    near = [np.count_nonzero(np.abs(z) < most, axis=1) for most in NEAR]
+    found["near 0"] = np.stack(near, axis=1).astype(np.float64)
+    return found
+
+
+def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The length of each row of z, [k, n], along that of the others, which are not zero; NaN where
+    they are.
+    """
+    size = np.abs(others).max(1, initial=0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scaled = others / size[:, None]
+        return (z * scaled).sum(1) / np.sqrt((scaled * scaled).sum(1))
+
+
+def products(values: np.ndarray) -> float:
+    """A bound on the probability that independent normals have sums of products, of values the same
+    number of places from each other, as large as these.
+    """
+    n = len(values)
+    spectrum = np.abs(np.fft.rfft(values, 2 * n)) ** 2
+    sums = np.abs(np.fft.irfft(spectrum)[1:n])
+    pairs = 2.0 * np.arange(n - 1, 0, -1)
+    deviations = ((np.sqrt(pairs + 8 * sums) - np.sqrt(pairs)) / 4) ** 2
+    return min(1.0, 2 * n * math.exp(-float(deviations.max())))
+
+
+class Draws:
+    """All draws of one kind in a run, such as those of the server on sums.
+
+    Args:
+        what: they are, for messages.
+        nth: a number from 0 that no other kind of the run has.
+    """
+
+    def __init__(self, what: str, nth: int):
+        self._what = what
+        self._level = FALSE_ALARM / (TESTS * (nth + 1) * (nth + 2))
+        # by test, after each draw: what has been added up until then
+        self._totals: dict[str, list[np.ndarray]] = {}
+        self._before: deque[np.ndarray] = deque(maxlen=LAGS)
+        self._rows = np.empty((0, 0))
+        self._single: list[float] = []
+        self._sums = np.zeros((2, 0))  # of each coordinate, and of its square
+        self._count = 0  # draws in these
+
+    def see(self, t: int, std: float, found: Numbers, clients: np.ndarray | None = None) -> None:
+        """Takes up k draws of round t, as `numbers` gave them for this std.
+
+        `clients` are who drew them, int64 [k], for messages. Raises `RunError` where independent
+        N(0, std^2 I) would hardly ever be like them.
+        """
+        self._now = t, std
+        self._sizes(found["square"], found["dimensions"], std)
+        for name, values in self._normals(found).items():
+            self._normal(name, values, clients)
+        d = found["dimensions"].sum()
+        self._hold(d * erfc(found["largest"].max() / ROOT), "has too large a coordinate")
+        counts = np.array([*found["below"].sum(0), d])
+        for length, (*below, count) in self._windows("below", counts):
+            chance = _binomial(np.array(below), count, LEVELS)
+            self._hold(chance * _share(length), f"is not Gaussian {_over(length)}")
+        counts = np.array([*found["near 0"].sum(0), d])
+        for length, (*near, count) in self._windows("near 0", counts):
+            chance = _binomial(np.array(near), count, erf(NEAR / ROOT))
+            self._hold(chance * _share(length), f"is too often 0 or too seldom {_over(length)}")
+        if "z" in found:
+            self._single_draw(found["z"])
+        self._hold(self._angles(found["sketch"]), "is correlated with another draw")
+
+    def _hold(self, chance: float, what: str) -> None:
+        t, std = self._now
+        if not chance >= self._level / ((t + 1) * (t + 2)):
+            accounted = f"N(0, {std:.6g}^2) was accounted for"
+            raise RunError(f"{self._what} in round {t} {what}, where {accounted}")
+
+    def _sizes(self, square: np.ndarray, d: np.ndarray, std: float) -> None:
+        for length, (total, dof) in self._windows("square", np.array([square.sum(), d.sum()])):
+            share = math.sqrt(total / dof)
+            drawn = f"has std {share * std:.6g} {_over(length)}, {share:.4g} of it"
+            self._hold(_chi_squared(total, dof) * _share(length), drawn)
+
+    def _normals(self, found: Numbers) -> Numbers:
+        """What is standard normal of these draws, float64 [k] each; NaN where it is not known."""
+        square = found["square"]
+        d = found["dimensions"]
+        low = chdtr(d, square)
+        high = chdtrc(d, square)
+        size = -ndtri(np.clip(np.minimum(low, high), 1e-300, 1))
+        rows = {"size": np.where(low < high, -size, size)}
+        rows |= {name: found[name] for name in found if name.split()[0] in WORDS}
+        if "z" in found:
+            sketch = found["sketch"]
+            for lag, before in enumerate(reversed(self._before), 1):
+                rows[f"lag {lag}"] = _along(sketch, before)
+            self._before.append(sketch)
+        return rows
+
+    def _normal(self, name: str, values: np.ndarray, clients: np.ndarray | None) -> None:
+        """Looks at standard normals [k], NaN left out."""
+        known = ~np.isnan(values)
+        values = values[known]
+        if not len(values):
+            return
+        what = WORDS[name.split()[0]]
+        far = int(np.abs(values).argmax())
+        who = "" if clients is None else f" of client {clients[known][far]}"
+        self._hold(len(values) * erfc(abs(values[far]) / ROOT), f"has {what}{who} too far from 0")
+        sums = np.array([values.sum(), (values**2).sum(), len(values)])
+        for length, (total, squares, count) in self._windows(name, sums):
+            chance = erfc(abs(total) / math.sqrt(2 * count)) * _share(length)
+            self._hold(chance, f"has {what} too far from 0 {_over(length)}")
+            chance = _chi_squared(squares, count) * _share(length)
+            self._hold(chance, f"has {what} with other variations {_over(length)}")
+
+    def _single_draw(self, z: np.ndarray) -> None:
+        """Looks at one draw over std, float64 [d], by its coordinates, and what they come to over
+        the rounds.
+        """
+        if len(z) == 1:
+            self._single.append(float(z[0]))
+            n = len(self._single)
+            if n >= 64 and n & (n - 1) == 0:
+                self._hold(products(np.array(self._single)), f"repeats itself {_over(n)}")
+        elif len(z) >= 64:
+            self._hold(products(z[:TOGETHER]), "has coordinates that depend on each other")
+        if not self._count:
+            self._sums = np.zeros((2, len(z)))
+        self._sums += z, z * z
+        self._count += 1
+        n = len(self._totals["square"]) - 1
+        if n & (n - 1):
+            return
+        sums, squares = self._sums
+        tails = np.minimum(chdtr(self._count, squares), chdtrc(self._count, squares))
+        over = _over(self._count)
+        place = int(tails.argmin())
+        share = math.sqrt(squares[place] / self._count)
+        self._hold(2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {over}")
+        chance = _chi_squared(float(sums @ sums) / self._count, len(z))
+        self._hold(chance, f"has other sums than independent draws {over}")
+        self._count = 0
+
+    def _windows(self, test: str, values: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """The sums of a test's values over the last 1, 2, 4, 8, ... draws, with their number."""
+        totals = self._totals.setdefault(test, [np.zeros(len(values))])
+        totals.append(totals[-1] + values)
+        last = len(totals) - 1
+        lengths = [1 << j for j in range(last.bit_length())]
+        return [(length, totals[last] - totals[last - length]) for length in lengths]
+
+    def _angles(self, sketch: np.ndarray) -> float:
+        """The chance of a correlation as large as that of two of these rows, [k, m], or of one with
+        a row before.
+        """
+        k, m = sketch.shape
+        if m < 2:
+            return 1.0
+        rows = sketch / np.linalg.norm(sketch, axis=1, keepdims=True)
+        before = self._rows.reshape(-1, m)
+        cosines = np.concatenate(
+            [(rows @ before.T).ravel(), (rows @ rows.T)[np.triu_indices(k, 1)]]
+        )
+        self._rows = np.concatenate([before, rows])[-KEPT:]
+        if not len(cosines):
+            return 1.0
+        rest = max(1 - float(np.abs(cosines).max()) ** 2, 1e-14)
+        return len(cosines) * float(betainc((m - 1) / 2, 0.5, rest))
+
+
+WORDS = {
+    "size": "the size",
+    "mean": "the mean",
+    "halves": "the part along another part of it",
+    "neighbours": "the part along neighbouring coordinates",
+    "hidden": "the part along what it hides",
+    "lag": "the part along an earlier draw",
+}
+
+
+def _chi_squared(value: float, dof: float) -> float:
+    """The chance that a chi-squared number is as small as this one, or as large."""
+    return 2 * min(float(chdtr(dof, value)), float(chdtrc(dof, value)))
+
+
+def _binomial(counts: np.ndarray, trials: float, chances: np.ndarray) -> float:
+    """Twice the least chance that one of these counts is as small, or as large."""
+    more = betainc(np.maximum(counts, 1), trials - counts + 1, chances)
+    less = betainc(np.maximum(trials - counts, 1), counts + 1, 1 - chances)
+    more = np.where(counts > 0, more, 1.0)
+    return 2 * float(np.minimum(more, np.where(counts < trials, less, 1.0)).min())
+
+
+def _share(length: int) -> int:
+    """What the chance of a window is multiplied by, so that those of all windows may be added."""
+    j = length.bit_length()
+    return j * (j + 1)
+
+
+def _over(length: int) -> str:
+    return "alone" if length == 1 else f"over the last {length} draws"
+
+
+class Tested:
+    """Looks at all noise of a run.
+
+    Args:
+        noise: the member, whose class is not of the package.
+        seed: of the noise.
+        d: parameters of the model.
+        t: the first round that is looked at.
+
+    Raises:
+        RunError: the parts of correlated noise that are independent are not what accountants count
+            on.
+    """
+
+    def __init__(self, noise: Noise, seed: int, d: int, t: int):
+        self._noise = noise
+        carried = noise.carried()
+        norm = math.hypot(*carried)
+        if not (norm <= 1 + 1e-9 and len(carried) <= noise.apart()):
+            raise RunError(
+                f"noise.kind {noise.kind}: carried() has norm {norm:.6g} over {len(carried)} "
+                f"rounds, where 1 over {noise.apart()} (apart()) was accounted for"
+            )
+        self._whiten = Whitening(carried)
+        source = noise.source(seed, d)
+        for before in range(max(0, t - len(carried) + 1), t if len(carried) > 1 else 0):
+            drawn = source.on_sum(before, 1.0)
+            self._whiten(np.zeros(d) if drawn is None else drawn)
+        self._kinds: dict[str, Draws] = {}
+        self._refuted: set[tuple[str, int]] = set()
+        self._apart: list[np.ndarray] = []  # numbers that side queries may not depend on
+
+    def _draws(self, what: str, name: str = "") -> Draws:
+        words = f"noise.kind {self._noise.kind}: the noise {what}"
+        return self._kinds.setdefault(f"{what}{name}", Draws(words, len(self._kinds)))
+
+    def clients(
+        self,
+        t: int,
+        parts: Sequence[Numbers],
+        std: float,
+        cohort: int,
+        sum_std: float,
+        total: np.ndarray,
+    ) -> None:
+        """Looks at what the clients of a round have drawn, before their sum is released.
+
+        Args:
+            t: the round.
+            parts: what actors found of it: `numbers`, `client` int64 [k], and `sum` float64 [d].
+            std: of one client's noise, by `Noise.client_std`.
+            cohort: clients of the round.
+            sum_std: of the noise on the sum, as the accountants were told.
+            total: the sum of what they send, noise included, float64 [d].
+
+        Raises:
+            RunError: it is not what was accounted for.
+        """
+        self._apart = []
+        if self._noise.drawn_by() == "client":
+            drawn = std * math.sqrt(cohort)
+            self._hold(t, drawn >= sum_std * (1 - 1e-9), f"of {cohort} clients", drawn, sum_std)
+        if not std:
+            return
+        rows = sum(len(part["client"]) for part in parts)
+        self._hold(t, rows == cohort, f"of {cohort} clients", std * math.sqrt(rows), sum_std)
+        if not cohort:
+            return
+        names = [name for name in parts[0] if name != "sum"]
+        every = {name: np.concatenate([part[name] for part in parts]) for name in names}
+        self._draws("of clients").see(t, std, every, every["client"])
+        added = np.sum([part["sum"] for part in parts], axis=0)
+        exact = total - added
+        if np.linalg.norm(exact) < 1e-6 * np.linalg.norm(added):  # what rounding has left
+            exact = np.zeros_like(exact)
+        self._sum(t, "of all clients", added, std * math.sqrt(cohort), exact)
+
+    def server(self, t: int, added: np.ndarray | None, std: float, total: np.ndarray) -> None:
+        """Looks at the server's noise on the sum `total` of round t, float64 [d] both, which should
+        have this std. Raises `RunError` as `clients` does.
+        """
+        if not std or (added is None and self._noise.drawn_by() != "server"):
+            return
+        if added is None:
+            self._hold(t, False, "of the server", 0.0, std)
+            return
+        self._hold(t, added.shape == total.shape, "of the server", 0.0, std)
+        self._sum(t, "of the server", self._whiten(added / std) * std, std, total)
+
+    def _sum(self, t: int, what: str, added: np.ndarray, std: float, hidden: np.ndarray) -> None:
+        self._see(self._draws(what), t, std, added, [hidden])
+        self._apart += [added[:1], added[-1:], added.sum(keepdims=True)]
+
+    def _see(
+        self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
+    ) -> None:
+        found = numbers(drawn[None], std, [each[None] for each in hidden])
+        draws.see(t, std, {**found, "z": drawn / std})
+
+    def query(self, query: SideQuery, drawn: float, answers: float) -> None:
+        """Looks at the noise on the sum of the answers to a side query. Raises `RunError` as
+        `clients` does.
+        """
+        if not query.std:
+            return
+        value = np.array([drawn], np.float64)
+        # where clients draw, each may draw as much as the round with the fewest needs
+        part = self._noise.client_std(query.std, query.survivors) * math.sqrt(len(query.clients))
+        several = self._noise.drawn_by() == "client" and part >= query.std
+        stds = [query.std, part] if several else [query.std]
+        errors = []
+        hidden = [np.array([answers]), *self._apart]
+        for place, std in enumerate(stds):
+            key = (query.name, place)
+            try:
+                if key not in self._refuted:
+                    draws = self._draws(f"on the query {query.name}", f" {place}")
+                    self._see(draws, query.t, std, value, hidden)
+            except RunError as error:
+                self._refuted.add(key)
+                errors.append(error)
+        if all((query.name, place) in self._refuted for place in range(len(stds))):
+            raise errors[0]
+        self._apart.append(value)
+
+    def survey(self, t: int, drawn: np.ndarray, std: float, counts: np.ndarray) -> None:
+        """Looks at the noise on a histogram's counts, float64 [bins] both. Raises `RunError` as
+        `clients` does.
+        """
+        self._hold(t, drawn.shape == counts.shape, "on the histogram", 0.0, std)
+        self._see(self._draws("on the histogram"), t, std, drawn, [counts])
+
+    def _hold(self, t: int, condition: bool, what: str, drawn: float, accounted: float) -> None:
+        if not condition:
+            raise RunError(
+                f"noise.kind {self._noise.kind}: the noise {what} in round {t} has std "
+                f"{drawn:.6g}, where N(0, {accounted:.6g}^2) was accounted for"
+            )
+
+
+class Drawing:
+    """Draws the noise of a run; what a class from outside draws is looked at. Its methods raise
+    `RunError` as those of `Tested` do.
+
+    Args:
+        noise: the member.
+        seed: of the noise.
+        d: parameters of the model.
+        t: the first round that it draws for.
+        sum_std: gives the std of the noise on a round's sum, as the accountants were told, from its
+            bound; None: they were told of none.
+    """
+
+    def __init__(
+        self,
+        noise: Noise,
+        seed: int,
+        d: int,
+        t: int,
+        sum_std: Callable[[float | None], float] | None,
+    ):
+        self._noise = noise
+        self._source = noise.source(seed, d)
+        self._sum_std = sum_std
+        self._tested = Tested(noise, seed, d, t) if noise.is_own and sum_std else None
+
+    def on_sum(self, t: int, std: float, total: np.ndarray) -> np.ndarray | None:
+        """The server's noise on the sum `total` of round t; see `Source.on_sum`."""
+        added = self._source.on_sum(t, std)
+        if self._tested:
+            self._tested.server(t, added, std, total)
+        return added
+
+    def of_clients(
+        self, work: Work, cohort: int, results: Sequence[LaneResult], total: np.ndarray
+    ) -> None:
+        """Looks at what the clients of a round have drawn, whose sum is `total`."""
+        if self._tested and self._sum_std:
+            parts = [result.drawn for result in results if result.drawn]
+            std = self._sum_std(work.bound)
+            self._tested.clients(work.t, parts, work.client_std, cohort, std, total)
+
+    def on_query(self, query: SideQuery, answers: float) -> float:
+        """The noise on the sum of the answers to a side query; see `Noise.on_query`."""
+        drawn = self._noise.on_query(query)
+        if self._tested:
+            self._tested.query(query, drawn, answers)
+        return drawn
+
+    def on_survey(
+        self, seed: int, t: int, std: float, counts: np.ndarray, clients: int
+    ) -> np.ndarray:
+        """The noise on the counts of a histogram; see `Noise.on_survey`."""
+        drawn = self._noise.on_survey(seed, t, std, len(counts), clients)
+        if self._tested:
+            self._tested.survey(t, drawn, std, counts)
+        return drawn

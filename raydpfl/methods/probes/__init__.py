@@ -1,0 +1,36 @@
+"""What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member.
+
+Without a word about it a run has none, as each costs more than 2 % of some round. A member with
+fields is given as a mapping:
+
+>>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
+['clients', 'bounding']
+>>> parse(["clients", "clients"])  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: measure = ['clients', 'clients']: expected a list that has each ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydpfl.config.registry import choose, family
+from raydpfl.errors import ConfigError
+from raydpfl.methods.probes.base import Afterwards, Finished, Probe, Problem, Round, Sent
+
+__all__ = [
+    "FAMILY", "Afterwards", "Finished", "Probe", "Problem", "Round", "Sent",
+]  # fmt: skip
+
+FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
+
+
+def parse(values: Any) -> tuple[Probe, ...]:
+    """The members of a list of kinds and mappings. Raises `ConfigError`."""
+    if not isinstance(values, (list, tuple)):
+        raise ConfigError("measure", values, f"a list, of {', '.join(FAMILY)} or your own classes")
+    given = [{"kind": each} if isinstance(each, str) else each for each in values]
+    found = tuple(choose("measure", each, FAMILY, Probe) for each in given)
+    if len({probe.kind for probe in found}) < len(found):
+        raise ConfigError("measure", values, "a list that has each kind once")
+    return found

@@ -1,0 +1,229 @@
+"""The base of what a run measures on the side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from raydpfl import models
+from raydpfl.config.registry import Member
+from raydpfl.core.messages import Columns, State
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.methods.selection import Population
+from raydpfl.models.tasks import Task
+from raydpfl.privacy import Release
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What k clients of a lane send, as a probe is shown it.
+
+    Args:
+        updates: float32 [k, d].
+        vectors: float64 [k, d]: bounded and weighted, without noise.
+        noise: float64 [k, d]: what each has drawn on it; None: nothing.
+        told: what the probe itself tells clients of its state (`tells`), float32 by name.
+        again: of so many more trainings of each client, with batches and noise of their own: the
+            sum of what it would send unbounded, float64 [k, d], and that of its squared norms,
+            float64 [k].
+    """
+
+    updates: torch.Tensor
+    vectors: torch.Tensor
+    noise: np.ndarray | None
+    told: Mapping[str, torch.Tensor]
+    again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the server has of a round, as a probe is shown it.
+
+    Args:
+        t: the round, from 0.
+        bound: the bound that was in force, an L2 norm; None: nothing is bounded.
+        columns: all that is known of each client, [r] by name: `client`, `norm`, `factor`,
+            `train_loss`, and what `lane` gave; NaN where a client failed.
+        total: float64 [d]: the sum of what was sent, without the server's noise.
+        noise: float64 [d]: what the server has drawn on it; None: nothing.
+        update: float64 [d]: the mean update, noise included.
+    """
+
+    t: int
+    bound: float | None
+    columns: Columns
+    total: np.ndarray
+    noise: np.ndarray | None
+    update: np.ndarray
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a run is to solve, as a probe is shown it before the first round.
+
+    Args:
+        experiment: the whole config.
+        shards: the prepared data of all clients.
+        population: the public facts about the clients.
+    """
+
+    experiment: Experiment
+    shards: Shards
+    population: Population
+
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        """The model, as it is before the first round."""
+        e = self.experiment
+        return models.build(e.model, self.shards.form(e.data.task), e.seed)
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return self.experiment.data.task
+
+    @property
+    def l2(self) -> float:
+        """Of the L2 term that local training has."""
+        return self.experiment.local.l2
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has done all its rounds.
+
+    Args:
+        out: its directory.
+        problem: what it was to solve.
+        model: float32 [d], after the last round.
+        mechanism: what it has released; None: it is not private.
+        participations: how often each client was drawn, by client; clients never drawn are absent.
+    """
+
+    out: Path
+    problem: Problem
+    model: np.ndarray
+    mechanism: Release | None
+    participations: Mapping[int, int]
+
+
+class Afterwards(Protocol):
+    """What is computed once the last round is done, piece by piece."""
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """Goes on for about so long; how many of how many steps are done."""
+
+    def result(self) -> dict[str, Any]:
+        """What it came to, for the summary, when all steps are done."""
+
+
+@dataclass
+class Done:
+    """What is computed in no time, `Afterwards` in a single step."""
+
+    found: dict[str, Any]
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """See `Afterwards.advance`."""
+        return 1, 1
+
+    def result(self) -> dict[str, Any]:
+        """See `Afterwards.result`."""
+        return self.found
+
+
+# the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
+Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
+
+
+class Probe(Member):
+    """Base of the family: what a member takes of a lane, and what it gives a round.
+
+    Nothing that a probe does changes the model, and none of it is noised: it is for those who may
+    see all data.
+    """
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` where there is no one model of all clients to look at."""
+        if self.of_all and experiment.model.local:
+            accepted = "no measure of one model of all clients, as with model.local there is none"
+            raise ConfigError("measure", self.kind, accepted)
+
+    # whether it looks at clients' losses under one model of all
+    of_all: ClassVar[bool] = False
+
+    # --- of a lane, where the clients are ---
+
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at what clients send."""
+        return type(self).lane is not Probe.lane
+
+    def columns(self, client_noise: bool) -> tuple[str, ...]:
+        """The names of what `lane` gives. `client_noise`: clients draw noise on what they send."""
+        return ()
+
+    def lane(self, sent: Sent) -> Columns:
+        """A number for each client, float64 [k] by name."""
+        return {}
+
+    # --- of a round, where the server is ---
+
+    def start(self, d: int) -> State:
+        """What the probe keeps from round to round, before the first; arrays by name."""
+        return {}
+
+    def tells(self, state: State) -> State:
+        """What clients are told of that in every round, float32 arrays by name (`Sent.told`)."""
+        return {}
+
+    def values(self) -> tuple[str, ...]:
+        """The names of what `round` and `assess` give."""
+        return ()
+
+    def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
+        """Columns of the rounds table. `state` is the probe's own, to be changed in place."""
+        return {}
+
+    def assess(self, problem: Problem, out: Path) -> Assess | None:
+        """What gives more columns of the rounds table, from the round and the model after it.
+
+        It is asked for once, when a run begins or goes on. None: nothing does.
+        """
+        return None
+
+    # --- of a run ---
+
+    def fits(self, problem: Problem) -> None:
+        """Raises `ConfigError` where this cannot be measured of such a problem."""
+
+    def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """The tables that the probe writes and their columns. `columns`: known of each client."""
+        return {}
+
+    def rows(self, seen: Round) -> Mapping[str, Columns]:
+        """What a round adds to these tables."""
+        return {}
+
+    def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
+        """What is given the model (float32 [d]) after t rounds, and after each that follows."""
+        return None
+
+    def afterwards(self, run: Finished) -> Afterwards | None:
+        """What is computed when all rounds are done, under the probe's name in the summary."""
+        return None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether there is something to compute `afterwards`."""
+        return type(self).afterwards is not Probe.afterwards

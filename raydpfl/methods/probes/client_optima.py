@@ -1,0 +1,428 @@
+"""How different the clients' objectives are: Gamma_s and Gamma_n of 002 (Definitions 3 and 4),
+f_i(w*) - f_i* of 001.
+
+f_i is the mean loss over client i's rows, with the L2 term that local training has, f = sum_i p_i
+f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_i. Then
+
+    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),
+    Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
+
+Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer,
+whose loss is convex. They are found by L-BFGS in float64, in coordinates in which the rows are
+white, and within their span, as what lies outside of it is 0 at a minimum or does not matter.
+
+**Without a minimum.** Without an L2 term the cross-entropy has a minimum only where no direction of
+theta makes some row's margin over another class larger and none smaller (Albert and Anderson 1984).
+A client whose classes can be separated, or that lacks a class where there is a bias, has none: it
+is left out of Gamma_s and of the gaps, and counted. The search decides: once a theta puts every row
+into its class there is no minimum; once positive probabilities of all classes in all rows make the
+gradient 0, by a change of those at theta, there is one. Where neither is shown, as where some
+probability at the minimum is below 1e-8, a linear program decides, and if that is too large the
+client is left out. For all rows together w* is then where the search ends: f* is its infimum up to
+`PRECISION`, and f_i(w*) the limit.
+
+None of this is noised: it is for those who may see all data.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl.data import Shards
+from raydpfl.models.linear_stack import Layer, NoStack, stack
+from raydpfl.models.tasks import Task
+
+Shares = np.ndarray | Mapping[int, float]  # client -> the weight of its objective
+ROWS = 1 << 14  # of the data that are in memory at once
+PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
+STEPS = 2000  # of a search at most
+PROGRAM = 1_000_000  # numbers of a linear program at most
+GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bounds it by the gradient
+WIDTH = 4096  # of a matrix whose directions are taken apart, at most
+# of the loss by the outputs, about; what makes the rows white is up to this constant
+CURVATURE = 0.1
+
+
+class Heterogeneity:
+    """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance`
+    until it says that all is done.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        task: Task,
+        shards: Shards,
+        model: np.ndarray,
+        weight_decay: float = 0.0,
+    ):
+        self.objective = _Objective(module, task, shards, weight_decay)
+        self.model = model
+        self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
+        self.everyone = np.flatnonzero(self.shares)
+        self.linear = linear(module, task, shards, weight_decay)
+        self.done = 0
+        self.of = len(self.everyone) * (2 if self.linear else 1) + 1
+        self._work = self._pieces()
+        self._found: dict[str, Any] = {}
+
+    def advance(self, seconds: float) -> tuple[int, int]:
+        """Works for about so long; how many of how many steps are done."""
+        until = time.monotonic() + seconds
+        while self.done < self.of and time.monotonic() < until:
+            next(self._work)
+            self.done += 1
+        if self.done == self.of:
+            next(self._work, None)
+        return self.done, self.of
+
+    def result(self) -> dict:
+        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*), `gap`: of
+        f_i(w*) - f_i* over the clients, its mean, median and largest value, and `left_out`: how
+        many clients have no minimum. Gamma_s is the mean of the gaps of all others by their
+        shares, None where there are none. `clients` has a row for each client with data: ||grad f_i
+        - grad f|| at `model` as `gradient_gap`, and for convex models f_i* as `optimum` and
+        f_i(w*) - f_i* as `gap`, None of both for a client that is left out.
+        """
+        return self._found
+
+    def _pieces(self) -> Iterator[None]:
+        shares = self.shares[self.everyone]
+        _, mean = self.objective.mixture(self.model, self.everyone, self.shares)
+        if self.linear:
+            best, theta = self.linear.joint(self.everyone, self.shares, self.model)
+        yield
+        rows: list[dict[str, Any]] = []
+        for client in self.everyone.tolist():
+            apart = np.linalg.norm(self.objective.client(self.model, client)[1] - mean)
+            rows.append({"client": client, "gradient_gap": float(apart)})
+            yield
+        norms = np.array([row["gradient_gap"] for row in rows])
+        found: dict = {"gamma_n": float(np.sqrt(shares @ norms**2))}
+        found |= {"gamma_s": None, "optimum": None, "gap": None, "left_out": None, "clients": rows}
+        self._found = found
+        if self.linear:
+            for row in rows:
+                optimum, value = self.linear.alone(row["client"], theta)
+                row |= {"optimum": optimum, "gap": None if optimum is None else value - optimum}
+                yield
+            some = np.array([row["gap"] is not None for row in rows])
+            gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
+            found |= {"optimum": best, "left_out": int((~some).sum())}
+            if len(gaps):
+                gap = {
+                    "mean": float(gaps.mean()),
+                    "median": float(np.median(gaps)),
+                    "max": float(gaps.max()),
+                }
+                gamma_s = float(shares[some] @ gaps / shares[some].sum())
+                found |= {"gamma_s": gamma_s, "gap": gap}
+
+
+def linear(module: nn.Module, task: Task, shards: Shards, weight_decay: float) -> Linear | None:
+    """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
+    the squared error of one output; None for any other.
+    """
+    if task.closed() is None or shards.target.shape:
+        return None
+    try:
+        layers = stack(module)
+    except NoStack:
+        return None
+    single = len(layers) == 1 and not layers[0].activation
+    return Linear(layers[0], shards, weight_decay) if single else None
+
+
+class Linear:
+    """Objectives and their minima for one linear layer, whose parameters are a matrix theta float64
+    [outputs, inputs + 1 for a bias].
+    """
+
+    def __init__(self, layer: Layer, shards: Shards, weight_decay: float):
+        self.layer = layer
+        self.shards = shards
+        self.decay = weight_decay
+        self.width = layer.inputs + (layer.bias is not None)
+        # the rows that were read last, as a search asks for the same ones many times
+        self._held: tuple = (None, None)
+
+    def joint(
+        self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray
+    ) -> tuple[float, np.ndarray]:
+        """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the
+        search starts from `model`.
+        """
+        value = self.mixture(clients, shares)
+        if self.decay or self.width > WIDTH:
+            return _minimum(value, self.matrix(model), np.ones(self.width), self.decay)
+        gram = np.zeros((self.width, self.width))
+        for x, _, weights in self.parts(clients, shares):
+            gram += (x * weights[:, None]).T @ x
+        basis, scale = self._white(*np.linalg.eigh(gram))
+
+        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+            total, gradient = value((c / scale) @ basis.T)
+            return total, gradient @ basis / scale
+
+        start = (self.matrix(model) @ basis) * scale
+        best, c = _minimum(searched, start, scale, self.decay)
+        return best, (c / scale) @ basis.T
+
+    def mixture(
+        self, clients: np.ndarray, shares: Shares
+    ) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
+        """f and its gradient, as functions of theta, for f the mixture of these clients' objectives
+        by their shares.
+        """
+
+        def value(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            total = 0.5 * self.decay * float(np.sum(theta * theta))
+            gradient = self.decay * theta
+            for x, y, weights in self.parts(clients, shares):
+                loss, by_output = _loss(x @ theta.T, y, weights)
+                total += loss
+                gradient = gradient + by_output.T @ x
+            return total, gradient
+
+        return value
+
+    def parts(
+        self, clients: np.ndarray, shares: Shares
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """These clients' rows, some at once: x float64 [n, width], y [n], and the weights of the
+        rows in the mixture, float64 [n].
+        """
+        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
+        for part in np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1):
+            yield self._rows(part, shares)
+
+    def alone(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
+        """f_i* of a client, None where it has no minimum, and f_i(theta)."""
+        x, y, weights = self._rows(np.array([client]), {client: 1.0})
+        value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
+        basis, scale = self._directions(x, weights)
+        bounded = self.decay > 0 or y.dtype.kind == "f"
+        # rows that are independent can all have any outputs
+        if not bounded and (len(scale) == len(x) or self._one_sided(x, y)):
+            return None, value
+        white = (x @ basis) / scale
+        others = np.arange(self.layer.outputs) != y[:, None]
+        exists: bool | None = bounded or None  # None: not known yet
+
+        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+            loss, by_output = _loss(white @ c.T, y, weights)
+            total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
+            return total, by_output.T @ white + self.decay * c / scale**2
+
+        def known(c: np.ndarray) -> bool | None:
+            nonlocal exists
+            if exists is None:
+                outputs = white @ c.T
+                by_output = _loss(outputs, y, weights)[1]
+                # with this change of the probabilities the gradient is 0
+                change = CURVATURE * white @ (white.T @ by_output)
+                margins = outputs[np.arange(len(y)), y][:, None] - outputs
+                if (by_output / weights[:, None] - change)[others].min() > 0:
+                    exists = True
+                elif margins[others].min() > 0:
+                    exists = False
+            return exists
+
+        start = (theta @ basis) * scale
+        found, _ = _minimum(searched, start, scale, self.decay, known)
+        if exists is None:
+            exists = _bounded(white, y, self.layer.outputs)
+        return (found if exists else None), value
+
+    def _one_sided(self, x: np.ndarray, y: np.ndarray) -> bool:
+        """Whether one input alone keeps a class apart from all others, but for ties: then there is
+        no minimum. A class that is not there is kept apart by its bias.
+        """
+        inputs = x[:, : self.layer.inputs]
+        biased = self.layer.bias is not None
+        varies = inputs.min(0) < inputs.max(0) if biased else inputs.any(0)
+        for k in range(self.layer.outputs):
+            inside = inputs[y == k]
+            outside = inputs[y != k]
+            if not (len(inside) and len(outside)):
+                if biased:
+                    return True
+                continue
+            for sign in (1.0, -1.0):
+                low = (sign * inside).min(0)
+                high = (sign * outside).max(0)
+                apart = low >= high if biased else (low >= 0) & (high <= 0)
+                if (apart & varies).any():
+                    return True
+        return False
+
+    def _directions(self, x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `_white`, of rows x float64 [n, width] with these weights."""
+        if len(x) > self.width:
+            return self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
+        _, singular, rotated = np.linalg.svd(x * np.sqrt(weights)[:, None], full_matrices=False)
+        return self._white(singular**2, rotated.T)
+
+    def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The directions [width, k] in which rows lie, and the factors [k] that make the objective
+        about as curved in all of them.
+        """
+        kept = squares > 1e-14 * squares.max(initial=0.0)
+        return vectors[:, kept], np.sqrt(CURVATURE * squares[kept] + self.decay)
+
+    def matrix(self, flat: np.ndarray) -> np.ndarray:
+        """theta of a model's parameters, float [d]."""
+        views = self.layer.views(torch.from_numpy(np.asarray(flat, np.float64)))
+        return np.concatenate([views[0].numpy(), *(bias.numpy().T for bias in views[1:])], axis=1)
+
+    def flat(self, theta: np.ndarray) -> np.ndarray:
+        """The parameters of a model, float64 [d], of which this is theta."""
+        found = torch.empty(theta.size, dtype=torch.float64)
+        views = self.layer.views(found)
+        views[0].copy_(torch.from_numpy(theta[:, : self.layer.inputs]))
+        for bias in views[1:]:
+            bias.copy_(torch.from_numpy(theta[:, self.layer.inputs :].T))
+        return found.numpy()
+
+    def _rows(
+        self, clients: np.ndarray, shares: Shares
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        asked = (clients.tobytes(), shares[clients[0]])
+        if self._held[0] != asked:
+            x, y, weights = _rows(self.shards, clients, shares)
+            x = x.reshape(len(x), -1)
+            ones = np.ones((len(x), self.width - x.shape[1]))
+            self._held = asked, (np.concatenate([x, ones], axis=1), y, weights)
+        return self._held[1]
+
+
+def _rows(
+    shards: Shards, clients: Sequence[int] | np.ndarray, shares: Shares
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
+    rows = [shards.lane([i], int(shards.sizes[i])) for i in clients]
+    x, y = (np.concatenate([each[k][0] for each in rows]) for k in (0, 1))
+    weights = [
+        np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)
+    ]
+    x = x if x.dtype.kind == "i" else x.astype(np.float64)
+    return x, y, np.concatenate(weights)
+
+
+def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+    """The weighted sum of the losses over the rows of `outputs` float64 [n, outputs], and its
+    gradient by them.
+    """
+    if y.dtype.kind == "f":
+        off = outputs[:, 0] - y
+        return 0.5 * float(weights @ off**2), (weights * off)[:, None]
+    shifted = outputs - outputs.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted)
+    sums = exponentials.sum(axis=1, keepdims=True)
+    rows = np.arange(len(y))
+    value = float(weights @ (np.log(sums[:, 0]) - shifted[rows, y]))
+    gradient = exponentials / sums
+    gradient[rows, y] -= 1
+    return value, gradient * weights[:, None]
+
+
+def _bounded(x: np.ndarray, y: np.ndarray, outputs: int) -> bool:
+    """Whether the cross-entropy has a minimum, by a linear program: no theta in [-1, 1] has margins
+    at rows x, float64 [n, k], that are 0 or above, and not all 0. False where it is too large.
+    """
+    from scipy.optimize import linprog
+
+    if len(x) * outputs**2 * x.shape[1] > PROGRAM:
+        return False
+    others = np.argwhere(np.arange(outputs) != y[:, None])
+    rows, places = others.T
+    margins = np.zeros((len(others), outputs, x.shape[1]))
+    margins[np.arange(len(others)), y[rows]] = x[rows]
+    margins[np.arange(len(others)), places] = -x[rows]
+    flat = margins.reshape(len(others), -1)
+    found = linprog(-flat.sum(0), A_ub=-flat, b_ub=np.zeros(len(flat)), bounds=(-1, 1))
+    return found.status == 0 and -float(found.fun) < PRECISION * np.abs(flat).sum()
+
+
+def least(gradient: np.ndarray, decay: float) -> bool:
+    """Whether a value with this gradient is a minimum, or as good as one."""
+    near = np.sum(gradient**2) <= 2 * decay * GAP
+    return bool(near or np.abs(gradient).max() <= PRECISION)
+
+
+def _minimum(
+    function: Callable,
+    start: np.ndarray,
+    scale: np.ndarray,
+    decay: float,
+    exists: Callable[[np.ndarray], bool | None] = lambda c: True,
+) -> tuple[float, np.ndarray]:
+    """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its
+    gradient back to that by theta. `exists` says at each step whether there is a minimum: where
+    there is none the search ends, and where that is not known (None) it goes on below `PRECISION`.
+
+    With an L2 term of `decay`, a value is at most ||gradient||^2 / (2 decay) above the least one.
+    """
+    from scipy.optimize import minimize  # here, for every coordinator imports this module
+
+    last = start
+
+    def flat(c: np.ndarray) -> tuple[float, np.ndarray]:
+        nonlocal last
+        value, last = function(c.reshape(start.shape))
+        return value, last.ravel()
+
+    def stop(intermediate_result) -> None:  # scipy goes by the name
+        there = exists(intermediate_result.x.reshape(start.shape))
+        if there is False or (there and least(last * scale, decay)):
+            raise StopIteration
+
+    options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}
+    found = minimize(
+        flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop
+    )
+    return float(found.fun), found.x.reshape(start.shape)
+
+
+class _Objective:
+    """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
+
+    def __init__(self, module: nn.Module, task: Task, shards: Shards, weight_decay: float):
+        self.task = task
+        self.module = copy.deepcopy(module).double().eval()
+        self.shards = shards
+        self.decay = weight_decay
+        self.parameters = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
+
+    def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
+        return self.mixture(w, [client], {client: 1.0})
+
+    def mixture(
+        self, w: np.ndarray, clients: Sequence[int] | np.ndarray, shares: Shares
+    ) -> tuple[float, np.ndarray]:
+        w = np.asarray(w, np.float64)
+        with torch.no_grad():
+            parts = torch.from_numpy(w).split([parameter.numel() for parameter in self.parameters])
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+        value = 0.5 * self.decay * float(w @ w)
+        gradient = self.decay * w
+        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
+        for together in np.split(np.asarray(clients), np.flatnonzero(np.diff(held // ROWS)) + 1):
+            rows, targets, shared = _rows(self.shards, together, shares)
+            x, y, weights = (torch.from_numpy(each) for each in (rows, targets, shared))
+            y = y.double() if y.is_floating_point() else y
+            loss = self.task.loss(self.module(x), y) @ weights
+            gradients = torch.autograd.grad(loss, self.parameters)
+            value += float(loss.detach())
+            gradient = gradient + torch.cat([each.flatten() for each in gradients]).numpy()
+        return value, gradient

@@ -1,0 +1,23 @@
+"""A row per client and round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from raydpfl.core.messages import Columns
+from raydpfl.methods.probes.base import Probe, Round
+
+
+class ClientsProbe(Probe):
+    """All that is known of each client in each round, in clients.parquet."""
+
+    kind: str = "clients"
+
+    def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        return {"clients": ["round", *columns]}
+
+    def rows(self, seen: Round) -> Mapping[str, Columns]:
+        rounds = np.full(len(seen.columns["client"]), seen.t)
+        return {"clients": {"round": rounds, **seen.columns}}

@@ -1,0 +1,185 @@
+"""Where a scalar problem ends, beside the exact point where the algorithm stands still (000 Claims
+2.1 and 2.2, eq. 8 and Table 1).
+
+Client i's mean loss is a parabola, 1/2 k_i (x - o_i)^2 and a constant: k_i is the mean of its
+squared inputs, o_i its own optimum. Q full gradient steps with learning rate lr move it from x to
+
+    x + s_i (o_i - x),    s_i = 1 - (1 - lr k_i)^Q,
+
+and what it sends of that, and what the server makes of the sum, its bounding says. Where all
+clients take part without noise the mean update is a function of x alone. Its zeros are found by
+bisection in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from raydpfl.core.messages import Facts, View
+from raydpfl.errors import ConfigError
+from raydpfl.methods.probes.base import Afterwards, Done, Finished, Probe, Problem
+from raydpfl.methods.probes.client_optima import linear
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+ROUNDING = 1e-13  # of what all clients move the model by, less than which is no movement
+HALVINGS = 200
+DOUBLINGS = 1000
+
+
+class StationaryProbe(Probe):
+    """In the summary: `final_x`, the model after the last round; `exact_low` and `exact_high`, the
+    least and the greatest point where the algorithm stands still, mostly one and the same;
+    `exact_x`, the one of those nearest to `final_x`; `optimum_x`, the minimum of the mean loss.
+    """
+
+    of_all: ClassVar[bool] = True
+    kind: str = "stationary"
+
+    def check(self, experiment: Experiment) -> None:
+        local = experiment.local
+        bounding = experiment.bounding
+        if experiment.noise.private():
+            raise _refused(
+                "noise.kind", experiment.noise.kind, "none, as a noisy model is never stationary"
+            )
+        rule = local.linear()
+        if rule is None or not rule.plain or local.remembers or local.corrects:
+            raise _refused("local.kind", local.kind, "sgd without momentum, decay or proximal term")
+        if local.learning_rate(0) != local.learning_rate(experiment.rounds - 1):
+            raise _refused("local.lr", local.learning_rate(0), "one that is the same in all rounds")
+        if bounding.remembers or bounding.adapts or bounding.sample_bound is not None:
+            raise _refused("bounding.kind", bounding.kind, "one that does the same in every round")
+
+    def fits(self, problem: Problem) -> None:
+        found = linear(problem.module, problem.task, problem.shards, 0.0)
+        if problem.shards.classes or found is None or found.width != 1:
+            accepted = "none of it, but for regression by a linear model of one parameter"
+            raise ConfigError("measure", self.kind, accepted)
+        e = problem.experiment
+        if not e.selection.sampling(problem.population).everyone or e.selection.dropout:
+            raise _refused("selection.kind", e.selection.kind, "full, without dropouts")
+        sizes = problem.population.sizes
+        if any(e.local.batch_size(rows) != rows for rows in sizes.tolist()):
+            raise _refused("local.batch", e.local.batch_size(int(sizes.max())), "full")
+        clients = _Parabolas(problem)
+        steepest = float(clients.curvature.max())
+        if not 0 < steepest * e.local.learning_rate(0) < 2:
+            lr = e.local.learning_rate(0)
+            raise _refused("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
+        clients.stationary()
+
+    def afterwards(self, run: Finished) -> Afterwards | None:
+        clients = _Parabolas(run.problem)
+        low, high = clients.stationary()
+        final = float(run.model[0])
+        found = {"final_x": final, "exact_x": min(max(final, low), high)}
+        found |= {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()}
+        return Done(found)
+
+
+def _refused(field: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(field, value, f"{accepted}, with measure stationary")
+
+
+class _Parabolas:
+    """The clients of a scalar problem, and what one round does to the model."""
+
+    def __init__(self, problem: Problem):
+        self._experiment = problem.experiment
+        self._population = problem.population
+        of = linear(problem.module, problem.task, problem.shards, 0.0)
+        assert of is not None
+        sizes = problem.population.sizes
+        self.shares = sizes / sizes.sum()
+        self.curvature = np.zeros(len(sizes))
+        self.slope = np.zeros(len(sizes))
+        for client in np.flatnonzero(sizes).tolist():
+            for x, y, weights in of.parts(np.array([client]), {client: 1.0}):
+                self.curvature[client] = weights @ x[:, 0] ** 2
+                self.slope[client] = weights @ (x[:, 0] * y)
+
+    def optimum(self) -> float:
+        """The minimum of the mean loss over all rows."""
+        return float(self.shares @ self.slope / (self.shares @ self.curvature))
+
+    def stationary(self) -> tuple[float, float]:
+        """The least and the greatest model that a round leaves as it is. Raises `ConfigError`."""
+        pull = self._round()
+        own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
+        low = _beyond(pull, float(own.min()), -1.0)
+        high = _beyond(pull, float(own.max()), 1.0)
+        least = _last(lambda x: pull(x) > 0, low, high)[1]
+        greatest = _last(lambda x: pull(x) >= 0, low, high)[0]
+        return least, max(least, greatest)
+
+    def _round(self) -> Callable[[float], float]:
+        """Of a model the mean update that all clients make of it; 0 where only rounding is left."""
+        e = self._experiment
+        bounding = e.bounding
+        count = len(self._population)
+        divisor = e.selection.divisor(self._population)
+        weights = np.asarray(e.weights.of(self._population.sizes, self._population.samples, count))
+        lr = e.local.learning_rate(0)
+        bound = bounding.initial_bound
+        state = bounding.start(1)
+        told = {name: torch.tensor(each) for name, each in bounding.tells(state).items()}
+        moved = _moved(lr * self.curvature, e.local.step_counts(self._population.sizes))
+        own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
+
+        def pull(x: float) -> float:
+            model = np.array([x])
+            nothing = torch.zeros(count, 1, dtype=torch.float64)
+            view = View(0, lr, bound, torch.from_numpy(model), told, lambda: nothing)
+            updates = torch.from_numpy((moved * (own - x))[:, None])
+            sent = bounding.send(updates, view)
+            norms = sent.abs()[:, 0]
+            factors = bounding.factors(norms, math.inf if bound is None else bound)
+            each = weights * (factors * sent[:, 0]).numpy()
+            facts = Facts(0, lr, model, divisor, count, count)
+            mean = float(bounding.receive(np.array([each.sum()]), state, facts)[0])
+            rounding = ROUNDING * max(float(np.abs(each).sum()) / divisor, abs(x))
+            return 0.0 if abs(mean) <= rounding else mean
+
+        return pull
+
+
+def _moved(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """s = 1 - (1 - rate)^steps, float64 [N], without loss of digits for small rates; `steps` int64
+    [N].
+    """
+    small = -np.expm1(steps * np.log1p(-np.minimum(rate, 0.5)))
+    return np.where(rate < 0.5, small, 1 - (1 - rate) ** steps)
+
+
+def _beyond(pull: Callable[[float], float], start: float, side: float) -> float:
+    """A model so far to one `side` (-1: below) that it is pulled back."""
+    step = 1.0 + abs(start)
+    for _ in range(DOUBLINGS):
+        x = start + side * step
+        if pull(x) * side < 0:
+            return x
+        step *= 2
+    accepted = "none of it for a bounding that never pulls the model back"
+    raise ConfigError("measure", "stationary", accepted)
+
+
+def _last(holds: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Where something that holds at `low` ceases to hold, as it does at `high`: two numbers next to
+    each other, or nearly, of which it holds for the first.
+    """
+    for _ in range(HALVINGS):
+        middle = low + (high - low) / 2
+        if not low < middle < high:
+            break
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high

@@ -1,0 +1,142 @@
+"""How far the model is from the optimum, where that can be found (001 sec. 5.3, Fig. 1).
+
+f is the mean loss over all rows of all clients, with the L2 term that local training has: sum_i p_i
+f_i with p_i = n_i / sum n. Half the squared error of a linear model is a quadratic, and both
+numbers are exact. The cross-entropy of softmax regression is minimised by the solver of
+`raydpfl.methods.probes.client_optima`, to about 1e-10 of f*; without an L2 term it may have no minimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl import models
+from raydpfl.errors import ConfigError
+from raydpfl.methods.probes.base import Afterwards, Assess, Done, Finished, Probe, Problem
+from raydpfl.methods.probes.client_optima import Linear, least, linear
+from raydpfl.storage.run_files import replace_file
+
+COLUMNS = ("suboptimality", "distance")
+WIDTH = 4096  # of a quadratic whose directions are taken apart, at most
+FLAT = 1e-12  # of the largest curvature; a direction with less has none
+OPTIMUM = "optimum.bin"
+
+Gap = Callable[[np.ndarray], tuple[float, float]]  # of theta: (f - f*, distance)
+
+
+class SuboptimalityProbe(Probe):
+    """f(w) - f* as `suboptimality` and ||w - w*|| as `distance`, after every `every`-th round and
+    the last; among several minimisers w* is the nearest. None of it is noised.
+
+    The summary has f* as `optimum`, and both numbers at the start and at the end. w* is in
+    optimum.bin, float64 [d], the one of least norm.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
+    of_all: ClassVar[bool] = True
+    kind: str = "suboptimality"
+    every: int = Field(default=1, ge=1)
+
+    def values(self) -> tuple[str, ...]:
+        return COLUMNS
+
+    def fits(self, problem: Problem) -> None:
+        found = linear(problem.module, problem.task, problem.shards, problem.l2)
+        if found is None:
+            accepted = "none of it for this model: only one linear layer has an optimum to find"
+            raise ConfigError("measure", self.kind, accepted)
+        if problem.shards.classes and not problem.l2:
+            accepted = (
+                "a number above 0 with measure suboptimality: without an L2 term there may be no "
+            )
+            raise ConfigError("local.weight_decay", problem.l2, f"{accepted}optimum")
+        if not problem.shards.classes and found.width > WIDTH:
+            accepted = f"none of it for a linear model of more than {WIDTH} inputs"
+            raise ConfigError("measure", self.kind, accepted)
+
+    def assess(self, problem: Problem, out: Path) -> Assess | None:
+        optimum = _Optimum(problem, out)
+        rounds = problem.experiment.rounds
+
+        def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
+            if (t + 1) % self.every and t + 1 < rounds:
+                return dict.fromkeys(COLUMNS)
+            return dict(zip(COLUMNS, optimum.gap(model), strict=True))
+
+        return assess
+
+    def afterwards(self, run: Finished) -> Afterwards | None:
+        optimum = _Optimum(run.problem, run.out)
+        start = models.flatten(run.problem.module).numpy()
+        found = {"optimum": optimum.value}
+        for name, model in (("start", start), ("final", run.model)):
+            found[name], found[f"{name}_distance"] = optimum.gap(model)
+        return Done(found)
+
+
+class _Optimum:
+    """f* as `value`, and how far a model is from it. Writes w* to the run directory."""
+
+    def __init__(self, problem: Problem, out: Path):
+        found = linear(problem.module, problem.task, problem.shards, problem.l2)
+        assert found is not None
+        self._start = models.flatten(problem.module).numpy()
+        self._linear = found
+        sizes = np.asarray(problem.shards.sizes)
+        whose = np.flatnonzero(sizes), sizes / sizes.sum()
+        self._value = found.mixture(*whose)
+        self._gap: Gap = self._convex
+        if problem.shards.classes:
+            stored = _stored(out, found, self._value)
+            self.theta = found.joint(*whose, self._start)[1] if stored is None else stored
+        else:
+            self.theta, self._gap = _quadratic(found, *whose)
+        self.value = self._value(self.theta)[0]
+        flat = found.flat(self.theta)
+        replace_file(out / OPTIMUM, lambda part: part.write(flat.astype("<f8").tobytes()))
+
+    def gap(self, model: np.ndarray) -> tuple[float, float]:
+        """(f - f*, distance to the nearest minimiser) of a model, float32 [d]."""
+        return self._gap(self._linear.matrix(model))
+
+    def _convex(self, theta: np.ndarray) -> tuple[float, float]:
+        apart = float(np.linalg.norm(theta - self.theta))
+        return self._value(theta)[0] - self.value, apart
+
+
+def _stored(
+    out: Path, of: Linear, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
+) -> np.ndarray | None:
+    """theta as a run that goes on had found it; None where it is not there, or is no minimum."""
+    path = out / OPTIMUM
+    if not path.is_file() or path.stat().st_size != 8 * of.layer.outputs * of.width:
+        return None
+    theta = of.matrix(np.fromfile(path, "<f8"))
+    return theta if least(value(theta)[1], of.decay) else None
+
+
+def _quadratic(of: Linear, clients: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, Gap]:
+    """The minimiser of least norm of half the squared error, and the distances to it: sums over the
+    directions in which the error is curved, so that neither loses digits near the minimum.
+    """
+    curvature = of.decay * np.eye(of.width)
+    slope = np.zeros(of.width)
+    for x, y, weights in of.parts(clients, shares):
+        curvature += (x * weights[:, None]).T @ x
+        slope += (weights * y) @ x
+    values, directions = np.linalg.eigh(curvature)
+    curved = values > FLAT * max(values[-1], 0.0)
+    values = values[curved]
+    directions = directions[:, curved]
+    best = (directions.T @ slope) / values
+
+    def gap(theta: np.ndarray) -> tuple[float, float]:
+        off = theta[0] @ directions - best
+        return 0.5 * float(values @ off**2), float(np.linalg.norm(off))
+
+    return (directions @ best)[None], gap

@@ -1,0 +1,99 @@
+"""The path of the model, and several paths on axes that they share (001 Fig. 3).
+
+>>> turn = np.array([[3.0, 0.0], [3.0, 2.0], [0.0, 2.0]])
+>>> straight = np.array([[3.0, 0.0], [0.0, 0.0]])
+>>> (one, other), marks = together([turn, straight], marks=np.zeros((1, 2)))
+>>> one.shape, other.shape, marks.shape
+((3, 2), (2, 2), (1, 2))
+>>> bool(np.allclose(np.linalg.norm(one[2] - other[1]), 2))  # two dimensions lose nothing here
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.methods.probes.base import Probe
+from raydpfl.storage.run_files import Trajectory
+
+BLOCK = 1 << 22  # numbers that are in memory at once
+
+
+class TrajectoryProbe(Probe):
+    """The model before the first round and after every `every`-th, in trajectory.bin: float32 [d],
+    one after another (001 Fig. 3).
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
+    kind: str = "trajectory"
+    every: int = Field(default=1, ge=1)
+
+    def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
+        written = Trajectory(out / "trajectory.bin", d, -(-t // self.every))
+
+        def write(t: int, model: np.ndarray) -> None:
+            if t % self.every == 0:
+                written.write(t // self.every, model)
+
+        return write
+
+
+def together(
+    paths: Sequence[np.ndarray], marks: np.ndarray | None = None, onto: int = 2
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Several paths on the principal directions of all their models together (001 Fig. 3).
+
+    The axes depend on the paths alone, and are found from the inner products of all models in
+    float64, which are summed over blocks of parameters: paths may be mapped files, larger than
+    memory. The larger coordinates of each axis are positive.
+
+    Args:
+        paths: of models, float [T_i, d] each; a model with NaN (lost by a run) has no part in the
+            axes.
+        marks: other points to project, float [m, d], as an optimum; None: none.
+        onto: how many axes.
+
+    Returns:
+        The paths, float64 [T_i, onto] each, and the marks, float64 [m, onto], all from the first
+        mark on, or from the first model of the first path where there are no marks.
+    """
+    d = paths[0].shape[1]
+    extra = np.zeros((0, d)) if marks is None else np.asarray(marks)
+    lengths = [len(path) for path in paths]
+    lost = np.concatenate([np.isnan(path).any(axis=1) for path in paths])
+    origin = extra[0] if len(extra) else paths[0][0]
+    count = sum(lengths) + len(extra)
+    products = np.zeros((count, count))
+    width = max(1, BLOCK // count)
+    for first in range(0, d, width):
+        part = slice(first, first + width)
+        rows = [np.asarray(each[:, part], np.float64) for each in (*paths, extra)]
+        block = np.concatenate(rows) - np.asarray(origin[part], np.float64)
+        block[: len(lost)][lost] = 0.0
+        products += block @ block.T
+    axes = np.concatenate([~lost, np.zeros(len(extra), bool)])
+    coordinates = _principal(products, axes, onto)
+    coordinates[: len(lost)][lost] = np.nan
+    *found, last = np.split(coordinates, np.cumsum(lengths))
+    return found, last
+
+
+def _principal(products: np.ndarray, axes: np.ndarray, onto: int) -> np.ndarray:
+    """The coordinates float64 [n, onto] of n points with these inner products, [n, n], on the
+    principal directions of those that `axes`, bool [n], picks; 0 on directions that they lack.
+    """
+    apart = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
+    spread = apart[axes] - apart[axes].mean(axis=0, keepdims=True)
+    values, vectors = np.linalg.eigh(spread)
+    found = np.zeros((len(products), onto))
+    for axis in range(min(onto, len(values))):
+        value = values[-1 - axis]
+        if value > 1e-12 * max(values[-1], 0.0) > 0:
+            found[:, axis] = apart @ vectors[:, -1 - axis] / np.sqrt(value)
+    signs = np.sign(found[np.abs(found).argmax(axis=0), np.arange(onto)])
+    return found * np.where(signs < 0, -1.0, 1.0)

@@ -1,0 +1,53 @@
+"""Who takes part in a round.
+
+A member of this family makes three promises. The cohort of a round is a function of (seed, round)
+and of what is public about the `Population` alone. Its clients are in ascending order, one drawn
+twice listed twice. And `sampling` tells the accountants exactly the law that `select` follows, so
+that sampler and accountant cannot disagree.
+
+>>> clients = Population.balanced(10)
+>>> Uniform(cohort=3).exposed(seed=0, t=5, population=clients)
+array([1, 2, 5])
+>>> print(Uniform(cohort=3).sampling(clients))
+fixed size 3 of 10
+
+| member                    | a round's cohort                          | accounted for as      |
+| ------------------------- | ----------------------------------------- | --------------------- |
+| uniform, fedavg_stale     | r of N, equally likely                    | fixed size            |
+| poisson                   | each client with probability r/N          | Poisson               |
+| full                      | everyone                                  | no sampling           |
+| multinomial (unbiased)    | r draws with replacement, by data         | with replacement      |
+| importance, privacy_aware | r draws with replacement, by other p      | with replacement      |
+| first_responders          | the r first of those asked                | fixed size, or public |
+| cyclic                    | one group after another, whole or in part | public; in the group  |
+| availability              | r of those whose window is open           | fixed size in those   |
+| power_of_choice           | the candidates with the largest losses    | public, and losses    |
+
+Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether a drawn cohort is
+secret depends on the observer, and every guarantee says what it assumes. The cost of a draw grows
+with the cohort, and at most with the logarithm of the population; what takes longer (the sums of
+probabilities, Problem 1) is done once.
+"""
+
+from __future__ import annotations
+
+from raydpfl.config.registry import family
+from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
+from raydpfl.methods.selection.first_responders import RESPONSES
+from raydpfl.methods.selection.poisson import Poisson
+from raydpfl.methods.selection.privacy_aware_solver import (
+    Solution,
+    kkt_residual,
+    solve,
+    solve_cvxpy,
+)
+from raydpfl.methods.selection.uniform import Uniform
+
+__all__ = [
+    "FAMILY", "RESPONSES", "Ask", "Cohort", "Poisson", "Population", "Selection", "Solution",
+    "Uniform", "kkt_residual", "solve", "solve_cvxpy",
+]  # fmt: skip
+
+FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial")
+FAMILY: dict[str, type[Selection]] = family(__name__, Selection, FIRST)
+FAMILY["unbiased"] = FAMILY["multinomial"]  # as 003 calls it

@@ -1,0 +1,36 @@
+"""FedAvg's own average, with stale models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from raydpfl.errors import ConfigError
+from raydpfl.methods.selection.base import Population
+from raydpfl.methods.selection.uniform import Uniform
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class FedAvgStale(Uniform):
+    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5).
+
+    The cohort is that of `uniform`, but the N - r clients that were not drawn count with the
+    unchanged global model, so the divisor is N. It is biased towards standing still: each round
+    moves r/N as far.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+    kind: str = "fedavg_stale"
+
+    def check(self, experiment: Experiment) -> None:
+        bounding = experiment.bounding
+        if bounding.remembers:
+            accepted = (
+                f"another with bounding.kind {bounding.kind}, whose mean has every client's memory "
+                "in it, drawn or not"
+            )
+            raise ConfigError("selection.kind", self.kind, accepted)
+
+    def divisor(self, population: Population) -> float:
+        return float(len(population))

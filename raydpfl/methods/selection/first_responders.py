@@ -1,0 +1,99 @@
+"""The first to respond are the cohort, and the work of the rest is dropped (002 sec. IV).
+
+A client's response time is its own scale, drawn once, times a draw from the response law in every
+round. Its unit does not matter, only who comes first. If all clients have the same scale this is
+uniform sampling in law (002 Lemma 5 rests on that):
+
+>>> clients = Population.balanced(10)
+>>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
+fixed size 3 of 10
+>>> print(FirstResponders(cohort=3, spread=0.5).sampling(clients))
+public cohorts of 3 of 10 (the first to respond, some always faster than others)
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, SerializeAsAny, field_validator
+
+from raydpfl.config.registry import choose, family
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.methods.selection.base import Ask, Cohort, Population
+from raydpfl.methods.selection.fixed_size import Sized, distinct
+from raydpfl.methods.selection.response_times import Exponential, Response
+from raydpfl.privacy import Sampling
+
+# the default number of clients asked, so that a round does not wait for a million
+ASKED = 10_000
+RESPONSES: dict[str, type[Response]] = family(
+    "raydpfl.methods.selection", Response, ("exponential",)
+)
+
+
+class FirstResponders(Sized):
+    """The first `cohort` to respond of `contacted` clients, which are asked uniformly without
+    replacement.
+
+    Without `contacted`, everyone is asked up to 10,000 clients; of more, 10,000 or ten times the
+    cohort, whichever is larger. A client's scale is exp(spread Z_k), with Z_k standard normal and
+    keyed by client. With spread 0 the law and the accounting are those of `uniform`. Otherwise fast
+    clients are drawn more often, in no closed form: only a client's own rounds count, and no
+    weights undo the bias.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"cohort": 6},
+        {"cohort": 6, "spread": 0.3, "response": {"kind": "lognormal", "sigma": 2.0}},
+    )
+    kind: str = "first_responders"
+    contacted: int | None = Field(default=None, ge=1)
+    response: SerializeAsAny[Response] = Exponential()
+    spread: float = Field(default=0.0, ge=0)
+
+    @field_validator("response", mode="before")
+    @classmethod
+    def _response(cls, value: Any) -> Response:
+        return choose("selection.response", value, RESPONSES, Response)
+
+    def asked(self, count: int) -> int:
+        """How many of `count` clients are asked."""
+        return self.contacted or min(count, max(ASKED, 10 * self.cohort))
+
+    def fits(self, count: int) -> None:
+        super().fits(count)
+        if not self.cohort <= self.asked(count) <= count:
+            raise ConfigError(
+                "selection.contacted",
+                self.contacted,
+                f"a number from the cohort of {self.cohort} to the population of {count} clients",
+            )
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        count = len(population)
+        asked = self.asked(len(population))
+        clients = (
+            distinct(stream(seed, Purpose.COHORT, t=t), count, asked)
+            if asked < count
+            else np.arange(count)
+        )
+        times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), asked)
+        if self.spread:
+            normals = population.remember(
+                ("scales", seed),
+                lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count),
+            )
+            times = times * np.exp(self.spread * normals[clients])
+        return Cohort.of(clients[np.argsort(times, kind="stable")[: self.cohort]])
+
+    def sampling(self, population: Population) -> Sampling:
+        if not self.spread:
+            return Sampling("fixed", len(population), self.cohort)
+        return Sampling(
+            "public",
+            len(population),
+            self.cohort,
+            rule="the first to respond, some always faster than others",
+        )

@@ -1,0 +1,94 @@
+"""Draws by any probabilities, with the weights that undo them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import model_validator
+
+from raydpfl.data.columns import clients_table, numbers
+from raydpfl.errors import ConfigError
+from raydpfl.methods.selection.base import Population
+from raydpfl.methods.selection.with_replacement import WithReplacement
+
+
+class Importance(WithReplacement):
+    """Any p, with each update weighted by p^u_k / p_k, so that the sum is unbiased for
+    sum p^u_k Delta_k (Luo et al. 2024).
+
+    p is proportional to (p^u)^power: power 1 is `multinomial`, 0 is uniform. Or it is proportional
+    to `column` of the table `path`, a CSV, Parquet, Arrow or NPZ file with a row per client in
+    client order, absolute or relative to the data root or the working folder. Clients with data
+    must have p > 0. A client that is rarely drawn counts more when it is: its correction multiplies
+    what it can add to the sum.
+    """
+
+    named: ClassVar[frozenset[str]] = frozenset({"path"})
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6, "power": 0.5},)
+    kind: str = "importance"
+    power: float | None = None
+    path: str | None = None
+    column: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Importance:
+        if (self.power is None) == (self.path is None):
+            raise ConfigError(
+                "selection.power",
+                self.power,
+                "a number, or selection.path and selection.column; not both",
+            )
+        if (self.path is None) != (self.column is None):
+            raise ConfigError(
+                "selection.column",
+                self.column,
+                "the column of selection.path that holds the probabilities; one needs the other",
+            )
+        return self
+
+    def law(self, population: Population) -> np.ndarray:
+        shares = population.shares
+        field, given = (
+            ("selection.power", self.power)
+            if self.path is None
+            else ("selection.column", self.column)
+        )
+        with np.errstate(divide="ignore", over="ignore"):
+            table = (
+                population.table if population.table is not None else self.table(len(population))
+            )
+            p = shares**self.power if table is None else table
+        if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
+            raise ConfigError(
+                field,
+                given,
+                "probabilities that are finite, not negative, and above 0 for every client that "
+                "has data",
+            )
+        return p / p.sum()
+
+    def corrections(self, population: Population) -> np.ndarray:
+        def ratio() -> np.ndarray:
+            p = self.probabilities(population)
+            return np.divide(population.shares, p, out=np.zeros_like(p), where=p > 0)
+
+        return population.remember((self, "corrections"), ratio)
+
+    def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
+        if self.path is None or self.column is None:
+            return None
+        values = numbers(
+            "selection.column",
+            self.column,
+            clients_table("selection", self.path, root, column=self.column)["column"],
+        )
+        if len(values) != count:
+            raise ConfigError(
+                "selection.path",
+                self.path,
+                f"a row for each of the {count} clients; this has {len(values)}",
+            )
+        return values

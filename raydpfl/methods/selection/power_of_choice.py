@@ -1,0 +1,219 @@
+"""Power-of-choice: the clients with the largest losses take part (Cho, Wang, Joshi 2020; the biased
+baseline of 003 sec. VI-B).
+
+>>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
+>>> member.exposed(seed=0, t=0, population=clients)
+array([1, 2, 3])
+>>> member.select(0, 0, clients, ask=lambda candidates: np.array([0.1, 0.7, 0.3])).clients
+array([2])
+>>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
+>>> answer = noised.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2)
+>>> round(answer, 3)  # (0.2 + 4) / 2, and noise
+2.569
+>>> noised.loss_query
+Query(name='losses', bound=2.0, std=0.5, apart=True)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.selection.base import Ask, Cohort, Population
+from raydpfl.methods.selection.fixed_size import Sized
+from raydpfl.privacy import Query, Sampling
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class PowerOfChoice(Sized):
+    """Of `pool` candidates, drawn without replacement in proportion to their data, the `cohort`
+    with the largest local losses under the global model.
+
+    All candidates are asked, so all are exposed. The weights are uniform.
+
+    The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of
+    each of its samples to [0, L], L being `loss_bound`, and answers with their mean plus Gaussian
+    noise of that std, in units of the loss. Accountants count the answer in every round in which a
+    client is a candidate. The observer may see all answers, and who is chosen follows from them.
+    The sensitivity of one answer is
+
+    - L where a client is replaced by another;
+    - L/2 where its contribution may be zero instead, which stands for the middle of the range;
+    - L / n_k where one of its n_k samples is replaced (noise at local steps), if samples do not
+      affect each other in the model's forward pass.
+
+    Without noise no accountant covers the query, and every guarantee says so. Either way candidates
+    are counted as if each took part in the round and everyone knew it.
+
+    With `accounted: chosen` noise at local steps is that of a rival that looks at no losses: for
+    the participations of `cohort` clients drawn blindly among the candidates, at least one for
+    whoever is ever a candidate. The guarantees still count all candidates, and so exceed what was
+    promised; epsilons that count the chosen alone stand beside them, and are not called rigorous.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"cohort": 5, "pool": 12},
+        {"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},
+        {"cohort": 5, "pool": 12, "accounted": "chosen"},
+    )
+    newer: ClassVar[frozenset[str]] = frozenset({"accounted"})
+    kind: str = "power_of_choice"
+    pool: int = Field(ge=1)
+    loss_bound: float | None = Field(default=None, gt=0, le=1e15)
+    loss_std: float = Field(default=0.0, ge=0, le=1e15)  # 0: the losses are exact
+    accounted: Literal["candidates", "chosen"] = "candidates"
+
+    @model_validator(mode="after")
+    def _pool(self) -> PowerOfChoice:
+        if self.pool < self.cohort:
+            raise ConfigError(
+                "selection.pool", self.pool, f"at least selection.cohort, {self.cohort}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _alone(self) -> PowerOfChoice:
+        if self.accounted == "chosen" and self.loss_std:
+            accepted = "candidates with selection.loss_std: noised losses are counted, of all asked"
+            raise ConfigError("selection.accounted", self.accounted, accepted)
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> PowerOfChoice:
+        if self.loss_std and self.loss_bound is None:
+            raise ConfigError(
+                "selection.loss_bound",
+                None,
+                "a positive number with selection.loss_std: losses without a bound have no "
+                "sensitivity",
+            )
+        least = 1e-9 * (self.loss_bound or 0.0)
+        if 0 < self.loss_std < least:
+            accepted = f"0, or at least {least:g}, a billionth of selection.loss_bound"
+            raise ConfigError("selection.loss_std", self.loss_std, accepted)
+        return self
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        if self.loss_std:
+            return ()
+        return (
+            "clients are chosen by their local losses, a data-dependent query that is not noised",
+        )
+
+    @property
+    def loss_query(self) -> Query | None:
+        """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
+        if self.loss_bound is None or not self.loss_std:
+            return None
+        return Query("losses", self.loss_bound / 2, self.loss_std, apart=True)
+
+    def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
+        if self.loss_bound is None:
+            return super().answer(losses, noise_seed, t, client)
+        clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
+        if not self.loss_std:
+            return float(clipped.mean())
+        noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
+        return float(clipped.mean()) + noise
+
+    def check(self, experiment: Experiment) -> None:
+        noise = experiment.noise
+        at_steps = noise.private() and noise.protects() == "sample"
+        if self.accounted == "chosen" and not at_steps:
+            accepted = "candidates, unless noise is drawn at local steps"
+            raise ConfigError("selection.accounted", self.accounted, accepted)
+
+    def fits(self, count: int) -> None:
+        super().fits(count)
+        if self.pool > count:
+            raise ConfigError(
+                "selection.pool", self.pool, f"at most the population of {count} clients"
+            )
+
+    def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
+        return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
+
+    def assumed(self, seed: int, t: int, population: Population) -> np.ndarray:
+        """The candidates; or a cohort of them that no losses have chosen, those drawn first."""
+        if self.accounted == "candidates":
+            return self.exposed(seed, t, population)
+        drawn = successive(stream(seed, Purpose.COHORT, t=t), population, self.pool)
+        return np.sort(drawn[: self.cohort])
+
+    @property
+    def uncounted(self) -> str | None:
+        if self.accounted == "candidates":
+            return None
+        return (
+            "noise is sized as if cohorts were drawn blindly among the candidates: that all of "
+            "these are asked, and that losses choose, is not counted (selection.accounted: chosen)"
+        )
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        """The candidates with the largest losses. Of equal losses the lower client's comes first;
+        NaN comes last.
+        """
+        candidates = self.exposed(seed, t, population)
+        order = np.argsort(-ask(candidates), kind="stable")
+        return Cohort.of(candidates[order[: self.cohort]])
+
+    def sampling(self, population: Population) -> Sampling:
+        rule = f"the largest losses of {self.pool} candidates"
+        rule = f"{rule}, noised and seen by all" if self.loss_std else rule
+        return Sampling("public", len(population), self.cohort, rule=rule)
+
+    def survivors(self, seed: int, rounds: int, population: Population) -> int:
+        """A lower bound: the number if all candidates that drop out had been chosen."""
+        if not self.dropout:
+            return self.cohort
+        lost = (
+            self.drop(seed, t, Cohort.of(self.exposed(seed, t, population))).lost
+            for t in range(rounds)
+        )
+        return max(0, self.cohort - max(lost))
+
+
+def successive(
+    generator: np.random.Generator, population: Population, size: int, attempts: int = 8
+) -> np.ndarray:
+    """`size` distinct clients drawn one after another, each in proportion to its samples among
+    those that are left: int64 [size].
+
+    Draws with replacement, without the repeats, have that law at O(size log N). Where few clients
+    hold nearly all data and `attempts` times 2 size draws are not enough, the rest come in the
+    order of exponential clocks of rate n_k, which has the same law at O(N).
+
+    Raises `ConfigError` if fewer clients have data.
+    """
+    sums = population.remember("sums of sizes", lambda: np.cumsum(population.sizes))
+    drawn = np.empty(0, np.int64)
+    for _ in range(attempts):
+        drawn = np.concatenate(
+            [
+                drawn,
+                np.searchsorted(sums, generator.integers(sums[-1], size=2 * size), side="right"),
+            ]
+        )
+        # each client where it came first
+        drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
+        if len(drawn) >= size:
+            return drawn[:size]
+    with np.errstate(divide="ignore"):
+        clocks = generator.standard_exponential(len(population)) / population.sizes
+    clocks[drawn] = np.inf
+    able = int(np.isfinite(clocks).sum())
+    missing = size - len(drawn)
+    if able < missing:
+        raise ConfigError(
+            "selection.pool", size, f"at most the {able + len(drawn)} clients that have data"
+        )
+    return np.concatenate([drawn, np.argsort(clocks)[:missing]])

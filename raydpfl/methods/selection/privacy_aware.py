@@ -1,0 +1,63 @@
+"""Draws with the probabilities that solve Problem 1 of 003."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.errors import ConfigError
+from raydpfl.methods.selection.base import Population
+from raydpfl.methods.selection.privacy_aware_solver import solve, solve_cvxpy
+from raydpfl.methods.selection.with_replacement import WithReplacement
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class PrivacyAware(WithReplacement):
+    """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the
+    clients drawn (003 sec. V).
+
+    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact`
+    (`solve`) or the reference that it is tested against (`solve_cvxpy`). The weights are uniform,
+    since Problem 1 accounts for the bias. A client without data is never drawn.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
+    kind: str = "privacy_aware"
+    accounted_with: ClassVar[tuple[str, ...]] = ("model",)  # a cost grows with its parameters
+    scale: float = Field(default=1.0, gt=0, le=1e15)
+    solver: Literal["exact", "cvxpy"] = "exact"
+
+    def check(self, experiment: Experiment) -> None:
+        epochs = experiment.local.epochs
+        if epochs is not None:
+            accepted = f"none with selection.kind {self.kind}: its costs are of clients with as "
+            raise ConfigError("local.epochs", epochs, f"{accepted}many steps each")
+
+    def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
+        found = variances()
+        if found is None:
+            accepted = "noise at local steps, with noise.epsilon for the clients' budgets"
+            raise ConfigError("selection.kind", self.kind, accepted)
+        return d * found
+
+    def law(self, population: Population) -> np.ndarray:
+        if population.privacy_cost is None:
+            raise ConfigError(
+                "selection.kind",
+                self.kind,
+                "clients with privacy budgets: noise at local steps, with noise.epsilon",
+            )
+        p = np.zeros(len(population))
+        has = population.sizes > 0
+        shares = population.shares[has]
+        cost = self.scale * population.privacy_cost[has]
+        if self.solver == "exact":
+            p[has] = solve(shares, cost).probabilities
+            return p
+        p[has] = np.maximum(solve_cvxpy(shares, cost), 0)
+        return p / p.sum()

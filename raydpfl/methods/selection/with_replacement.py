@@ -1,0 +1,59 @@
+"""Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual
+clients of 003 sec. III-C2.
+
+A client drawn twice trains twice, with independent batches and noise, and counts twice in the sum
+that is divided by r. The members differ in p:
+
+>>> from raydpfl.methods.selection.importance import Importance
+>>> from raydpfl.methods.selection.multinomial import Multinomial
+>>> clients = Population(sizes=[10, 30, 60])
+>>> Multinomial(cohort=4).draw(seed=0, t=1, population=clients)
+Cohort(clients=array([1, 1, 1, 2]), draws=array([0, 1, 2, 0]), lost=0)
+>>> even = Importance(cohort=4, power=0.0)
+>>> even.probabilities(clients).round(3), even.corrections(clients).round(3)
+(array([0.333, 0.333, 0.333]), array([0.3, 0.9, 1.8]))
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
+from raydpfl.privacy import Sampling
+
+
+class WithReplacement(Selection):
+    """Base of these members, which give `law`: `cohort` draws, each with `probabilities`; the sum
+    is divided by `cohort`.
+    """
+
+    cohort: int = Field(ge=1, le=10**9)  # r, draws of a round
+
+    def law(self, population: Population) -> np.ndarray:
+        """p, float64 [N], not negative and with sum 1."""
+        raise NotImplementedError
+
+    def probabilities(self, population: Population) -> np.ndarray:
+        """`law`, float64 [N], computed once for a population."""
+        return population.remember((self, "p"), lambda: self.law(population))
+
+    def weighs_data(self) -> bool:
+        return True
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        sums = population.remember(
+            (self, "sums"), lambda: np.cumsum(self.probabilities(population))
+        )
+        places = stream(seed, Purpose.COHORT, t=t).random(self.cohort) * sums[-1]
+        return Cohort.of(np.searchsorted(sums, places, side="right"))
+
+    def sampling(self, population: Population) -> Sampling:
+        largest = population.remember(
+            (self, "largest"), lambda: float(self.probabilities(population).max())
+        )
+        uniform = largest * len(population) <= 1 + 1e-9
+        return Sampling(
+            "with_replacement", len(population), self.cohort, None if uniform else min(largest, 1.0)
+        )

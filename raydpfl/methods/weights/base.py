@@ -1,0 +1,32 @@
+"""The base of the weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raydpfl.config.registry import Member
+
+
+class Weights(Member):
+    """Base of the family. A member gives `of`.
+
+    It is asked once, for all clients together. Weights are normalised over the population, never
+    over a round's cohort, so the largest weight that the accountants are told is that of any round.
+    """
+
+    def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
+        """The weights of all clients.
+
+        Args:
+            sizes: int64 [N], the samples of each client.
+            samples: of all clients together.
+            population: N.
+
+        Returns:
+            float64 [N], finite.
+        """
+        raise NotImplementedError
+
+    def plain(self) -> bool:
+        """Whether every weight is 1, so that the server's quotient is the plain mean."""
+        return False

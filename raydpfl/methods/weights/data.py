@@ -1,0 +1,32 @@
+"""Every client counts in proportion to its data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raydpfl.methods.weights.base import Weights
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+
+class DataWeights(Weights):
+    """w_i = N p_i, p_i = n_i / sum n_j: unbiased for sum p_i Delta_i under uniform sampling (002
+    Lemma 5).
+    """
+
+    kind: str = "data"
+
+    def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
+        # the product first, so that the weights of clients of one size are 1 to the bit
+        return sizes * float(population) / samples
+
+    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
+        if not experiment.selection.weighs_data():
+            return ()
+        return (
+            f"weights.kind {self.kind} and selection.kind {experiment.selection.kind} both weigh "
+            "clients by their data; uniform weights are what the papers have",
+        )

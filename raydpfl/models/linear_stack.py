@@ -1,0 +1,297 @@
+"""Finds the stack of linear layers that a module is, if it is one.
+
+>>> layers = nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10, bias=False)
+>>> first, second = stack(nn.Sequential(*layers))
+>>> first.inputs, first.outputs, first.weight, first.bias, first.activation.name
+(784, 200, 0, 156800, 'relu')
+>>> second.inputs, second.outputs, second.weight, second.bias, second.activation
+(200, 10, 157000, None, None)
+>>> stack(nn.Sequential(nn.Linear(784, 200), nn.Dropout(0.5), nn.Linear(200, 10)))
+Traceback (most recent call last):
+raydpfl.models.linear_stack.NoStack: Dropout is none of its layers
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from raydpfl.errors import RAISED
+
+aten = torch.ops.aten
+
+
+class NoStack(Exception):
+    """The module is no stack of linear layers; says what stands in the way."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`forward` works in place; `kernel(g, a, *settings)`, an operator of torch's, is the gradient
+    by the input from that by the output, g, and the output itself, a.
+    """
+
+    name: str
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    kernel: Any
+    settings: tuple[Any, ...] = ()
+    # whether a value's bits may depend on its place in the tensor, as the last ones, which fill no
+    # vectors of the processor, are rounded otherwise
+    placed: bool = False
+
+    def backward(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """The gradient by the input, from `g` by the output and the output `a`."""
+        return self.kernel.default(g, a, *self.settings)
+
+    def backward_(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """As `backward`, in place of `g`."""
+        return self.kernel.grad_input(g, a, *self.settings, grad_input=g)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """activation(W a + b); `weight` and `bias` are the places of W and b in the flat parameters."""
+
+    inputs: int
+    outputs: int
+    weight: int
+    bias: int | None
+    activation: Activation | None = None
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
+        flat_weight = flat[..., self.weight : self.weight + self.inputs * self.outputs]
+        weight = flat_weight.view(*flat.shape[:-1], self.outputs, self.inputs)
+        if self.bias is None:
+            return [weight]
+        return [weight, flat[..., None, self.bias : self.bias + self.outputs]]
+
+
+RELU = Activation("relu", torch.relu_, aten.threshold_backward, (0,))
+TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
+SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward, placed=True)
+
+
+def _leaky(slope: float) -> Activation:
+    if slope <= 0:
+        raise NoStack(
+            f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input"
+        )
+    forward = partial(F.leaky_relu_, negative_slope=slope)
+    return Activation("leaky_relu", forward, aten.leaky_relu_backward, (slope, True))
+
+
+ACTIVATIONS: dict[Any, Activation] = {
+    nn.ReLU: RELU, torch.relu: RELU, F.relu: RELU, "relu": RELU,
+    nn.Tanh: TANH, torch.tanh: TANH, F.tanh: TANH, "tanh": TANH,
+    nn.Sigmoid: SIGMOID, torch.sigmoid: SIGMOID, F.sigmoid: SIGMOID, "sigmoid": SIGMOID,
+}  # fmt: skip
+
+
+Found = Activation | tuple[torch.Tensor, torch.Tensor | None] | None
+
+
+def stack(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers of a chain [flatten] (Linear [activation])*, in modules or in functions.
+
+    Raises `NoStack` for anything else: a layer used twice, tied to another, frozen or with hooks,
+    an active Dropout, a branch, control flow that torch.fx cannot follow. A `view` is taken for a
+    flatten; whether it is one shows when the way is checked.
+    """
+    places = places_of(module)
+    layers: list[Layer] = []
+    activation = None
+    for call in backwards(module):
+        step = step_of(call)
+        if isinstance(step, Activation):
+            if activation:
+                raise NoStack(f"{activation.name} follows {step.name}")
+            activation = step
+        elif step is not None:
+            weight, bias = step
+            at = taken(places, weight, bias)
+            layers.append(Layer(weight.shape[1], weight.shape[0], *at, activation))
+            activation = None
+    if not layers or activation or places:
+        raise NoStack("it is more than linear layers and activations after them")
+    return tuple(reversed(layers))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function or method in the traced code of a module."""
+
+    root: nn.Module  # by whose attributes the node names parameters
+    node: fx.Node
+
+
+def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
+    """The layers and calls from the module's output back to its input, each taking what the next
+    one gives. Raises `NoStack` where they do not lead there.
+    """
+    chain = _sequence(module)
+    if chain is not None:
+        yield from reversed(chain)
+        return
+    root = nn.Sequential(module)  # wrapped, so that a lone Linear is seen as a layer
+    try:
+        graph = fx.Tracer().trace(root)
+    except RAISED as error:  # whatever the module's own code does when it runs on proxies
+        raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
+    node = next(node for node in graph.nodes if node.op == "output").args[0]
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        layer = node.op == "call_module"
+        yield root.get_submodule(str(node.target)) if layer else Call(root, node)
+        node = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(node, fx.Node):
+        raise NoStack("it is more than layers one after another")
+
+
+# what computes a number in the same bits wherever it lies in a tensor, and its gradient likewise
+ANYWHERE = (nn.Linear, nn.LayerNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh)
+CALLS = {"add", "sub", "mul", "neg", "relu", "tanh", "flatten", "view", "reshape", "linear"}
+
+
+def is_placed(module: nn.Module) -> bool:
+    """Whether the bits of what a module computes may depend on the place in a tensor (see
+    `Activation.placed`), as far as is known of all that it calls.
+    """
+    if any(map(_hooked, module.modules())):
+        return True
+    try:
+        graph = fx.Tracer().trace(nn.Sequential(module))
+    except RAISED:  # as for `backwards`
+        return True
+    layers = dict(nn.Sequential(module).named_modules())
+    for node in graph.nodes:
+        if node.op == "call_module" and type(layers[str(node.target)]) not in ANYWHERE:
+            return True
+        called = node.op in ("call_function", "call_method")
+        if called and getattr(node.target, "__name__", node.target) not in CALLS:
+            return True
+    return False
+
+
+def _sequence(module: nn.Module) -> list[nn.Module] | None:
+    """The layers of a plain `nn.Sequential`, in which others may stand: what torch.fx would find,
+    in a hundredth of the time. None: it has to.
+    """
+    if fx.Tracer().is_leaf_module(module, ""):
+        return [module]
+    if type(module) is not nn.Sequential or "forward" in vars(module) or _hooked(module):
+        return None
+    found: list[nn.Module] = []
+    for each in module:
+        within = _sequence(each)
+        if within is None:
+            return None
+        found += within
+    return found
+
+
+def places_of(module: nn.Module) -> dict[int, int]:
+    """Where each trainable parameter, by its id, begins in the flat vector."""
+    places = {}
+    place = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            places[id(parameter)] = place
+            place += parameter.numel()
+    return places
+
+
+def taken(
+    places: dict[int, int], weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[int, int | None]:
+    """The places of a layer's weight and bias, taken out of `places`. Raises `NoStack`."""
+    if id(weight) not in places or (bias is not None and id(bias) not in places):
+        raise NoStack("a layer is used twice, tied to another or frozen")
+    return places.pop(id(weight)), None if bias is None else places.pop(id(bias))
+
+
+def step_of(call: nn.Module | Call) -> Found:
+    """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
+    the shape.
+    """
+    if isinstance(call, nn.Module):
+        return _of_module(call)
+    node = call.node
+    arguments = node.args[1:]
+    if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
+        return ACTIVATIONS[node.target]
+    if node.target is F.leaky_relu:
+        slope = arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01)
+        if not isinstance(slope, (int, float)):
+            raise NoStack("a leaky ReLU whose slope is computed is none of its layers")
+        return _leaky(slope)
+    if node.target is F.linear:
+        return _of_function(call)
+    if node.target in (torch.flatten, "flatten"):
+        if arguments == (1,) or node.kwargs.get("start_dim") == 1:
+            return None
+    elif node.target in ("view", "reshape"):
+        shape = arguments[0] if isinstance(arguments[0], tuple) else arguments
+        if len(shape) == 2:
+            return None
+    raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")
+
+
+def _of_module(module: nn.Module) -> Found:
+    """What a module within the stack is; see `step_of`."""
+    check_unhooked(module)
+    if type(module) is nn.Linear:
+        return module.weight, module.bias
+    if type(module) in ACTIVATIONS:
+        return ACTIVATIONS[type(module)]
+    if type(module) is nn.LeakyReLU:
+        return _leaky(module.negative_slope)
+    flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
+    idle = isinstance(module, nn.Dropout) and module.p == 0
+    if flat or idle or isinstance(module, nn.Identity):
+        return None
+    raise NoStack(f"{type(module).__name__} is none of its layers")
+
+
+def check_unhooked(module: nn.Module) -> None:
+    """Raises `NoStack` for a layer with hooks."""
+    if _hooked(module):
+        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks)
+
+
+def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The (weight, bias) of a call of `torch.nn.functional.linear`."""
+    node = call.node
+    sources = [
+        *node.args[1:],
+        *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
+    ]
+    weight, *bias = (_attribute(call.root, source) for source in sources)
+    if weight is None:
+        raise NoStack("a linear layer without weight is none of its layers")
+    return weight, bias[0] if bias else None
+
+
+def _attribute(root: nn.Module, source: object) -> torch.Tensor | None:
+    """The parameter or buffer that an argument is; None for None."""
+    if source is None:
+        return None
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
+        raise NoStack("a linear layer whose weight or bias is computed is none of its layers")
+    return operator.attrgetter(str(source.target))(root)

@@ -1,0 +1,64 @@
+"""What a model is scored by where it is evaluated: `evaluate.metrics`, a list, a file a member.
+
+A metric is what each batch of rows comes to, added up over the batches: so it does not depend on
+who evaluated which of them. A kind alone stands for its defaults; a metric of one's own is a class
+with the base `Metric`, named by import path:
+
+>>> [metric.name for metric in parse(["perplexity", {"kind": "top_k", "k": 5}])]
+['perplexity', 'top_5']
+>>> parse(["mse", "mse"])  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: evaluate.metrics = ['mse', 'mse']: expected a list that ...
+>>> called("f1_micro"), called("test_f1")
+(F1(kind='f1', average='micro'), None)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydpfl.config.registry import choose, family
+from raydpfl.errors import ConfigError
+from raydpfl.models.metrics.base import Metric, Total
+
+__all__ = ["FAMILY", "Metric", "Total", "called", "parse", "standing"]
+
+FIRST = (
+    "accuracy",
+    "loss",
+    "top_k",
+    "balanced_accuracy",
+    "f1",
+    "auc",
+    "perplexity",
+    "mse",
+    "mae",
+    "r2",
+)
+FAMILY: dict[str, type[Metric]] = family(__name__, Metric, FIRST)
+SECTION = "evaluate.metrics"
+ALWAYS = ("loss", "accuracy")  # every evaluation has these
+
+
+def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
+    """The members of a list of kinds and mappings. Raises `ConfigError` on the field `section`."""
+    if not isinstance(values, (list, tuple)) or not values:
+        accepted = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
+        raise ConfigError(section, values, accepted)
+    given = [{"kind": each} if isinstance(each, str) else each for each in values]
+    found = tuple(choose(section, each, FAMILY, Metric) for each in given)
+    if len({metric.name for metric in found}) < len(found):
+        raise ConfigError(SECTION, values, "a list that has each metric once")
+    return found
+
+
+def standing(given: tuple[Metric, ...]) -> tuple[Metric, ...]:
+    """With those that every evaluation has, last."""
+    names = {metric.name for metric in given}
+    return (*given, *(FAMILY[kind]() for kind in ALWAYS if kind not in names))
+
+
+def called(name: str) -> Metric | None:
+    """The metric that comes with the project and has this name; None: there is none."""
+    found = (cls.called(name) for cls in FAMILY.values())
+    return next((metric for metric in found if metric is not None), None)

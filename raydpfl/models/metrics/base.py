@@ -1,0 +1,141 @@
+"""The base of the family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from raydpfl.config.registry import Member
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks import Form
+
+Total = np.ndarray  # float64 [k]: what batches come to, together
+
+
+class Metric(Member):
+    """Base of the family. A metric is told batches of outputs float32 [B, *form.outputs] and
+    targets y, int64 or float32 [B, *form.target.shape], and has a value for all of them.
+    """
+
+    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What a batch comes to, float64 or int64 [k], on the device of `outputs`; whole numbers
+        below 2^53. It must not depend on other batches.
+
+        Raises:
+            ConfigError: the metric has no meaning for the task.
+        """
+        raise NotImplementedError
+
+    def joined(self, parts: Sequence[Total]) -> Total:
+        """What batches, float64 [k] each, come to together: their sum, in their order."""
+        total = np.zeros_like(parts[0])
+        for part in parts:
+            total = total + part
+        return total
+
+    def value(self, total: Total) -> float | None:
+        """The metric of all rows; None: it has none of these."""
+        raise NotImplementedError
+
+    def cells(self, total: Total) -> dict[str, np.ndarray]:
+        """What it has besides a value, for a table of its own: columns by name, int64 [rows]."""
+        return {}
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns of `cells`; none: there is no such table."""
+        return ()
+
+    def sign(self) -> int:
+        """1: more of it is better; -1: less of it is; 0: nobody can say."""
+        return 0
+
+    def share(self) -> bool:
+        """Whether it is a share, told in percent."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """Of its columns, after that of the set (`test_NAME`): the kind, or the name of one's own
+        class.
+        """
+        last = re.split(r"[.:]", self.kind)[-1]
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
+
+    @classmethod
+    def called(cls, name: str) -> Metric | None:
+        """The setting of this class whose columns have this name; None: none has."""
+        return cls() if name == cls.model_fields["kind"].default else None
+
+    def fits(self, form: Form) -> None:
+        """Raises `ConfigError` where it has no meaning for what is learnt of samples of this form:
+        it is tried on made-up ones.
+        """
+        outputs = torch.zeros(2, *form.outputs)
+        y = form.task.made_up(stream(0, Purpose.DATA), 2, form.outputs)
+        self.sums(form, outputs, y.reshape(2, *form.target.shape))
+
+    def refused(self, accepted: str) -> ConfigError:
+        """The error for a task that it has no meaning for."""
+        return ConfigError("evaluate.metrics", self.name, f"a metric of the task; {accepted}")
+
+
+class Percent(Metric):
+    """Base of those that are shares of which more is better."""
+
+    def sign(self) -> int:
+        return 1
+
+    def share(self) -> bool:
+        return True
+
+
+def of_classes(
+    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `Task.classes`. Raises `ConfigError` for a task that has none."""
+    found = form.task.classes(outputs, y)
+    if found is None:
+        raise metric.refused(f"{form.task.kind} has no classes, of which one is right")
+    return found
+
+
+def of_labels(
+    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each class, or label, whether it is chosen, whether it is right, and whether the row
+    counts: bool [n, C], [n, C] and [n, 1]. Raises `ConfigError` for a task that has none.
+    """
+    bits = form.task.bits(outputs, y)
+    if bits is not None:
+        scores, right = bits
+        return scores > 0, right, torch.ones_like(right[:, :1])
+    scores, y, counts = of_classes(metric, form, outputs, y)
+    every = torch.arange(scores.shape[1], device=scores.device)
+    return scores.argmax(1)[:, None] == every, y[:, None] == every, counts[:, None]
+
+
+def of_numbers(
+    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Task.numbers`, in float64. Raises `ConfigError` for a task that has none."""
+    found = form.task.numbers(outputs, y)
+    if found is None:
+        raise metric.refused(f"{form.task.kind} has no numbers to predict")
+    predicted, actual = found
+    return predicted.double(), actual.double()
+
+
+def pair(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """A sum, [], and of how many, as float64 [2], without waiting for a device."""
+    if not isinstance(count, torch.Tensor):
+        count = torch.full_like(total, count, dtype=torch.float64)
+    return torch.stack([total.double(), count.double()])
+
+
+def mean(total: Total) -> float | None:
+    """The mean of a pair of sum and count; None of nothing."""
+    return float(total[0] / total[1]) if total[1] else None

@@ -1,0 +1,46 @@
+"""The harmonic mean of precision and recall."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from raydpfl.models.metrics.base import Metric, Percent, Total, of_labels
+from raydpfl.models.tasks import Form
+
+
+class F1(Percent):
+    """F1 = 2 TP / (2 TP + FP + FN) of a class, or of a label: `macro` its mean over them, those
+    that neither are nor are predicted left out; `micro` that of the counts of all together.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"average": "micro"})
+
+    kind: str = "f1"
+    # macro: the mean over classes; micro: of the counts of all classes together
+    average: Literal["macro", "micro"] = "macro"
+
+    @property
+    def name(self) -> str:
+        return "f1" if self.average == "macro" else "f1_micro"
+
+    @classmethod
+    def called(cls, name: str) -> Metric | None:
+        found = {"f1": cls(), "f1_micro": cls(average="micro")}
+        return found.get(name)
+
+    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        chosen, right, counts = of_labels(self, form, outputs, y)
+        both = (chosen & right & counts).sum(0)
+        return torch.cat([both, (chosen & counts).sum(0), (right & counts).sum(0)])
+
+    def value(self, total: Total) -> float | None:
+        both, predicted, actual = total.reshape(3, -1)
+        if self.average == "micro":
+            both, predicted, actual = (
+                each.sum(keepdims=True) for each in (both, predicted, actual)
+            )
+        there = predicted + actual > 0
+        found = 2 * both[there] / (predicted[there] + actual[there])
+        return float(found.mean()) if there.any() else None

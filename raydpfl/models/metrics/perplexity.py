@@ -1,0 +1,33 @@
+"""How many classes a model hesitates between."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from raydpfl.models.metrics.base import Metric, Total, mean, of_classes, pair
+from raydpfl.models.tasks import Form
+
+
+class Perplexity(Metric):
+    """The exponential of the mean cross-entropy, in nats, over all samples, or all positions that
+    count, each the same: not that of the loss of sequences, which is a mean over samples of means.
+    """
+
+    kind: str = "perplexity"
+
+    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores, y, counts = of_classes(self, form, outputs, y)
+        losses = F.cross_entropy(scores, y, reduction="none").double()
+        return pair((losses * counts).sum(), counts.sum())
+
+    def value(self, total: Total) -> float | None:
+        found = mean(total)
+        if found is None:
+            return None
+        return math.exp(found) if found < 700 else math.inf
+
+    def sign(self) -> int:
+        return -1

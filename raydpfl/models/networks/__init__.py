@@ -1,0 +1,1 @@
+"""The networks that a config names, a file a network."""

@@ -1,0 +1,54 @@
+"""Models of the transformers library."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from raydpfl.errors import RAISED, ConfigError
+from raydpfl.models.networks.module import Module, factory
+from raydpfl.models.tasks import Form
+
+
+class HuggingFace(Module):
+    """A model of the transformers library: `kind` is the import path of its class, as in
+    transformers:GPT2LMHeadModel, `args` the fields of its configuration. `vocab_size` and
+    `num_labels` follow from the data where they are not given. It has random weights; those of a
+    folder that `save_pretrained` wrote are its `init`, folder/model.safetensors.
+    """
+
+    def of(self, form: Form) -> nn.Module:
+        make: Any = factory(self.kind)
+        known = {"num_labels": form.outputs[-1], "use_cache": False}
+        if form.tokens:
+            known["vocab_size"] = form.tokens
+        try:
+            module = make(make.config_class(**{**known, **self.args}))
+        except RAISED as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            accepted = f"fields of {make.config_class.__name__} ({reason})"
+            raise ConfigError("model.args", self.args, accepted) from None
+        module.register_forward_hook(partial(_scores, form.outputs))
+        return module
+
+
+def is_one(found: object) -> bool:
+    """Whether an object is such a class."""
+    return (
+        isinstance(found, type) and hasattr(found, "config_class") and issubclass(found, nn.Module)
+    )
+
+
+def _scores(outputs: tuple[int, ...], module: nn.Module, given: Any, made: Any) -> Any:
+    """A hook after forward: the scores, [batch, *outputs]. Of scores at every position where one a
+    sample is wanted, those at the last; of scores of all tokens those of the classes, which come
+    first.
+    """
+    scores = getattr(made, "logits", made)
+    if not isinstance(scores, Tensor):
+        return scores
+    if scores.dim() == len(outputs) + 2:
+        scores = scores[:, -1]
+    return scores[..., : outputs[-1]]

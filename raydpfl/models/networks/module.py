@@ -1,0 +1,72 @@
+"""Any module of the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from pydantic import Field
+from torch import nn
+
+from raydpfl.config.registry import load
+from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.models.base import Model
+from raydpfl.models.tasks import Form
+
+
+class Module(Model):
+    """Any `torch.nn.Module`: `kind` is the import path of a class or function (see `factory`),
+    `args` what it is called with."""
+
+    kind: str = ""
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        return True
+
+    def of(self, form: Form) -> nn.Module:
+        make = factory(self.kind)
+        try:
+            return make(**self.args)
+        except RAISED as error:  # a user's constructor may raise anything
+            raise ConfigError(
+                "model.args",
+                self.args,
+                f"what {self.kind} can be called with ({in_line(error)})",
+            ) from None
+
+
+def factory(path: str) -> Callable[..., Any]:
+    """What an import path names: a subclass of `Model` or of `torch.nn.Module`, or a function that
+    is declared to return a module, `def net() -> torch.nn.Module`.
+
+    Raises `ConfigError` for all else, having called nothing.
+    """
+    found = load(path, "model.kind")
+    if isinstance(found, type):
+        if issubclass(found, (nn.Module, Model)):
+            return found
+        raise ConfigError("model.kind", path, f"a torch.nn.Module, not {found.__name__}")
+    makes = _declared(found) if isinstance(found, FunctionType) else None
+    if isinstance(makes, type) and issubclass(makes, nn.Module):
+        return found
+    accepted = "a class or a function that makes a torch.nn.Module"
+    if callable(found):
+        said = f"def {path.split(':')[-1]}(...) -> torch.nn.Module"
+        accepted = f"a subclass of torch.nn.Module, or a function that says so: {said}"
+    raise ConfigError("model.kind", path, accepted)
+
+
+def _declared(function: FunctionType) -> Any:
+    """The return annotation of a function; text is looked up as a name, not evaluated."""
+    said = function.__annotations__.get("return")
+    if not isinstance(said, str):
+        return said
+    first, *parts = said.strip("'\"").split(".")
+    found = inspect.unwrap(function).__globals__.get(first)
+    for part in parts:
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,255 @@
+"""Which numbers of a module travel, which stay with each client, and which stay as they are.
+
+Parameters and buffers have the names that torch gives them, and are chosen by patterns of the
+shell:
+
+>>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+>>> freeze(net, chosen("model.frozen", ("0.*",), net))
+>>> set_local(net, chosen("model.local", ("1.*",), net))
+>>> flatten(net).shape, parameter_count(net), Split.of(net).own
+(torch.Size([8]), 8, 13)
+
+A layer with a frozen buffer is in evaluation mode for good, so that a BatchNorm with frozen
+statistics treats every sample by itself. All else that is trained travels, but for what is local,
+which each client has of its own: here the weight, bias and statistics of the BatchNorm (FedBN; Li
+et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raydpfl.config import hints
+from raydpfl.core.device import CPU, sent
+from raydpfl.errors import ConfigError
+
+NAMES = 3  # that a message lists
+LOCAL = "_stays_with_clients"  # the attribute of a module
+
+
+def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
+    """The names of the parameters and buffers that some pattern chooses; a tied parameter has each
+    of its own.
+
+    Raises:
+        ConfigError: on `field`, for a pattern that chooses nothing.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = [name for name, _ in (*parameters, *module.named_buffers(remove_duplicate=False))]
+    found: set[str] = set()
+    for pattern in patterns:
+        here = [name for name in names if fnmatchcase(name, pattern)]
+        if not here:
+            more = ", ..." if len(names) > NAMES else ""
+            accepted = f"names that the model has, or patterns of them: {', '.join(names[:NAMES])}"
+            near = hints.nearest(pattern.rstrip("*?."), _parts(names))
+            raise ConfigError(field, pattern, f"{accepted}{more}{near}")
+        found.update(here)
+    return found
+
+
+def _parts(names: Iterable[str]) -> list[str]:
+    """The names, and those of the modules that they are in."""
+    found: dict[str, None] = {}
+    for name in names:
+        steps = name.split(".")
+        found |= dict.fromkeys(".".join(steps[:end]) for end in range(1, len(steps) + 1))
+    return list(found)
+
+
+def freeze(module: nn.Module, names: Set[str]) -> None:
+    """Has parameters and buffers stay as they are, in training too."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in names:
+            parameter.requires_grad_(False)
+    for layer, buffers in _buffers(module):
+        if buffers & names and not is_still(layer):
+            layer.register_forward_pre_hook(_evaluates)
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, set[str]]]:
+    """Each layer that has buffers of its own, and their names."""
+    found = []
+    for prefix, layer in module.named_modules():
+        own = {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)}
+        if own:
+            found.append((layer, own))
+    return found
+
+
+def _evaluates(layer: nn.Module, inputs: Any) -> None:
+    """A hook before forward."""
+    layer.training = False
+
+
+def unsettled(module: nn.Module) -> list[str]:
+    """The BatchNorms, by name, whose statistics are neither frozen nor each client's own."""
+    known = [layer for layer, buffers in _buffers(module) if buffers <= local(module)]
+    return [
+        name or "itself"
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not is_still(layer) and layer not in known
+    ]
+
+
+def is_still(layer: nn.Module) -> bool:
+    """Whether a layer has a frozen buffer, and so is never in training mode."""
+    return _evaluates in layer._forward_pre_hooks.values()
+
+
+def set_local(module: nn.Module, names: Set[str]) -> None:
+    """Has parameters and buffers stay with each client. What is frozen is not theirs."""
+    vars(module)[LOCAL] = frozenset(names)
+
+
+def local(module: nn.Module) -> frozenset[str]:
+    """The names of what stays with each client."""
+    return vars(module).get(LOCAL, frozenset())
+
+
+def _trainable(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters that are trained, and whether each travels."""
+    kept = local(module)
+    theirs = {
+        id(parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name in kept
+    }
+    every = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [(parameter, id(parameter) not in theirs) for parameter in every]
+
+
+def _shared(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter, travels in _trainable(module) if travels]
+
+
+def own_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The buffers that each client keeps."""
+    kept = local(module)
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Parameters that travel, tied ones counted once: the length d of `flatten`."""
+    return sum(parameter.numel() for parameter in _shared(module))
+
+
+def flatten(module: nn.Module) -> torch.Tensor:
+    """A copy of the parameters that travel as float32 [d], each in its logical (row-major) order,
+    whatever its memory layout.
+    """
+    return joined(_shared(module))
+
+
+def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A copy of tensors as one vector of the parameters' dtype, counts as float32."""
+    every = [tensor.detach().reshape(-1) for tensor in tensors]
+    numbers = [each if each.is_floating_point() else each.float() for each in every]
+    return torch.cat(numbers) if numbers else torch.empty(0)
+
+
+def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
+    """Copies `flat` [d] into the parameters that travel, and returns the module; the inverse of
+    `flatten`.
+
+    Raises ValueError for another length than d.
+    """
+    fill(_shared(module), flat)
+    return module
+
+
+def trained(module: nn.Module) -> torch.Tensor:
+    """A copy of all that training changes, float32 [D + b]: the D numbers of the parameters that
+    are trained, whether they travel or not, and then those of the buffers that clients keep (counts
+    of batches are exact below 2^24).
+    """
+    every = [parameter for parameter, _ in _trainable(module)]
+    return joined([*every, *own_buffers(module)])
+
+
+def set_trained(module: nn.Module, values: torch.Tensor) -> nn.Module:
+    """The inverse of `trained`. Raises ValueError for another length."""
+    every = [parameter for parameter, _ in _trainable(module)]
+    fill([*every, *own_buffers(module)], values)
+    return module
+
+
+@torch.no_grad()
+def fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """The inverse of `joined`. Raises ValueError for another length."""
+    sizes = [tensor.numel() for tensor in tensors]
+    if flat.shape != (sum(sizes),):
+        raise ValueError(f"{list(flat.shape)} numbers for {sum(sizes)} parameters")
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        whole = not tensor.is_floating_point()  # a count of batches
+        tensor.copy_((part.round() if whole else part).view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of the D + b numbers of a module that training changes (`trained`): which travel, and which
+    each client keeps.
+    """
+
+    travels: torch.Tensor  # bool [D + b], on the CPU
+    buffers: int  # b
+    device: torch.device = CPU  # where the numbers are
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Split:
+        """That of a module."""
+        parts = [
+            torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)
+        ]
+        buffers = sum(buffer.numel() for buffer in own_buffers(module))
+        kept = torch.zeros(buffers, dtype=torch.bool)
+        return cls(torch.cat([*parts, kept]), buffers, next(module.parameters()).device)
+
+    @cached_property
+    def own(self) -> int:
+        """Numbers that each client keeps."""
+        return len(self._kept)
+
+    @property
+    def parameters(self) -> int:
+        """D."""
+        return len(self.travels) - self.buffers
+
+    @cached_property
+    def _moved(self) -> torch.Tensor:
+        """The places of what travels, int64 [d]."""
+        return sent(self.travels.nonzero().flatten(), self.device)
+
+    @cached_property
+    def _kept(self) -> torch.Tensor:
+        """The places of what stays, int64 [own]."""
+        return sent((~self.travels).nonzero().flatten(), self.device)
+
+    def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
+        found = own.new_empty(len(own), len(self.travels))
+        found[:, self._moved] = model
+        found[:, self._kept] = own
+        return found
+
+    def shared(self, updates: torch.Tensor) -> torch.Tensor:
+        """Of updates of what is trained, [k, D], what travels, [k, d]."""
+        return updates[:, self._moved]
+
+    def kept(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of all numbers, [k, D + b], what stays, [k, own]."""
+        return numbers[:, self._kept]
+
+    def spread(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors of what travels, [k, d], as those of what is trained, [k, D]: 0 for the rest."""
+        found = vectors.new_zeros(len(vectors), self.parameters)
+        found[:, self._moved] = vectors
+        return found

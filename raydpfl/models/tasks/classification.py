@@ -1,0 +1,115 @@
+"""One class of several."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks.base import Closed, Count, Target, Task
+
+# at most: a larger class number is an id or a mistake, and a model would have an output for each
+# number below it
+CLASSES = 1 << 20
+# from so many classes on at least such a share of them has a sample, or they are ids
+MANY = 100
+FEW = 0.25
+
+
+class Classification(Task):
+    """A class for each sample: cross-entropy of a score for each class."""
+
+    takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "class"
+    kind: str = "classification"
+
+    def outputs(self, target: Target) -> tuple[int, ...]:
+        return (target.classes,)
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, y, reduction="none")
+
+    def scores(self) -> tuple[str, ...]:
+        return ("accuracy", "loss")
+
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        return (outputs.argmax(1) == y).sum(), len(y)
+
+    def classes(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        return outputs, y, torch.ones_like(y, dtype=torch.bool)
+
+    def targets(
+        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        if y.ndim != 1 or (y.dtype == object and not isinstance(y[0], str)):
+            accepted = "one column with a number or name to a row (several: task multi_label, "
+            raise ConfigError("data.y", name, f"{accepted}regression or sequence)")
+        both, names = numbered(name, np.concatenate([y, test_y]), classes)
+        count = classes if isinstance(classes, int) else len(names) or 1 + int(both.max())
+        return both[: len(y)], both[len(y) :], Target((), count, names)
+
+    def typical(self) -> Target:
+        return Target((), 3)
+
+    def made_up(
+        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
+    ) -> torch.Tensor:
+        return torch.from_numpy(generator.integers(outputs[-1], size=rows))
+
+    def closed(self) -> Closed | None:
+        return "softmax" if type(self).loss is Classification.loss else None
+
+
+def numbered(
+    name: str, labels: np.ndarray, classes: int | tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Int64 class numbers, and the classes' names if they have any: whole numbers from 0 as they
+    are, all else by its place among `classes`, or in sorted order where these name none.
+
+    Raises:
+        ConfigError: for numbers that are none of classes, or labels that are none of `classes`.
+    """
+    if isinstance(classes, tuple):
+        return _placed(name, labels, classes), classes
+    if labels.dtype.kind in "biuf":
+        whole = labels.min() >= 0 and labels.max() < CLASSES and (labels == np.floor(labels)).all()
+        if not whole:
+            accepted = f"whole numbers from 0, or names; at most {CLASSES:,} classes"
+            raise ConfigError("data.y", name, f"{accepted} (numbers to predict: task regression)")
+        found = labels.astype(np.int64)
+        _check_count(name, found, classes)
+        return found, ()
+    texts, found = np.unique(labels.astype(str), return_inverse=True)
+    if isinstance(classes, int) and len(texts) > classes:
+        raise ConfigError("data.classes", classes, f"at least {len(texts)}, the labels of {name}")
+    return found.astype(np.int64), tuple(texts.tolist())
+
+
+def _placed(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray:
+    """The place of each label among the names of the classes, int64."""
+    if labels.dtype.kind == "f" and (labels == np.floor(labels)).all():
+        labels = labels.astype(np.int64)
+    places = {label: place for place, label in enumerate(classes)}
+    texts, index = np.unique(labels.astype(str), return_inverse=True)
+    strange = [text for text in texts.tolist() if text not in places]
+    if strange:
+        accepted = f"names of all labels of {name}; {strange[0]!r} is another"
+        raise ConfigError("data.classes", list(classes), accepted)
+    return np.array([places[text] for text in texts.tolist()], np.int64)[index]
+
+
+def _check_count(name: str, found: np.ndarray, classes: int | None) -> None:
+    """Raises `ConfigError` for numbers beyond the classes that are given, and for ids."""
+    largest = int(found.max())
+    if classes is not None and largest >= classes:
+        accepted = f"more than {largest}, the largest label of {name}"
+        raise ConfigError("data.classes", classes, accepted)
+    present = len(np.unique(found))
+    if classes is None and largest + 1 >= MANY and present < FEW * (largest + 1):
+        remedy = "give data.classes: their number, or the list of the labels that there are"
+        accepted = f"class numbers from 0 without such gaps: {present} up to {largest}"
+        raise ConfigError("data.y", name, f"{accepted} ({remedy})")

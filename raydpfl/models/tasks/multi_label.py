@@ -1,0 +1,98 @@
+"""Several answers of yes or no."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks.base import Count, Target, Task
+
+
+class MultiLabel(Task):
+    """Any of several labels for each sample: the mean over labels of the cross-entropy of a score
+    for each, above 0 for yes.
+
+    Columns of 0 and 1, a list of 0 and 1 to a row, or a list of names to a row.
+    """
+
+    takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "bits"
+    kind: str = "multi_label"
+
+    def outputs(self, target: Target) -> tuple[int, ...]:
+        return target.shape
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        # the log-softmax of (0, z) by hand: torch's own form uses log1p, whose value depends on the
+        # position in the tensor, and so would the bits
+        log_p = torch.log_softmax(torch.stack([torch.zeros_like(outputs), outputs], -1), -1)
+        chosen = torch.where(y > 0.5, log_p[..., 1], log_p[..., 0])
+        return -chosen.mean(-1)
+
+    def scores(self) -> tuple[str, ...]:
+        return ("accuracy", "loss")
+
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        return ((outputs > 0) == (y > 0.5)).sum(), y.numel()
+
+    def bits(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return outputs, y > 0.5
+
+    def targets(
+        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        names = classes if isinstance(classes, tuple) else ()
+        if y.dtype == object:
+            both = [_names(name, column) for column in (y, test_y)]
+            names = names or tuple(sorted({each for rows in both for row in rows for each in row}))
+            found = [_bits(rows, names) for rows in both]
+        else:
+            found = [_zeros_and_ones(name, column) for column in (y, test_y)]
+        width = found[0].shape[1]
+        wanted = classes if isinstance(classes, int) else len(names) or width
+        if wanted != width:
+            raise ConfigError("data.classes", classes, f"{width}, the labels of {name}, or none")
+        return found[0], found[1], Target((width,), 0, names)
+
+    def typical(self) -> Target:
+        return Target((3,))
+
+    def made_up(
+        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
+    ) -> torch.Tensor:
+        return torch.from_numpy(generator.integers(2, size=(rows, *outputs))).float()
+
+
+def _names(name: str, column: np.ndarray) -> list[list[str]]:
+    """The labels of each row."""
+    rows: list[Any] = column.tolist()
+    lists = [[row] if isinstance(row, str) else [str(each) for each in row] for row in rows]
+    if any(not isinstance(each, str) for row in rows if not isinstance(row, str) for each in row):
+        accepted = "lists of names, or lists of 0 and 1 of one length"
+        raise ConfigError("data.y", name, f"{accepted}, for multi_label")
+    return lists
+
+
+def _bits(rows: list[list[str]], names: tuple[str, ...]) -> np.ndarray:
+    """Float32 [rows, names], 1 for each label that a row has. Raises `ConfigError`."""
+    places = {each: place for place, each in enumerate(names)}
+    found = np.zeros((len(rows), len(names)), np.float32)
+    for row, labels in enumerate(rows):
+        for label in labels:
+            if label not in places:
+                accepted = f"names of all labels; {label!r} is another"
+                raise ConfigError("data.classes", list(names), accepted)
+            found[row, places[label]] = 1
+    return found
+
+
+def _zeros_and_ones(name: str, column: np.ndarray) -> np.ndarray:
+    """Float32 [rows, labels]. Raises `ConfigError`."""
+    bits = column.reshape(len(column), -1)
+    if bits.dtype.kind not in "biuf" or not np.isin(bits, (0, 1)).all():
+        raise ConfigError("data.y", name, "columns or lists of 0 and 1, or names, for multi_label")
+    return bits.astype(np.float32)

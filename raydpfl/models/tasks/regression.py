@@ -1,0 +1,58 @@
+"""One number, or several."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks.base import Closed, Target, Task
+
+
+class Regression(Task):
+    """A number for each sample, or several: half the mean squared error of an output for each."""
+
+    takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "numbers"
+    kind: str = "regression"
+
+    def outputs(self, target: Target) -> tuple[int, ...]:
+        return (prod(target.shape),)
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        squares = F.mse_loss(outputs.reshape(y.shape), y, reduction="none")
+        return (squares.flatten(1).mean(1) if y.dim() > 1 else squares) / 2
+
+    def numbers(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return outputs.reshape(len(y), -1), y.reshape(len(y), -1)
+
+    def targets(
+        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        if classes is not None:
+            raise ConfigError("data.classes", classes, "none for task regression")
+        for column in (y, test_y):
+            if column.dtype.kind not in "biuf" or not np.isfinite(column).all():
+                raise ConfigError("data.y", name, "finite numbers, for regression")
+        with np.errstate(over="ignore"):
+            found = [column.astype(np.float32) for column in (y, test_y)]
+        if not all(np.isfinite(column).all() for column in found):
+            raise ConfigError("data.y", name, "numbers below 3.4e38, for regression")
+        return found[0], found[1], Target(y.shape[1:])
+
+    def typical(self) -> Target:
+        return Target((2,))
+
+    def made_up(
+        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
+    ) -> torch.Tensor:
+        shape = (rows,) if outputs == (1,) else (rows, *outputs)
+        return torch.from_numpy(generator.random(shape)).float()
+
+    def closed(self) -> Closed | None:
+        return "squares" if type(self).loss is Regression.loss else None

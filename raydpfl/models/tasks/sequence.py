@@ -1,0 +1,94 @@
+"""A class at each position."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks.base import Count, Target, Task
+from raydpfl.models.tasks.classification import numbered
+
+
+class Sequence(Task):
+    """A class for each position of a sample: the mean over its positions of the cross-entropy of a
+    score for each class. Positions whose target is `ignore` do not count; a sample without any
+    other has a loss of 0.
+
+    Targets are lists of class numbers to a row; shorter lists are filled up with `ignore`.
+    """
+
+    takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "positions"
+    kind: str = "sequence"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ignore": 1})
+    ignore: int = -100
+
+    def ignored(self) -> int:
+        return self.ignore
+
+    def outputs(self, target: Target) -> tuple[int, ...]:
+        return (*target.shape, target.classes)
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat = F.cross_entropy(
+            outputs.flatten(0, -2), y.flatten(), ignore_index=self.ignore, reduction="none"
+        )
+        counted = (y != self.ignore).flatten(1).sum(1).clamp(min=1)
+        return flat.view(len(y), -1).sum(1) / counted
+
+    def scores(self) -> tuple[str, ...]:
+        return ("accuracy", "perplexity", "loss")
+
+    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+        counted = y != self.ignore
+        return ((outputs.argmax(-1) == y) & counted).sum(), counted.sum()
+
+    def classes(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        flat = y.flatten()
+        counted = flat != self.ignore
+        return outputs.flatten(0, -2), flat.where(counted, 0), counted
+
+    def targets(
+        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        width = max((len(row) for column in (y, test_y) for row in _rows(name, column)), default=0)
+        found = [self._filled(name, column, width) for column in (y, test_y)]
+        counted = np.concatenate([column[column != self.ignore] for column in found])
+        if not len(counted):
+            raise ConfigError("data.y", name, f"targets; all of these are {self.ignore}, ignored")
+        number = len(classes) if isinstance(classes, tuple) else classes
+        numbered(name, counted, number)
+        names = classes if isinstance(classes, tuple) else ()
+        target = Target((width,), number or 1 + int(counted.max()), names)
+        return found[0], found[1], target
+
+    def _filled(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
+        """Int64 [rows, width]."""
+        found = np.full((len(column), width), self.ignore, np.int64)
+        for row, values in enumerate(_rows(name, column)):
+            found[row, : len(values)] = values
+        return found
+
+    def typical(self) -> Target:
+        return Target((5,), 4)
+
+    def made_up(
+        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
+    ) -> torch.Tensor:
+        y = generator.integers(outputs[-1], size=(rows, *outputs[:-1]))
+        y[:, 1::3] = self.ignore
+        return torch.from_numpy(y)
+
+
+def _rows(name: str, column: np.ndarray) -> list[np.ndarray]:
+    """The class numbers of each row. Raises `ConfigError`."""
+    found = [np.asarray(row) for row in column]
+    for row in found:
+        if row.ndim != 1 or (row.size and row.dtype.kind not in "biu"):
+            raise ConfigError("data.y", name, "a list of whole numbers to a row, for sequence")
+    return found

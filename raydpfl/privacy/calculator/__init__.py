@@ -1,0 +1,59 @@
+"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both.
+
+Give two of noise, epsilon and rounds. The third is found by every accountant, against every
+observer:
+
+>>> found = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
+>>> for answer in found.answers:
+...     guarantee = answer.guarantee
+...     print(f"{guarantee.accountant:5} {guarantee.observer}: {guarantee.epsilon:.4g}")
+pld   every aggregate: 0.9837
+pld   every aggregate: 33.1
+pld   every single update: 1190
+rdp   every aggregate: 2.044
+rdp   every aggregate: 35.08
+rdp   every single update: 1212
+paper every aggregate: 0.7069
+>>> round(found.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
+0.98
+>>> print(found.sentence())  # doctest: +NORMALIZE_WHITESPACE
+Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, whoever sees every aggregate, but
+not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of the
+time; blind guessing detects 5%.
+
+One client's local steps (002, 003), where samples are protected and every update is seen:
+
+>>> found = of_samples(samples=600, batch=10, steps=300, participations=1, epsilon=0.3, delta=1e-2)
+>>> for answer in found.answers:  # std of the mean gradient / bound
+...     print(f"{answer.guarantee.accountant}: {answer.noise_multiplier / 10:.3f}")
+pld: 0.343
+rdp: 0.667
+Chen 2024 tCDP: 2.140
+Chen 2024 Theorem 5: 0.106
+Xu 2026: 2.277
+
+`of_config` answers for an experiment, with noise at local steps client by client (`of_personal`);
+`from_options` is the command line. Noise is given and found as the multiplier z = std of the noise
+on the sum / bound, and every answer says what it is for: sampling, bound, std and relation.
+
+Each file is one concept: `asked` (the question and its options), `runs` (from a config), `question`
+(the computation), `report` (the answers), `shown` (what is printed).
+"""
+
+from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget, SampleBudget
+from raydpfl.privacy.calculator.request import from_options, of_clients, of_samples
+from raydpfl.privacy.calculator.solve import MOST_ROUNDS
+from raydpfl.simulation.planned_guarantee import of_config, of_personal
+
+__all__ = [
+    "MOST_ROUNDS",
+    "Answer",
+    "Budget",
+    "PersonalBudget",
+    "SampleBudget",
+    "from_options",
+    "of_clients",
+    "of_config",
+    "of_personal",
+    "of_samples",
+]

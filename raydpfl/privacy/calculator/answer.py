@@ -1,0 +1,271 @@
+"""The calculator's answers: a budget of clients, of one client's samples, or of all clients one by
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Relation
+from raydpfl.privacy.guarantee import SHARES
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Unknown = Literal["epsilon", "noise", "rounds"]
+FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
+_EVENTS = {
+    "replace_one": "was replaced by another",
+    "add_remove": "took part at all",
+    "zero_out": "contributed at all",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one accountant answers against one observer.
+
+    Args:
+        noise_multiplier: std of the noise on the sum / bound, of the mechanism itself, whatever the
+            observer sees of it; infinite if no noise is enough.
+        rounds: of the run, or, where samples are protected, those that the client takes part in; 0
+            if one spends too much.
+        guarantee: for that noise and those rounds (for one round if there are none).
+        true_epsilon: for a paper's formula, the epsilon that holds there, at the formula's own
+            delta, by the first rigorous accountant that has one; None otherwise.
+    """
+
+    guarantee: Guarantee
+    noise_multiplier: float
+    rounds: int
+    true_epsilon: float | None = None
+
+    @property
+    def overclaims(self) -> bool:
+        """Whether it is a formula that claims a smaller epsilon than holds."""
+        if self.true_epsilon is None:
+            return False
+        return self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The answers to a question, and one mechanism's guarantees, where whole clients are protected.
+
+    Args:
+        unknown: what the answers found.
+        mechanism: with the noise and rounds of the first answer (pld, against the observer who sees
+            least), or those of the config.
+        relation: the neighbouring relation of the question.
+        delta: that epsilons are at.
+        answers: of every accountant, against every observer.
+        guarantees: of the mechanism, by every accountant, against every observer.
+        epsilon: the one given; None: it was the unknown.
+        steps: 1, or the local steps of a round where samples are protected.
+        notes: what else a reader should know.
+    """
+
+    unknown: Unknown
+    mechanism: Mechanism
+    relation: Relation
+    delta: float
+    answers: tuple[Answer, ...]
+    guarantees: tuple[Guarantee, ...]
+    epsilon: float | None = None
+    steps: int = 1
+    notes: tuple[str, ...] = ()
+    repeated: ClassVar[str] = "rounds"  # what composes
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of the mechanism."""
+        return self.mechanism.rounds // self.steps
+
+    @property
+    def released(self) -> str:
+        """What is released, in words."""
+        sampling = self.mechanism.sampling
+        text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        survey = self.mechanism.survey
+        return f"{text}; and {survey}" if survey else text
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """The noise: multiplier, bound, sensitivity of the sum under `relation`, std of the noise
+        on the sum, and std of one draw.
+        """
+        query = self.mechanism.queries[0]
+        place = self.mechanism.place
+        found = {
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "bound": query.bound,
+            "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
+            "std_of_the_sum": query.std,
+        }
+        if place.one:
+            found[f"std_of_{place.one}"] = query.std / place.draws(self.mechanism.sampling)
+        apart = (other for other in self.mechanism.queries if other.apart)
+        return found | {f"std_of_the_{other.name}": other.std for other in apart}
+
+    def sentence(self) -> str:
+        """What the first guarantee's epsilon means: the largest power of any test at a false-alarm
+        rate of 5%.
+        """
+        return meaning(self.guarantees[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
+        return {
+            "unknown": self.unknown,
+            "unit": self.mechanism.unit,
+            "sampling": asdict(self.mechanism.sampling),
+            **self._counts(),
+            "relation": self.relation,
+            "placement": self.mechanism.placement,
+            "delta": self.delta,
+            "noise": self.noise,
+            "answers": [self._answer(answer) for answer in self.answers],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "sentence": self.sentence(),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> RenderableType:
+        """For a terminal: what is released, the answers in a table, the formulas with their
+        conditions, and the sentence.
+        """
+        from raydpfl.cli import budget_display
+
+        return budget_display.of_budget(self)
+
+    def _counts(self) -> dict[str, int]:
+        return {self.repeated: self.rounds}
+
+    def _answer(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "noise_multiplier": _to_json(answer.noise_multiplier),
+            self.repeated: answer.rounds,
+            "true_epsilon": _to_json(answer.true_epsilon),
+            "guarantee": answer.guarantee.to_dict(),
+        }
+
+
+class SampleBudget(Budget):
+    """The same, where the samples of one client are protected, by noise at each local step."""
+
+    repeated = "participations"
+
+    @property
+    def released(self) -> str:
+        steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
+        return f"{steps}, each a sum over a batch of samples: {self.mechanism.sampling}"
+
+    def _counts(self) -> dict[str, int]:
+        return {self.repeated: self.rounds, "steps": self.steps}
+
+
+def _steps_of(mechanism: LocalSteps) -> int | dict[str, int]:
+    """Local steps of a participation; where clients differ, the least and the most."""
+    held = np.broadcast_to(mechanism.steps, mechanism.samples.shape)[mechanism.samples > 0]
+    least = int(held.min())
+    most = int(held.max())
+    return least if least == most else {"least": least, "most": most}
+
+
+@dataclass(frozen=True)
+class PersonalBudget:
+    """What noise at local steps guarantees each client's samples, and what they were promised.
+
+    Args:
+        mechanism: what the clients release.
+        rows: `LocalSteps.table`, a row for each client that takes part.
+        guarantees: of the client that spends most, by every accountant.
+        broken: which clients were promised more than holds, in words.
+        notes: what else a reader should know.
+    """
+
+    mechanism: LocalSteps
+    rows: tuple[dict[str, Any], ...]
+    guarantees: tuple[Guarantee, ...]
+    broken: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def protected(self) -> list[dict[str, Any]]:
+        """The rows of the clients that are not public."""
+        return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
+
+    def quantiles(self, column: str) -> list[float | None]:
+        """Quantiles of a column of `rows` at `SHARES`, over the clients that are not public; None
+        for what is missing.
+        """
+        values = sorted(row[column] for row in self.protected if row[column] is not None)
+        if not values:
+            return [None for _ in SHARES]
+        return [values[max(math.ceil(share * len(values)) - 1, 0)] for share in SHARES]
+
+    def sentence(self) -> str:
+        """What the first guarantee means for the client that spends most."""
+        return meaning(self.guarantees[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
+        mechanism = self.mechanism
+        columns = dict.fromkeys(self.rows[0] if self.rows else ())
+        for name in ("client", "calibrated_by", "conditions_failed"):
+            columns.pop(name, None)
+        quantiles = {name: list(map(_to_json, self.quantiles(name))) for name in columns}
+        beside = mechanism.beside
+        return {
+            "unit": "sample",
+            "relation": "replace_one",
+            "placement": "step",
+            "calibration": mechanism.calibration,
+            "delta": mechanism.delta,
+            "bound": mechanism.bound,
+            "steps": _steps_of(mechanism),
+            **({f"std_of_the_{beside.name}": beside.std} if beside else {}),
+            "quantiles": {"at": list(SHARES), **quantiles},
+            "clients": [
+                {name: _to_json(value) for name, value in row.items()} for row in self.rows
+            ],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "broken": self.broken,
+            "sentence": self.sentence(),
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> RenderableType:
+        """For a terminal: quantiles over the clients, those that spend most, and the sentence."""
+        from raydpfl.cli import budget_display
+
+        return budget_display.of_personal(self)
+
+
+def meaning(guarantee: Guarantee) -> str:
+    """What an epsilon means: the largest power of any test at a false-alarm rate of 5%."""
+    if not math.isfinite(guarantee.epsilon):
+        return f"Nothing is guaranteed: {'; '.join(guarantee.conditions_failed)}."
+    hidden = guarantee.sampling.secret
+    likelier = math.exp(min(guarantee.epsilon, 700.0))
+    power = min(
+        likelier * FALSE_ALARMS + guarantee.delta,
+        1 - (1 - FALSE_ALARMS - guarantee.delta) / likelier,
+        1.0,
+    )
+    event = _EVENTS.get(guarantee.relation, "differed")
+    but = f", but not {hidden}," if hidden else ""
+    return (
+        f"Epsilon {guarantee.epsilon:.4g} at delta {guarantee.delta:g} means: at a false-alarm "
+        f"rate of {FALSE_ALARMS:.0%}, whoever sees {guarantee.observer}{but} can detect that one "
+        f"{guarantee.unit} {event} at most {100 * power:.4g}% of the time; blind guessing detects "
+        f"{FALSE_ALARMS:.0%}."
+    )
+
+
+def _to_json(value: Any) -> Any:
+    return "infinity" if value == math.inf else value

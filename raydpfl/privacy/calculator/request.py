@@ -1,0 +1,235 @@
+"""The question and its options, whether a command line or a program asks it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+from raydpfl import privacy
+from raydpfl.errors import ConfigError, renamed
+from raydpfl.privacy import Mechanism, Query, Relation, Sampling
+from raydpfl.privacy.calculator.answer import Budget, Unknown
+from raydpfl.privacy.calculator.solve import Question, SampleQuestion
+from raydpfl.privacy.observers import place_of
+from raydpfl.privacy.sampling import law_of
+from raydpfl.privacy.types import Placement
+
+# What the parameters of `raydpfl.privacy` are called where samples are protected.
+_OF_SAMPLES = {"population": "samples", "cohort": "batch", "rounds": "participations"}
+
+
+def of_clients(
+    *,
+    population: int,
+    cohort: int | None = None,
+    rounds: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    std: float | None = None,
+    bound: float | None = None,
+    delta: float = 1e-5,
+    sampling: str = "fixed",
+    relation: str = "auto",
+    placement: str = "auto",
+    participations: int | None = None,
+    v: float = 4.0,
+) -> Budget:
+    """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
+    001). Give two of epsilon, rounds and noise.
+
+    Noise is `noise_multiplier`, std of the sum / `bound`; or `std`, which needs `bound`: that of
+    one client's noise with placement `client`, of the noise on the sum with `server`.
+    `participations` is the largest number of rounds (with replacement: of draws) of any client,
+    against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
+    auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
+    constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
+    """
+    given = _place(placement)
+    size = law_of(sampling).default(population) if cohort is None else cohort
+    who = Sampling(sampling, population, cast(int, size))  # which refuses None
+    # the clients, unless their share of the noise would depend on a secret
+    place = given or ("client" if who.coins is None else "server")
+    z = _multiplier(noise_multiplier, std, bound, place_of(place).draws(who))
+    unknown = _unknown(z, epsilon, rounds, "rounds")
+    query = Query("updates", bound or 1.0, 0.0)
+    mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=place)
+    mechanism = mechanism.with_noise(z or 1.0)
+    _check_participations(participations, rounds, who)
+    asked = _relation(relation, who)
+    _check(mechanism, asked, delta)
+    return Question(mechanism, asked, delta, unknown, epsilon, 1, participations, v).budget()
+
+
+def of_samples(
+    *,
+    samples: int,
+    batch: int,
+    steps: int,
+    participations: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    std: float | None = None,
+    bound: float | None = None,
+    delta: float = 1e-5,
+    sampling: str = "fixed",
+    relation: str = "auto",
+) -> Budget:
+    """The budget where one client's samples are protected, by noise at each local step, against an
+    observer of every update (002, 003). Give two of epsilon, participations and noise.
+
+    `participations` are the rounds that the client takes part in, as they occur or capped; never
+    T r / N. `bound` is the per-sample clip norm. Noise is `noise_multiplier`, std of the sum over a
+    batch / `bound`; or `std`, which needs `bound`: that of the noise on the mean gradient. Each of
+    the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError` on the name of a
+    parameter.
+    """
+    with renamed(lambda name: _OF_SAMPLES.get(name, name)):
+        _check_steps(sampling, steps, participations)
+        z = _multiplier(noise_multiplier, std, bound, batch)
+        unknown = _unknown(z, epsilon, participations, "participations")
+        who = Sampling(sampling, samples, batch)
+        query = Query("gradients", bound or 1.0, 0.0)
+        rounds = steps * (1 if participations is None else participations)
+        mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
+        mechanism = mechanism.with_noise(z or 1.0)
+        asked = _relation(relation, who)
+        _check(mechanism, asked, delta)
+        return SampleQuestion(mechanism, asked, delta, unknown, epsilon, steps=steps).budget()
+
+
+_UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_samples}
+
+
+def from_options(unit: str = "client", **options: Any) -> Budget:
+    """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
+    underscores. Options that are None count as not given. Raises `ConfigError` on an option.
+    """
+    if unit not in _UNITS:
+        raise ConfigError("--unit", unit, "client or sample")
+    parameters = inspect.signature(_UNITS[unit]).parameters
+    for name, value in options.items():
+        if name not in parameters:
+            takes = ", ".join(map(_flag, parameters))
+            raise ConfigError(_flag(name), value, f"none with --unit {unit}, which takes {takes}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            accepted = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
+            raise ConfigError(_flag(name), None, accepted)
+    given = {
+        name: value.replace("-", "_") if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    names = {"kind": "sampling", "target": "epsilon"} | {name: name for name in parameters}
+    with renamed(lambda name: _flag(names[name]) if name in names else name):
+        return _UNITS[unit](**given)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _place(asked: str) -> Placement | None:
+    """The placement that was asked for; None: the usual one."""
+    choices: dict[str, Placement | None] = {"auto": None, "client": "client", "server": "server"}
+    if asked not in choices:
+        raise ConfigError("placement", asked, "client or server")
+    return choices[asked]
+
+
+def _relation(asked: str, sampling: Sampling) -> Relation:
+    """The relation that was asked for; auto: replace_one, unless the law refuses it."""
+    if asked != "auto":
+        return cast(Relation, asked)  # `_check` refuses any other word
+    return "add_remove" if sampling.law.refuses("replace_one") else "replace_one"
+
+
+def _check_participations(most: int | None, rounds: int | None, sampling: Sampling) -> None:
+    """Raises `ConfigError` for more participations than there can be."""
+    if most is None:
+        return
+    draws = sampling.cohort if sampling.repeats else 1
+    limit = math.inf if rounds is None else rounds * draws
+    if not 1 <= most <= limit:
+        accepted = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
+        raise ConfigError("participations", most, accepted)
+
+
+def _check_steps(sampling: str, steps: int, participations: int | None) -> None:
+    if sampling == "epochs":
+        accepted = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
+        raise ConfigError("sampling", sampling, accepted)
+    for name, value in (("steps", steps), ("participations", participations)):
+        if value is not None and value < 1:
+            raise ConfigError(name, value, "an integer, at least 1")
+
+
+def _multiplier(
+    z: float | None, std: float | None, bound: float | None, count: float
+) -> float | None:
+    """z as given, or from the std of one draw, `count` times which is the std of the sum."""
+    for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(name, value, "a positive finite number")
+    if std is None:
+        return _in_range("noise_multiplier", z, z)
+    if z is not None:
+        raise ConfigError("std", std, "--noise-multiplier or --std, not both")
+    if bound is None:
+        raise ConfigError("bound", None, "the L2 bound that --std is to be compared with")
+    return _in_range("std", std, std * count / bound)
+
+
+def _in_range(field: str, given: float | None, z: float | None) -> float | None:
+    """z, which `field` was given for. Raises `ConfigError` if its squares would leave the range of
+    float64.
+    """
+    if z is not None and not 1e-6 <= z <= 1e6:
+        accepted = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
+        raise ConfigError(field, given, accepted)
+    return z
+
+
+def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
+    values: dict[Unknown, float | None] = {"noise": z, "epsilon": epsilon, "rounds": rounds}
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) != 2:
+        accepted = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
+        raise ConfigError("given", given or None, f"{accepted}the third is computed")
+    (missing,) = values.keys() - set(given)
+    return missing
+
+
+def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
+    """Raises `ConfigError` for a delta out of range, and for what no rigorous accountant covers,
+    with the nearest combination that is covered.
+    """
+    if not 0 < delta < 1:
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
+    reason = privacy.covers("pld", mechanism, relation)
+    if not reason:
+        return
+    others: tuple[Relation, ...] = get_args(Relation)
+    relations = [each for each in others if not privacy.covers("pld", mechanism, each)]
+    nearest = [f"--relation {each}" for each in relations]
+    if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
+        nearest.append("--placement server")
+    nearest += [f"--sampling {kind}" for kind in _laws_for(mechanism, relation)]
+    accepted = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
+    if relations:
+        raise ConfigError("relation", relation, accepted)
+    raise ConfigError("placement", mechanism.placement, accepted)
+
+
+def _laws_for(mechanism: Mechanism, relation: Relation) -> list[str]:
+    """The laws by which cohorts of this size would be covered."""
+    sampling = mechanism.sampling
+    if sampling.cohort > sampling.population:
+        return []
+    drawn = {
+        kind: replace(mechanism, sampling=replace(sampling, kind=kind))
+        for kind in ("fixed", "poisson", "with_replacement")
+    }
+    return [kind for kind, other in drawn.items() if not privacy.covers("pld", other, relation)]

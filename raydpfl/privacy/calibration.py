@@ -1,0 +1,200 @@
+"""Calibration: how much noise a budget needs, and how many rounds a noise allows.
+
+>>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
+>>> query = Query("update", bound=1.0, std=0.0)
+>>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
+>>> z = noise_for(1.5, mechanism, "replace_one", 1e-5)
+>>> round(z, 2)
+3.02
+>>> rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
+100
+
+Results are on the safe side: the epsilon of what is returned is at most the target. The search is
+a secant in (log z, log epsilon) between bounds and takes about ten evaluations. A bracket by the
+Renyi answer would cost more than the whole search by pld, whose cost does not grow as the noise
+shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from raydpfl.config.user_classes import is_own
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accounting import UNREACHED, epsilon
+from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.search import last, narrowed
+from raydpfl.privacy.types import Relation
+from raydpfl.storage.files import cache_root, check, keep_json, kept_json
+
+_VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
+_TOLERANCE = 1e-4  # relative, of z
+_MOST_ROUNDS = 1 << 20
+
+
+def noise_for(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: str = "pld",
+    rounds: int | None = None,
+    v: float = 4.0,
+) -> float:
+    """The noise multiplier that spends at most a given epsilon.
+
+    Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
+    not those for a sampling law or an accountant of your own.
+
+    Args:
+        target: epsilon, positive and finite.
+        mechanism: what runs. Its noise says only how its queries share z. Queries `apart` and
+            surveys keep theirs, and z is what the others need in addition.
+        relation: the neighbouring relation.
+        delta: the delta that epsilon is at.
+        accountant: `pld`, `rdp` or `paper`.
+        rounds: how many; None: the mechanism's own.
+        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
+
+    Returns:
+        z = std of the sum / bound, all queries of a round together: at most 1e-4 (relative) above
+        the smallest that is enough.
+
+    Raises:
+        ConfigError: the target is out of range, the accountant does not cover the mechanism, no
+            proof is known for the mechanism, no noise is enough, or any noise is.
+    """
+    _check(target, mechanism)
+    rounds = mechanism.rounds if rounds is None else rounds
+    asked = (target, mechanism, relation, delta, accountant, rounds, v)
+    # the name of a user's own does not say what its code computes
+    if is_own(type(mechanism.sampling.law)) or is_own(type(named(accountant))):
+        return _search(*asked)
+    question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
+    return cached(question, lambda: _search(*asked))
+
+
+def rounds_for(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: str = "pld",
+    v: float = 4.0,
+) -> int:
+    """The largest number of rounds that spend at most a given epsilon; 0 if one round spends more,
+    and 2^20 at most.
+
+    Args:
+        target: epsilon, positive and finite.
+        mechanism: what runs, with its noise. The other arguments, and the errors, are those of
+            `noise_for`.
+    """
+    _check(target, mechanism)
+
+    def fits(rounds: int) -> bool:
+        return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
+
+    return last(fits, _MOST_ROUNDS)
+
+
+def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
+    """`compute()`, from the cache if the same question was asked before.
+
+    Args:
+        question: what the answer depends on, as JSON values.
+        compute: gives one noise multiplier, or a list of `length` of them.
+        length: None: one number.
+    """
+    question = [_VERSION, *_versions(), *question]
+    path = cache_root() / f"noise-{check(question)}.json"
+    try:
+        answer = kept_json(path)
+        found = answer["noise_multiplier"]
+        multipliers = [found] if length is None else found
+        known = answer["check"] == check(question, found)
+        positive = all(isinstance(z, float) and 0 < z < math.inf for z in multipliers)
+        if known and positive and len(multipliers) == (length or 1):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, torn or foreign: it is computed again
+    found = compute()
+    answer = {"noise_multiplier": found, "question": question, "check": check(question, found)}
+    keep_json(path, answer)
+    return found
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Of what numbers are computed with."""
+    return version("dp-accounting"), version("scipy"), version("numpy")
+
+
+def _search(
+    target: float,
+    mechanism: Mechanism,
+    relation: Relation,
+    delta: float,
+    accountant: str,
+    rounds: int,
+    v: float,
+) -> float:
+    # so that rounding in a curve of the same mechanism cannot overstep the budget
+    aim = target * (1 - 1e-6)
+
+    def spent(z: float) -> float:
+        return epsilon(mechanism.with_noise(z), relation, delta, rounds, accountant, v)
+
+    def excess(log_z: float) -> float:
+        return min(math.log(max(spent(math.exp(log_z)) / aim, 1e-9)), 20.0)
+
+    guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
+    low, high = _bracket(excess, math.log(min(max(guess, 0.2), 1e6)))
+    if low[1] > 0 and high[1] <= 0:
+        return math.exp(narrowed(excess, low, high, _TOLERANCE))
+    run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
+    if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
+        accepted = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
+        raise ConfigError("delta", delta, accepted)
+    others = [f"the {query.name}" for query in mechanism.queries if query.apart]
+    others += [f"the {mechanism.survey}"] if mechanism.survey else []
+    if others:
+        run += f" ({', '.join(others)} alone, with the noise given, spend {spent(1e12):.4g})"
+    if high[1] > 0:
+        accepted = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
+        raise ConfigError("target", target, accepted)
+    accepted = "less: at this delta any noise, however small, spends less than epsilon"
+    raise ConfigError("delta", delta, f"{accepted} {target:g} {run}")
+
+
+def _bracket(
+    excess: Callable[[float], float], start: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(x, excess) on both sides of the root of a falling function, found by growing steps from
+    `start`; both on one side if no root is found.
+    """
+    low = high = (start, excess(start))
+    for step in (0.3, 0.6, 1.2, 2.4, 4.8, 9.6):
+        if high[1] > 0:
+            low = high
+            high = (high[0] + step, excess(high[0] + step))
+        elif low[1] <= 0:
+            high = low
+            low = (low[0] - step, excess(low[0] - step))
+    return low, high
+
+
+def _check(target: float, mechanism: Mechanism) -> None:
+    if not (isinstance(target, (int, float)) and 0 < target < math.inf):
+        raise ConfigError("target", target, "a positive finite number")
+    if mechanism.unproved:
+        accepted = (
+            f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
+            "guarantees say what is proved"
+        )
+        raise ConfigError("target", target, accepted)

@@ -1,0 +1,54 @@
+"""Sampling laws: who takes part in a round, and how much a secret about it amplifies. A file a law.
+
+A `Sampling` names a law, a population and a cohort. Accountants, the checks of a run's draws and
+the audit are told no more, and never ask which law it is:
+
+>>> from raydpfl.privacy.mechanism import Sampling
+>>> list(LAWS)
+['fixed', 'poisson', 'full', 'with_replacement', 'public']
+>>> [Sampling(law, population=1000, cohort=10).hidden for law in ("poisson", "public")]
+[True, False]
+
+A law of your own is an object of a class derived from `Law`, given in place of the name. It is what
+the `sampling` of your own selection returns. Losses come from curves delta(epsilon) of one round:
+those of `raydpfl.privacy.pld`, or any other by `pld.discretise`. A cohort of 10 or 20 of 1000, as a
+coin decides, costs the mean of both:
+
+>>> from raydpfl.privacy import Mechanism, Query, epsilon, pld
+>>> class Coin(Law):
+...     kind = "coin"
+...     def size(self, sampling):
+...         return None  # it varies
+...     def words(self, sampling):
+...         return f"{sampling.cohort - 5} or {sampling.cohort + 5} of {sampling.population}"
+...     def refuses(self, relation):
+...         return None if relation == "replace_one" else "replace_one is covered alone"
+...     def losses(self, sampling, mu):
+...         sizes = (sampling.cohort - 5, sampling.cohort + 5)
+...         curves = [pld.fixed_size_curve(size / sampling.population, mu) for size in sizes]
+...         curve = lambda epsilon: (curves[0](epsilon) + curves[1](epsilon)) / 2
+...         return (pld.discretise(curve, curve),)
+>>> sampling = Sampling(Coin(), population=1000, cohort=15)
+>>> round(epsilon(Mechanism(sampling, (Query("update", 1.0, 1.0),), 50), "replace_one", 1e-5), 2)
+7.21
+"""
+
+from __future__ import annotations
+
+from raydpfl.config.registry import family
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.sampling.base import Law
+
+__all__ = ["LAWS", "Law", "law_of"]
+
+FIRST = ("fixed", "poisson", "full", "with_replacement")  # the order in messages
+LAWS: dict[str, Law] = {kind: law() for kind, law in family(__name__, Law, FIRST).items()}
+
+
+def law_of(kind: str | Law) -> Law:
+    """The law of this name, or the law itself. Raises `ConfigError` for an unknown name."""
+    if isinstance(kind, Law):
+        return kind
+    if kind not in LAWS:
+        raise ConfigError("kind", kind, f"one of {', '.join(LAWS)}")
+    return LAWS[kind]

@@ -1,0 +1,35 @@
+"""A uniform subset of fixed size, without replacement: the papers' sampling, q = r / N (PRIVACY.md
+sec. 2).
+"""
+
+from __future__ import annotations
+
+from raydpfl.privacy import pld, rdp
+from raydpfl.privacy.sampling.base import Law
+
+
+class Fixed(Law):
+    """`cohort` of the population, all subsets equally likely. Covered under replace-one, by pld and
+    rdp.
+    """
+
+    kind = "fixed"
+
+    def words(self, sampling):
+        return f"fixed size {sampling.cohort} of {sampling.population}"
+
+    def refuses(self, relation):
+        if relation == "replace_one":
+            return None
+        covered = "a cohort of fixed size is covered under replace_one only"
+        return f"{covered}; nearest: selection poisson with {relation}"
+
+    def losses(self, sampling, mu):
+        return (pld.fixed_size(sampling.q, mu),)
+
+    def losses_besides(self, sampling, mu, each, also):
+        curve = pld.fixed_size_curve(sampling.q, mu)
+        return pld.and_gaussian(((curve, curve),), each, also)
+
+    def renyi(self, sampling, mu):
+        return rdp.fixed_size(sampling.q, mu)

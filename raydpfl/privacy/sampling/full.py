@@ -1,0 +1,27 @@
+"""Everyone in every round: nothing is secret, and nothing amplified."""
+
+from __future__ import annotations
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.sampling.base import Law
+
+
+class Full(Law):
+    """The cohort is the population."""
+
+    kind = "full"
+    examples = ({"population": 20, "cohort": 20},)
+
+    def check(self, sampling):
+        if sampling.cohort != sampling.population:
+            accepted = f"the whole population of {sampling.population} under full participation"
+            raise ConfigError("cohort", sampling.cohort, accepted)
+
+    def default(self, population):
+        return population
+
+    def hidden(self, sampling):
+        return False
+
+    def words(self, sampling):
+        return f"all {sampling.population}"

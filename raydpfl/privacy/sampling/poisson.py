@@ -1,0 +1,64 @@
+"""Each client independently with probability q = cohort / population (PRIVACY.md sec. 2). The size
+of a cohort is a secret too.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from raydpfl.privacy import pld
+from raydpfl.privacy import rdp as renyi
+from raydpfl.privacy.sampling.base import Law
+
+
+class Poisson(Law):
+    """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out),
+    by pld and rdp.
+    """
+
+    kind = "poisson"
+
+    def size(self, sampling):
+        return None
+
+    def coins(self, sampling):
+        return sampling.q
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+    def any_subset(self, sampling):
+        return True
+
+    def words(self, sampling):
+        return f"Poisson, {sampling.cohort} of {sampling.population} expected"
+
+    def refuses(self, relation):
+        if relation != "replace_one":
+            return None
+        covered = "Poisson sampling is covered under add_remove and zero_out only"
+        return f"{covered}; nearest: add_remove, or selection uniform with replace_one"
+
+    def losses(self, sampling, mu):
+        return pld.poisson(sampling.q, mu)
+
+    def losses_besides(self, sampling, mu, each, also):
+        return pld.and_gaussian(pld.poisson_curves(sampling.q, mu), each, also)
+
+    def renyi(self, sampling, mu):
+        """By dp-accounting, whose RDP accountant takes the noise multiplier as std / sensitivity
+        under every relation.
+        """
+        from dp_accounting import dp_event, rdp
+
+        event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
+        logger = logging.getLogger("absl")
+        # an order that does not converge is infinite, with a warning for each
+        level = logger.level
+        logger.level = logging.ERROR
+        try:
+            return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
+        finally:
+            logger.level = level

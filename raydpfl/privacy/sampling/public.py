@@ -1,0 +1,44 @@
+"""Cohorts named by a public rule, whatever the data are: only a client's own rounds count, and
+nothing is amplified.
+"""
+
+from __future__ import annotations
+
+from raydpfl.privacy.guarantee import Participations
+from raydpfl.privacy.sampling.base import Law
+
+
+class Public(Law):
+    """`cohort` of the population, by turns, by speed or by any rule that all may know. `rounds` of
+    the mechanism is a client's own number.
+    """
+
+    kind = "public"
+
+    def hidden(self, sampling):
+        return False
+
+    def size(self, sampling):
+        return None  # groups that take turns may differ by one
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+    def q(self, sampling):
+        return 1.0
+
+    def everyone(self, sampling):
+        return False
+
+    def words(self, sampling):
+        return f"public cohorts of {sampling.cohort} of {sampling.population}"
+
+    def refuses(self, relation):
+        if relation != "add_remove":
+            return None
+        reason = "public cohorts show who is there, so add_remove cannot hold"
+        return f"{reason}; nearest: zero_out or replace_one"
+
+    def known(self, sampling, rounds, most):
+        times = rounds if most is None else min(most, rounds)
+        return Participations(times, times)

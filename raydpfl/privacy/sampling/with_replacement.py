@@ -1,0 +1,77 @@
+"""Draws with replacement: r draws of one client each, uniform or with no client likelier than
+`p_max` (PRIVACY.md sec. 2).
+"""
+
+from __future__ import annotations
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import pld
+from raydpfl.privacy.guarantee import Participations
+from raydpfl.privacy.sampling.base import Law
+
+
+class WithReplacement(Law):
+    """`cohort` draws; a client drawn k times counts k times. Covered under replace-one, by pld."""
+
+    kind = "with_replacement"
+    examples = (
+        {"population": 100, "cohort": 10},
+        {"population": 20, "cohort": 4, "p_max": 0.2},
+    )
+
+    def repeats(self):
+        return True
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+    def plural(self):
+        return "draws with replacement"
+
+    def check(self, sampling):
+        p = sampling.p_max
+        least = 1 / sampling.population
+        if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
+            raise ConfigError(
+                "p_max",
+                p,
+                f"a number from 1/{sampling.population} to 1, for draws with replacement",
+            )
+
+    def everyone(self, sampling):
+        return False
+
+    def words(self, sampling):
+        likely = (
+            f", no client likelier than {sampling.p_max:.3g}" if sampling.p_max is not None else ""
+        )
+        return f"{sampling.cohort} draws with replacement from {sampling.population}{likely}"
+
+    def refuses(self, relation):
+        if relation == "replace_one":
+            return None
+        covered = "draws with replacement are covered under replace_one only"
+        return f"{covered}; nearest: replace_one, by pld"
+
+    def losses(self, sampling, mu):
+        return (pld.with_replacement(self._likeliest(sampling), sampling.cohort, mu),)
+
+    def losses_besides(self, sampling, mu, each, also):
+        likeliest = self._likeliest(sampling)
+        curve = pld.with_replacement_curve(likeliest, sampling.cohort, mu)
+        return pld.and_gaussian(((curve, curve),), each, also)
+
+    def _likeliest(self, sampling):
+        """The largest probability of any client at one draw."""
+        return sampling.p_max or 1 / sampling.population
+
+    def known(self, sampling, rounds, most):
+        """A client drawn m times in a round moves the sum m times as far, which costs as much as
+        m^2 Gaussians; over the rounds, sum of m^2 <= (largest m) (sum of m).
+        """
+        draws = rounds * sampling.cohort
+        times = draws if most is None else min(most, draws)
+        return Participations(times, times * min(sampling.cohort, times), repeats=True)
+
+    def most(self, sampling, rounds, exposure):
+        return rounds * sampling.cohort, self._likeliest(sampling)

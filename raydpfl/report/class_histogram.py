@@ -1,0 +1,101 @@
+"""Which classes each client has, as a picture: a bar for each client, a colour for each class.
+
+>>> drawing(np.array([[3, 0], [1, 2]]), ["cat", "dog"]).title
+'Classes of each client'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raydpfl.errors import ConfigError
+from raydpfl.report.plot_style import Drawing, Key, Look, Part, render, thin
+from raydpfl.storage.run_files import make_folder, replace_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".svg", ".png", ".pdf")
+MOST = 200  # clients that have a bar
+NAMED = 20  # classes that have a colour; all others have one together
+OTHERS = "#9A9A9A"
+# Told apart by the colour-blind too: two neighbours by 59 in CIELAB, any two by 24.
+CLASSES = (
+    *("#A6D608", "#CC6677", "#332288", "#88CCEE", "#8C6D31"),
+    *("#0072B2", "#A8DDB5", "#5A1A0A", "#DDCC77", "#882255"),
+)
+
+
+def check(out: Path) -> None:
+    """Raises `ConfigError` unless this names a file that a picture may be written to."""
+    if out.suffix not in SUFFIXES:
+        raise ConfigError("--out", str(out), f"a file that ends in {', '.join(SUFFIXES)}")
+
+
+def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
+    """Draws what `drawing` does into a file.
+
+    Args:
+        out: the file, .svg, .png or .pdf; one that is there is replaced.
+        counts: samples of each class that each client has, int64 [clients, classes].
+        names: of the classes; empty where they have none but their numbers.
+
+    Raises:
+        ConfigError: for another suffix.
+        FileError: where the file cannot be written.
+    """
+    check(out)
+    content = render(drawing(counts, names)).files[out.suffix[1:]]
+    make_folder(out.parent)
+    replace_file(out, lambda file: file.write(content))
+
+
+def drawing(counts: np.ndarray, names: Sequence[str]) -> Drawing:
+    """The picture of counts [clients, classes]."""
+    shown = thin(len(counts), MOST)
+    clients, classes = counts.shape
+    called = [names[place] if names else str(place) for place in range(classes)]
+    common = np.sort(np.argsort(-counts.sum(0), kind="stable")[:NAMED])
+    columns = [counts[shown, place] for place in common]
+    labels = [called[place] for place in common]
+    colours = _colours(len(common))
+    if classes > NAMED:
+        columns.append(counts[shown].sum(1) - sum(columns))
+        labels.append(f"{classes - NAMED} others")
+        colours.append(OTHERS)
+    caption = f"{len(shown)} of {clients} clients; the samples that each trains on, by their class."
+    return Drawing(
+        "split",
+        "Classes of each client",
+        caption,
+        [Part("", partial(_draw, columns, colours, shown))],
+        [Key(label, Look(colour), "bar") for label, colour in zip(labels, colours, strict=True)],
+    )
+
+
+def _colours(count: int) -> list[str]:
+    """As many colours, `CLASSES` and then the same in pale: neighbours differ in each of them."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    pale = [to_hex((0.5 + r / 2, 0.5 + g / 2, 0.5 + b / 2)) for r, g, b in map(to_rgb, CLASSES)]
+    return [*CLASSES, *pale][:count]
+
+
+def _draw(
+    columns: Sequence[np.ndarray], colours: Sequence[str], shown: np.ndarray, axes: Axes
+) -> None:
+    below = np.zeros(len(shown))
+    places = np.arange(len(shown))
+    for column, colour in zip(columns, colours, strict=True):
+        axes.bar(places, column, 0.9, bottom=below, color=colour, linewidth=0)
+        below = below + column
+    ticks = thin(len(shown), 8)
+    axes.set_xticks(ticks, [str(shown[tick]) for tick in ticks])
+    axes.set_xlabel("client")
+    axes.set_ylabel("training samples")
+    axes.grid(False, axis="x")

@@ -1,0 +1,291 @@
+"""Several runs beside one another: which of them are seeds of one setting, what tells the settings
+apart, and their numbers.
+
+Runs whose configs differ by the seed alone, and by how they are carried out (`HOW`), are seeds of
+one setting. Two of them with one seed are told apart by how they are carried out, and if that is
+the same too, by their directories.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from raydpfl.errors import ConfigError
+from raydpfl.models.metric_columns import is_score
+from raydpfl.report.labels import axis, in_print, listed, quantity
+from raydpfl.report.run_reader import Run
+from raydpfl.report.statistics import Spread, over_seeds
+
+# Of `data`, what decides who holds which rows, and how a row is put: not which rows there are.
+DEALT = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
+# Beginnings of keys that say how a run is carried out, or what it settles by itself.
+HOW = ("client.", "measure", "track", "noise.coefficients")
+LONG = 24  # characters of a value in a label
+TERMS = ("unit", "relation", "delta", "observer")  # of a guarantee, as labels of an epsilon
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """The leaves of a config in print, by dotted key.
+
+    >>> leaves({"seed": 1, "local": {"kind": "sgd", "lr": 0.1}})
+    {'seed': '1', 'local.kind': 'sgd', 'local.lr': '0.1'}
+    """
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= leaves(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = json.dumps(value, default=str).strip('"')
+    return found
+
+
+def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys in which some of the trees of leaves differ, in the order in which they come."""
+    names = dict.fromkeys(name for each in trees for name in each)
+    return [name for name in names if len({each.get(name) for each in trees}) > 1]
+
+
+def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
+    """What tells a tree of leaves from others by these keys, in words. A key of a member is named
+    where others with the same member have another value of it.
+    """
+    words = []
+    for key in keys:
+        if key not in tree:
+            continue
+        kinds = [each for each in keys if _is_kind_of(each, key)]
+        alike = [each for each in others if all(each.get(k) == tree.get(k) for k in kinds)]
+        if len({each.get(key) for each in alike}) > 1:
+            words.append(_word(key, tree[key]))
+    return ", ".join(words)
+
+
+def labels(values: Sequence[Any]) -> list[str]:
+    """A label for each of the values that a field takes in a sweep: a section by what tells it from
+    the others, any other value in print. No two sections have the same one.
+
+    >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])
+    ['clip, bound 1', 'clip, bound 2', 'none', '0.5']
+    """
+    trees = [leaves(each) if isinstance(each, Mapping) else None for each in values]
+    sections = [each for each in trees if each is not None]
+    keys = sorted(differing(sections), key=lambda key: not _is_kind(key))
+    found = [
+        in_print(value) if tree is None else label(tree, sections, keys) or tree.get("kind", "{}")
+        for value, tree in zip(values, trees, strict=True)
+    ]
+    return [
+        ", ".join(f"{key} {value}" for key, value in tree.items())
+        if tree is not None and found.count(name) > 1
+        else name
+        for name, tree in zip(found, trees, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Runs that are seeds of one setting. `label`: what tells it from the others; `values`: the
+    keys in which the settings differ, in print.
+    """
+
+    label: str
+    values: Mapping[str, str]
+    runs: Sequence[Run]
+
+    def spread(self, name: str) -> Spread:
+        """A number of the last round, over the runs."""
+        return over_seeds({place: last(run, name) for place, run in enumerate(self.runs)})
+
+    @property
+    def epsilon(self) -> float | None:
+        """The largest epsilon that holds, over the runs; None where one of them has none."""
+        found = [run.holds[0].epsilon for run in self.runs if run.holds]
+        return max(found) if len(found) == len(self.runs) else None
+
+    @property
+    def accountants(self) -> list[str]:
+        """By which accountants it holds."""
+        return sorted({run.holds[0].accountant for run in self.runs if run.holds})
+
+    @property
+    def private(self) -> bool:
+        """Whether any guarantee is stated."""
+        return any(run.guarantees for run in self.runs)
+
+
+class Compared:
+    """Runs that can be compared, by their settings.
+
+    Args:
+        runs: all of them, with names that tell them apart.
+        metric: the score that they are compared by; None: that by which each of them is followed.
+
+    Raises:
+        ConfigError: they are of different data, or one does not have that score.
+    """
+
+    def __init__(self, runs: Sequence[Run], metric: str | None = None):
+        self.runs = runs
+        _check_data(runs)
+        self.metric = _metric(runs, metric)
+        self._leaves = [leaves(run.config) for run in runs]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys in which the settings differ."""
+        names = self._differing(range(len(self.runs)))
+        told = [name for name in names if not name.startswith(HOW)]
+        more = {
+            name
+            for places in _clashes(self._grouped(told), self.runs)
+            for name in self._differing(places)
+        }
+        found = [name for name in names if name in told or name in more]
+        sections = [*dict.fromkeys(_section(name) for name in found)]
+        return sorted(found, key=lambda name: (sections.index(_section(name)), not _is_kind(name)))
+
+    def _differing(self, places: Iterable[int]) -> list[str]:
+        """The keys in which some of the runs differ."""
+        names = differing([self._leaves[place] for place in places])
+        return [name for name in names if name != "seed"]
+
+    def _grouped(self, keys: Sequence[str]) -> list[list[int]]:
+        """The places of the runs, those with the same values of these keys together."""
+        return _together(range(len(self.runs)), lambda place: self._values(place, keys))
+
+    def _values(self, place: int, keys: Sequence[str]) -> tuple[str | None, ...]:
+        return tuple(self._leaves[place].get(key) for key in keys)
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """In the order of their first runs."""
+        groups = self._grouped(self.keys)
+        clashes = _clashes(groups, self.runs)
+        groups = [
+            part
+            for group in groups
+            for part in ([[place] for place in group] if group in clashes else [group])
+        ]
+        trees = [self._leaves[group[0]] for group in groups]
+        names = [label(tree, trees, self.keys) for tree in trees]
+        found = []
+        for group, tree, name in zip(groups, trees, names, strict=True):
+            if not name or names.count(name) > 1:
+                name = ", ".join(part for part in (name, self.runs[group[0]].name) if part)
+            values = {key: tree.get(key, "") for key in self.keys}
+            found.append(Setting(name, values, [self.runs[place] for place in group]))
+        return found
+
+    def ranked(self) -> list[Setting]:
+        """The best first, by the mean of the metric; those without one at the end."""
+        sign = quantity(self.metric).better or 1
+
+        def rank(setting: Setting) -> float:
+            mean = setting.spread(self.metric).mean
+            return math.inf if math.isnan(mean) else -sign * mean
+
+        return sorted(self.settings, key=rank)
+
+    @property
+    def mixed(self) -> str:
+        """In what the epsilons that hold are of different kinds, in words; empty where they are of
+        one.
+        """
+        held = [run.holds[0] for run in self.runs if run.holds]
+        parts = []
+        for name in TERMS:
+            values = dict.fromkeys(str(getattr(one, name)).replace("_", " ") for one in held)
+            if len(values) > 1:
+                parts.append(f"{name}: {listed([*values])}")
+        return "; ".join(parts)
+
+
+def last(run: Run, name: str) -> float | None:
+    """A number of a run in its last round: that of its summary, or of the last row that has it."""
+    found = run.number(name)
+    values = None if found is not None else run.series(name)
+    if values is None:
+        return found
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _together(places: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
+    found: dict[Hashable, list[int]] = {}
+    for place in places:
+        found.setdefault(key(place), []).append(place)
+    return [*found.values()]
+
+
+def _clashes(groups: Sequence[list[int]], runs: Sequence[Run]) -> list[list[int]]:
+    """The groups in which two runs have one seed."""
+    seeds = [[runs[place].config.get("seed") for place in group] for group in groups]
+    return [group for group, mine in zip(groups, seeds, strict=True) if len({*mine}) < len(mine)]
+
+
+def _section(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _is_kind(key: str) -> bool:
+    return key == "kind" or key.endswith(".kind")
+
+
+def _is_kind_of(kind: str, key: str) -> bool:
+    """Whether a key is the kind of the member, or of one around it, that another is a field of."""
+    return _is_kind(kind) and kind != key and key.startswith(kind.removesuffix("kind"))
+
+
+def _word(key: str, value: str) -> str:
+    """A value in a label: a kind by itself, any other with its key."""
+    value = value if len(value) <= LONG else f"{value[: LONG - 3]}..."
+    return value if _is_kind(key) else f"{axis(key)} {value}"
+
+
+def _check_data(runs: Sequence[Run]) -> None:
+    """Raises `ConfigError` for runs on different data."""
+    first, *others = runs
+    here = _data(first)
+    for run in others:
+        there = _data(run)
+        for key in dict.fromkeys([*here, *there]):
+            if here.get(key) != there.get(key):
+                same = f"runs on the same data; data.{key} is {here.get(key)} in {first.name}"
+                raise ConfigError("DIR", str(run.folder), f"{same} and {there.get(key)} here")
+
+
+def _data(run: Run) -> dict[str, str]:
+    """What of its config says which rows there are."""
+    section = run.config.get("data")
+    if not isinstance(section, Mapping):
+        return {}
+    return leaves({key: value for key, value in section.items() if key not in DEALT})
+
+
+def _metric(runs: Sequence[Run], asked: str | None) -> str:
+    """The score to compare by. Raises `ConfigError`."""
+    known = {run.name: _scores(run) for run in runs}
+    common = [name for name in known[runs[0].name] if all(name in has for has in known.values())]
+    accepted = f"a score that all of them have ({', '.join(common) or 'there is none'})"
+    if asked is not None:
+        for run in runs:
+            if asked not in known[run.name]:
+                raise ConfigError("--metric", asked, f"{accepted}; {run.name} does not have it")
+        return asked
+    leads = dict.fromkeys(has[0] if has else "nothing" for has in known.values())
+    if len(leads) > 1 or not common:
+        raise ConfigError("--metric", None, f"{accepted}; they are followed by {listed([*leads])}")
+    return common[0]
+
+
+def _scores(run: Run) -> list[str]:
+    """The scores that a run has, that by which it is followed first."""
+    every = dict.fromkeys([*run.summary, *run.table("rounds")])
+    return [name for name in every if is_score(name) and last(run, name) is not None]

@@ -1,0 +1,215 @@
+"""The names of quantities as axes and tables say them, and numbers with sensible digits.
+
+>>> quantity("test_accuracy").label, quantity("seconds_clients").label
+('test accuracy', 'seconds clients (s)')
+>>> number(0.788512, percent=True), number(1225.92), number(0.000123456), number(None)
+('78.85 %', '1,226', '0.0001235', '')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raydpfl.models.metric_columns import metric_of
+from raydpfl.privacy import column as column_of
+from raydpfl.privacy.accountants import ACCOUNTANTS
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a run. `name`: of its column; `unit`: in print, empty for none; `percent`: a
+    share that is told in percent; `wide`: it may span decades, so that a logarithmic axis fits;
+    `better`: the sign of a change for the better, 0 where nobody can say.
+    """
+
+    name: str
+    words: str
+    unit: str = ""
+    percent: bool = False
+    wide: bool = False
+    better: int = 0
+
+    @property
+    def label(self) -> str:
+        """The words with their unit, for an axis or the head of a table."""
+        return f"{self.words} ({self.unit})" if self.unit else self.words
+
+
+_KNOWN = (
+    Quantity("round", "round"),
+    Quantity("seconds", "time of training", "s"),
+    Quantity("test_accuracy", "test accuracy", percent=True, better=1),
+    Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
+    Quantity("validation_accuracy", "validation accuracy", percent=True, better=1),
+    Quantity("test_loss", "test loss", wide=True, better=-1),
+    Quantity("train_loss", "training loss", wide=True, better=-1),
+    Quantity("validation_loss", "validation loss", wide=True, better=-1),
+    Quantity("suboptimality", "suboptimality f(w) - f*", wide=True, better=-1),
+    Quantity("clipped", "share clipped", percent=True),
+    Quantity("snr", "signal to noise", wide=True),
+    Quantity("norm", "norm of an update", wide=True),
+    Quantity("angle", "angle to the last update", "degrees"),
+    Quantity("angle_p10", "10 % quantile", "degrees"),
+    Quantity("angle_p50", "median", "degrees"),
+    Quantity("angle_p90", "90 % quantile", "degrees"),
+    Quantity("alpha_mean", "mean of alpha"),
+    Quantity("bias_within", "within clients"),
+    Quantity("bias_across", "across clients"),
+    Quantity("update_norm", "norm of the mean update", wide=True),
+    Quantity("clients_per_second", "clients per second"),
+    Quantity("epsilon", "epsilon that holds", wide=True),
+    Quantity("probability", "probability of selection", percent=True),
+    Quantity("samples", "samples of a client"),
+    Quantity("budget", "budget of a client", "epsilon"),
+)
+_BY_NAME = {each.name: each for each in _KNOWN}
+
+
+def quantity(name: str) -> Quantity:
+    """What is known of the column `name`, or of a number within a mapping (`suboptimality.final`);
+    of any other, its name in words.
+    """
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith("best_"):
+        inner = quantity(name.removeprefix("best_"))
+        return replace(inner, name=name, words=f"best {inner.words}")
+    whole, dot, part = name.partition(".")
+    if dot:
+        outer = quantity(whole)
+        return replace(outer, name=name, words=f"{outer.words}: {part.replace('_', ' ')}")
+    words = name.replace("_", " ")
+    if name.startswith("epsilon_"):
+        return Quantity(name, f"epsilon, {accountant(name)}", wide=True)
+    if name.startswith("seconds_"):
+        return Quantity(name, words, "s")
+    metric = metric_of(name)
+    if metric is None:
+        return Quantity(name, words)
+    better = metric.sign()
+    return Quantity(name, words, percent=metric.share(), wide=better < 0, better=better)
+
+
+def accountant(column: str) -> str:
+    """The name of an accountant as the column of its epsilons has it.
+
+    >>> accountant("epsilon_chen_2024_tcdp"), accountant("epsilon_paper"), accountant("epsilon_pld")
+    ('Chen 2024 tCDP', 'Zhang, Das 2021', 'pld')
+    """
+    for member in ACCOUNTANTS.values():
+        if column in (member.name, column_of(member.name)):
+            return member.label or member.name
+    return column.removeprefix("epsilon_").replace("_", " ")
+
+
+def axis(name: str) -> str:
+    """An axis of a study in print: the last part of a dotted key, with the one before where it is
+    short.
+
+    >>> axis("noise.epsilon"), axis("data.partition.s"), axis("power_law")
+    ('epsilon', 'partition s', 'power law')
+    """
+    parts = name.replace("_", " ").split(".")
+    return " ".join(parts[-2:]) if len(parts[-1]) < 3 else parts[-1]
+
+
+def number(value: Any, percent: bool = False) -> str:
+    """A value in print: four digits, thousands set apart; empty for none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "infinite" if value > 0 else "-infinite"
+    if percent:
+        return f"{100 * value:.2f} %"
+    if isinstance(value, int) or (value == round(value) and abs(value) < 1e15):
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def with_std(mean: float, std: float, percent: bool = False) -> str:
+    """A mean with its standard deviation (NaN for none) in print.
+
+    >>> with_std(0.815, 0.0031, percent=True), with_std(3.57512, 0.046031), with_std(2.0, math.nan)
+    ('81.50 ± 0.31 %', '3.575 ± 0.046', '2')
+    """
+    if math.isnan(std):
+        return number(mean, percent)
+    if percent:
+        return f"{100 * mean:.2f} \N{PLUS-MINUS SIGN} {100 * std:.2f} %"
+    return f"{number(mean)} \N{PLUS-MINUS SIGN} {std:.2g}"
+
+
+def unit_of(measured: Quantity) -> str:
+    """The unit of a quantity in files: a share is no percentage there.
+
+    >>> unit_of(quantity("test_accuracy")), unit_of(quantity("seconds")), unit_of(quantity("snr"))
+    ('fraction', 's', '')
+    """
+    return "fraction" if measured.percent else measured.unit
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a row.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def counted(count: int | None, thing: str) -> str:
+    """So many of a thing; empty where it is not known how many.
+
+    >>> counted(1, "seed"), counted(3, "seed"), counted(None, "seed")
+    ('1 seed', '3 seeds', '')
+    """
+    if count is None:
+        return ""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def in_print(value: Any) -> str:
+    """A searched value as a label.
+
+    >>> in_print(0.30000000000000004), in_print(None), in_print("sgd"), in_print(True)
+    ('0.3', 'none', 'sgd', 'true')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "none"
+    return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
+
+
+def edge(value: Any, tried: Sequence[Any]) -> str:
+    """Which edge of the numbers that were tried a value is at: "smallest", "largest", or "" for
+    none; of a single number, and of what is no number, it is none.
+
+    >>> edge(0.1, (0.1, 0.3, 1)), edge(0.3, (0.1, 0.3, 1)), edge(1, (0.1, 0.3, 1, "auto"))
+    ('smallest', '', 'largest')
+    """
+    numbers = {each for each in tried if type(each) in (int, float)}
+    if len(numbers) < 2 or value not in (min(numbers), max(numbers)) or isinstance(value, bool):
+        return ""
+    return "smallest" if value == min(numbers) else "largest"
+
+
+def beyond(values: Mapping[str, Any], edges: Mapping[str, str]) -> str:
+    """Which of the best values are at an edge of their grids, in a sentence; empty for none.
+
+    >>> beyond({"local.lr": 0.4, "bounding.bound": 1}, {"local.lr": "largest"})
+    'At the edge of its grid: local.lr 0.4 (largest). A value beyond it may be better.'
+    """
+    if not edges:
+        return ""
+    said = ", ".join(f"{key} {in_print(values[key])} ({which})" for key, which in edges.items())
+    return f"At the edge of its grid: {said}. A value beyond it may be better."

@@ -1,0 +1,1 @@
+"""All that knows Ray: sessions, actors, files for nodes, jobs; and `run`, which uses them."""

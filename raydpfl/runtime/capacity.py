@@ -1,0 +1,123 @@
+"""How many client actors there is room for, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Client
+
+
+def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> int:
+    """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a
+    time.
+
+    >>> capacity(1, 0.6, [{"CPU": 16, "GPU": 4}])  # 0.6 fits once on each, whatever the sum says
+    4
+    >>> capacity(2, 0, [{"CPU": 3}, {"CPU": 3}])
+    2
+    """
+    total = 0
+    for node in nodes:
+        fits = []
+        if num_cpus > 0:
+            fits.append(int(node.get("CPU", 0) / num_cpus + 1e-9))
+        if num_gpus >= 1:
+            fits.append(int(node.get("GPU", 0) // num_gpus))
+        elif num_gpus > 0:
+            fits.append(int(node.get("GPU", 0)) * int(1 / num_gpus + 1e-9))
+        total += min(fits, default=sys.maxsize)
+    return total
+
+
+def wanted(
+    client: Client,
+    population: int,
+    most_lanes: int,
+    nodes: Sequence[dict[str, float]],
+    elastic: bool,
+    d: int = 0,
+    left: Sequence[dict[str, float]] | None = None,
+    late: bool = False,
+) -> int:
+    """How many actors to start; raises `ConfigError` when they would not fit.
+
+    `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own
+    to set, and an explicit count is limited by memory alone (more actors than cores share them). On
+    a cluster that others share, Ray's resources decide. `left` is what of the nodes no other run
+    has taken, which `auto` fills (None: all); a `late` run, which begins in this process, stays
+    there if that is nothing.
+    """
+    _check_sizes(client, nodes)
+    if client.actors == "auto":
+        slots = _slots(client, nodes, left, late)
+        if elastic:
+            slots = min(slots, _fit(d)[0])
+        return max(1, min(slots, most_lanes))
+    count = population if client.actors == "per-client" else int(client.actors)
+    held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
+    if elastic:
+        fitting, each = _fit(d)
+        held = min(held, fitting)
+        fit = f"at most {held} actors fit here ({each:.0f} MB of memory each)"
+        accepted = f"{fit}; {count} are asked for"
+    else:
+        size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        fit = f"at most {held} actors of {size}, which the cluster holds"
+        accepted = f"{fit}, or lower client.num_cpus; {count} are asked for"
+    if count > held:
+        raise ConfigError("client.actors", client.actors, accepted)
+    return count
+
+
+def _fit(d: int) -> tuple[int, float]:
+    """How many actors the memory of this machine that is free holds, for a model of d parameters,
+    and the MB of each.
+    """
+    # An actor imports what this process has imported and shares its libraries, so it takes about
+    # this one's own memory, and some models.
+    memory = psutil.Process().memory_info()
+    each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
+    return int(psutil.virtual_memory().available / 1e6 / each), each
+
+
+def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
+    """Raises `ConfigError` for an actor that no node holds."""
+    if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
+        accepted = "a fraction of one GPU, or a whole number"
+        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+    if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
+        gpus = sum(node.get("GPU", 0) for node in nodes)
+        accepted = f"at most what one node has; the machine has {gpus:g} GPUs"
+        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+    most = max(node.get("CPU", 0) for node in nodes)
+    if client.num_cpus > most:
+        accepted = f"at most the {most:g} CPUs of one node"
+        raise ConfigError("client.num_cpus", client.num_cpus, accepted)
+
+
+def _slots(
+    client: Client,
+    nodes: Sequence[dict[str, float]],
+    left: Sequence[dict[str, float]] | None,
+    late: bool,
+) -> int:
+    """How many actors fill what is left of the nodes. Raises `ConfigError`."""
+    if client.num_cpus == 0:
+        accepted = "a number above 0 with client.actors auto, which fills the CPUs"
+        raise ConfigError("client.num_cpus", 0, accepted)
+    slots = capacity(client.num_cpus, client.num_gpus, nodes)
+    if slots == 0:
+        needs = f"smaller actors: one takes {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        raise ConfigError("client.actors", "auto", f"{needs}, which no node has")
+    if left is None:
+        return slots
+    slots = capacity(client.num_cpus, client.num_gpus, left)
+    if slots == 0 and not late:
+        accepted = "a number, which waits for its place: other runs have all that the cluster has, "
+        accepted += "and auto fills what they leave"
+        raise ConfigError("client.actors", "auto", accepted)
+    return slots

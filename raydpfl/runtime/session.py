@@ -1,0 +1,294 @@
+"""The Ray that a run or a sweep works on: started here, or joined by address; watched while it is
+used, and gone afterwards.
+
+Ray's own processes die with the one that started them, but not all of them and not soon; and a
+driver whose control store has died waits for a minute, to be aborted then. So every process of a
+Ray that was started here carries a mark, by which what is left of it is found (`raydpfl.runtime.orphan_killer`),
+and a thread looks after the control store. A joined cluster is others' too: nothing there is
+touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from raydpfl.core import signals
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.runtime import orphan_killer
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # a process that Ray gives a title keeps its environment readable, and the mark in it
+    "SPT_NOENV": "1",
+}
+# of a warning that a raylet prints in the driver, which has no setting for it: a process for each
+# client is what `client.actors: per-client` asks for
+MANY = re.compile("worker processes have been started")
+# what `ray.init` starts besides, and in part waits for, and nobody asks of a Ray started here
+UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+LOOK = 1.0  # seconds between two looks at the control store
+SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
+# seconds from there to the end of the process, where the main thread waits in Ray itself and does
+# not hear of it
+GRACE = 7.0
+SETTLES = 1.0  # seconds that Ray may take to know what is free again
+ANSWER = 5.0  # seconds that a control store has for its first word
+ENTRY = (
+    "a running Ray cluster (if it asks for a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
+    "give it)"
+)
+# What a client of gRPC says first: the preface of HTTP/2, and an empty frame of settings.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+class Session:
+    """A connection of this process to Ray, from its making to `close`.
+
+    `address` local starts a Ray of this process's own, whatever else runs here; any other joins
+    that one. Raises `ConfigError` for a cluster that cannot be joined or a process that is
+    connected already, `RunError` for a Ray that does not start. While it is not `relied` on, the
+    process goes on without it when it is lost.
+    """
+
+    def __init__(self, address: str, relied: bool = True, **options: Any):
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        import ray
+        from ray._private.ray_logging import stdout_deduplicator
+
+        stdout_deduplicator.skip_re = stdout_deduplicator.skip_re or MANY
+        if ray.is_initialized():
+            raise ConfigError(
+                "--address", address, "none: this process is connected to a Ray cluster already"
+            )
+        self.lost: str | None = None  # why it cannot be used any more
+        self.coordinator: int | None = None  # the process of one on this node, once there is one
+        self.relied = relied
+        self._ended = threading.Event()
+        # without which there is no Ray: its control store and its raylet
+        self._own: list[psutil.Process] = []
+        self._mark: str | None = None
+        self._reaper: subprocess.Popen | None = None
+        if address == "local":
+            self._start(options)
+        else:
+            self._join(address, options)
+        threading.Thread(target=self._watch, name="raydpfl-control-store", daemon=True).start()
+
+    def _start(self, options: dict[str, Any]) -> None:
+        mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._mark = mark
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-P", str(orphan_killer.__file__), mark],
+            start_new_session=True,  # where no Ctrl-C of a terminal reaches it
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.environ[orphan_killer.MARK] = mark
+        try:
+            with _bare():
+                _init("local", {**options, "include_dashboard": False})
+            names = ("gcs_server", "raylet")
+            children = psutil.Process().children()
+            self._own = [
+                each
+                for each in children
+                if each.name() in names and each in orphan_killer.marked(mark)
+            ]
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise RunError(f"Ray could not be started: {error}") from None
+            raise
+        finally:
+            os.environ.pop(orphan_killer.MARK)
+
+    def _join(self, address: str, options: dict[str, Any]) -> None:
+        self._place = _place(address)
+        try:
+            if self._place:
+                _greet(*self._place)
+            _init(address, options)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
+
+    def check(self) -> None:
+        """Raises `RunError` if the control store is lost."""
+        if self.lost:
+            raise RunError(self.lost)
+
+    def close(self) -> None:
+        """Disconnects; a Ray that was started here ends, with every process of it."""
+        import ray
+
+        try:
+            ray.shutdown()
+        finally:
+            if self._reaper and self._mark and self._reaper.stdin:
+                orphan_killer.reap(self._mark)
+                self._reaper.stdin.close()
+                self._reaper.wait()
+            self._ended.set()
+
+    def _alive(self) -> bool:
+        if self._own:
+            return all(_runs(process) for process in self._own)
+        try:
+            if self._place:
+                _greet(*self._place)
+        except OSError:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        answered = time.monotonic()
+        while not self._ended.wait(LOOK):
+            if self._alive():
+                answered = time.monotonic()
+            elif self._own or time.monotonic() - answered > SILENCE:
+                break
+        else:
+            return
+        what = (
+            "Ray's control store or raylet has died"
+            if self._own
+            else "the cluster's control store does not answer"
+        )
+        if self.coordinator and not psutil.pid_exists(self.coordinator):
+            what = f"the coordinator died: {what}"
+        self.lost = f"{what}; go on with --resume"
+        if self._mark:
+            orphan_killer.reap(self._mark)
+        if not self._ended.wait(GRACE) and self.relied:
+            # a progress bar has hidden the cursor
+            shown = "\x1b[?25h" if sys.stderr.isatty() else ""
+            os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())
+            os._exit(1)
+
+
+def free() -> list[dict[str, float]]:
+    """What Ray says that nobody has taken of each node, by resource. What a run that has just ended
+    gives back is waited for, for a moment.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    until = time.monotonic() + SETTLES
+    while True:
+        nodes = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
+        known = available_resources_per_node()
+        found = {node: known.get(node, {}) for node in nodes}
+        taken = any(
+            found[node].get(name, 0.0) < nodes[node].get(name, 0.0)
+            for node in nodes
+            for name in ("CPU", "GPU")
+        )
+        if not taken or time.monotonic() > until:
+            return [*found.values()]
+        time.sleep(0.1)
+
+
+def at_work() -> int:
+    """How many client actors there are on this machine, of runs that have each started a Ray."""
+    found = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            title = process.cmdline()[:1]
+            mine = bool(title) and title[0].startswith("ray::ClientActor")
+            found += mine and orphan_killer.MARK in process.environ()
+    return found
+
+
+def place() -> str:
+    """What this node is called in messages."""
+    import ray
+
+    name = socket.gethostname()
+    return f"{name} ({ray.util.get_node_ip_address()})" if ray.is_initialized() else name
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """`ray.init`, whose own handlers of signals stay no longer than that."""
+    import ray
+
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
+    except Exception:
+        signals.check()  # what came of a signal is no error
+        raise
+    except SystemExit:  # by Ray's handler of SIGTERM
+        raise KeyboardInterrupt from None
+    finally:
+        signals.install()
+    signals.check()
+
+
+@contextmanager
+def _bare() -> Iterator[None]:
+    """Within, Ray starts without the server of its dashboard, its autoscaler, and what copies logs
+    to drivers, for the first of which `ray.init` waits: they take 1.7 s of a core.
+    """
+    from ray._private.node import Node
+
+    unused = {name: getattr(Node, name) for name in UNUSED if hasattr(Node, name)}
+    for name in unused:
+        setattr(Node, name, lambda *given, **more: None)
+    try:
+        yield
+    finally:
+        for name, method in unused.items():
+            setattr(Node, name, method)
+
+
+def _place(address: str) -> tuple[str, int] | None:
+    """Host and port of the control store that `address` names, if it names one."""
+    if address == "auto":
+        from ray._private.services import canonicalize_bootstrap_address
+
+        address = canonicalize_bootstrap_address("auto") or address
+    host, _, port = address.rpartition(":")
+    return (host.rpartition("/")[2].strip("[]"), int(port)) if host and port.isdigit() else None
+
+
+def _greet(host: str, port: int) -> None:
+    """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes,
+    whoever holds the port.
+    """
+    with socket.create_connection((host, port), timeout=ANSWER) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(PREFACE)
+        try:
+            answer = connection.recv(9)
+        except TimeoutError:
+            raise OSError(
+                f"{host}:{port} takes connections but says nothing for {ANSWER:g} s; is it stopped?"
+            ) from None
+        if len(answer) < 4 or answer[3] != 4:  # the first frame is of settings
+            raise OSError(
+                f"what listens at {host}:{port} is no control store of Ray "
+                "(its port is 6379 unless another was given)"
+            )
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,1 @@
+"""The rounds of a run: plan, coordinator, schedule, clients, records and checkpoints."""

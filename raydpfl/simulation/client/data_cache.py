@@ -1,0 +1,153 @@
+"""The clients' rows where they train: on the CPU as they are read, on a GPU for the whole run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from raydpfl.core import device
+from raydpfl.data import Room, Shards
+from raydpfl.models.tasks import Form
+
+SHARE = 4  # of the device's memory that is the actor's, rows may take one part in so many
+PIECE = 1 << 26  # bytes that are copied there at once
+
+Array = np.ndarray | torch.Tensor
+
+
+def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
+    """Raises IndexError for tokens and labels of rows that a model does not know, before they reach
+    a GPU (`device.check_numbers`).
+    """
+    if form.tokens:
+        device.check_numbers(there, x, form.tokens, "token")
+    if form.target.classes:
+        counted = y[y != form.task.ignored()]
+        device.check_numbers(there, counted, form.target.classes, "Target")
+
+
+class Rows:
+    """Reads the rows of clients from the shards."""
+
+    def __init__(self, shards: Shards, form: Form):
+        self.shards = shards
+        self.form = form
+        self._room = Room()
+
+    def lane(
+        self,
+        clients: Sequence[int] | np.ndarray,
+        rows: int,
+        picked: Sequence[np.ndarray | None] | None = None,
+        again: bool = False,
+    ) -> tuple[Array, Array, np.ndarray]:
+        """See `Shards.lane`, which this gives, as arrays or tensors of the device that trains.
+
+        What an earlier call gave is overwritten, unless it is asked `again`.
+
+        Raises:
+            IndexError: on a GPU, a client has a label or a token that the model does not know.
+        """
+        return self.shards.lane(clients, rows, picked, None if again else self._room)
+
+
+class Resident(Rows):
+    """Keeps all rows in a GPU's memory, where they take little of it: they go there once, through
+    memory that is pinned, and a lane picks out its own. Where they take more, each lane's go there
+    when it trains.
+    """
+
+    def __init__(self, shards: Shards, form: Form, there: torch.device, num_gpus: float):
+        super().__init__(shards, form)
+        self.device = there
+        self._bytes = device.memory(num_gpus) // SHARE
+        numbers = math.prod(form.shape) * (2 if form.tokens else 1)
+        self._row = 4 * (numbers + 2 * math.prod(form.target.shape))  # bytes
+        # before each client: how many rows others have
+        self._first = np.concatenate([[0], np.cumsum(shards.sizes)])
+        self._wrong: dict[int, str] = {}  # client -> what is wrong with its rows
+
+    def lane(
+        self,
+        clients: Sequence[int] | np.ndarray,
+        rows: int,
+        picked: Sequence[np.ndarray | None] | None = None,
+        again: bool = False,
+    ) -> tuple[Array, Array, np.ndarray]:
+        """See `Rows.lane`."""
+        members = np.asarray(clients, np.int64)
+        if int(self._first[-1] + 1) * self._row > self._bytes:
+            read, labels, counts = self.shards.lane(members, rows, picked)
+            for slot in np.flatnonzero(counts).tolist():
+                own = slice(int(counts[slot]))
+                check(self.device, self.form, read[slot, own], labels[slot, own])
+            return self._there(read), self._there(labels), counts
+        stored_x, stored_y = self._stored
+        for client in members[members >= 0].tolist():
+            if client in self._wrong:
+                raise IndexError(self._wrong[client])
+        index = np.full((len(members), rows), self._first[-1])  # the last row is of zeros
+        n = np.zeros(len(members), np.int64)
+        for slot in np.flatnonzero(members >= 0).tolist():
+            client = int(members[slot])
+            some = None if picked is None else picked[slot]
+            if some is None:
+                some = np.arange(self.shards.sizes[client])
+            n[slot] = len(some)
+            index[slot, : n[slot]] = self._first[client] + some
+        place = self._there(index.ravel())
+        x = stored_x.index_select(0, place).view(*index.shape, *stored_x.shape[1:])
+        y = stored_y.index_select(0, place).view(*index.shape, *stored_y.shape[1:])
+        return x, y, n
+
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return device.sent(torch.from_numpy(array), self.device)
+
+    @cached_property
+    def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [N + 1, *shape] and y [N + 1] of all clients' rows, one client after another; the last
+        row is of zeros.
+        """
+        form = self.form
+        sizes = np.asarray(self.shards.sizes)
+        total = int(self._first[-1])
+        kinds = [
+            torch.int64 if whole else torch.float32 for whole in (form.tokens, form.target.classes)
+        ]
+        x = torch.zeros(total + 1, *form.shape, dtype=kinds[0], device=self.device)
+        y = torch.zeros(total + 1, *form.target.shape, dtype=kinds[1], device=self.device)
+        first = 0
+        while first < len(sizes):
+            end = first + 1
+            while end < len(sizes) and self._padded(sizes[first : end + 1]) <= PIECE:
+                end += 1
+            self._store(x, y, np.arange(first, end), sizes[first:end])
+            first = end
+        return x, y
+
+    def _padded(self, sizes: np.ndarray) -> int:
+        """Bytes of the rows of clients that are padded to the largest."""
+        return self._row * len(sizes) * int(sizes.max())
+
+    def _store(
+        self, x: torch.Tensor, y: torch.Tensor, clients: np.ndarray, sizes: np.ndarray
+    ) -> None:
+        most = int(sizes.max(initial=0))
+        if not most:
+            return
+        some_x, some_y, _ = self.shards.lane(clients, most, room=self._room)
+        for place, client in enumerate(clients.tolist()):
+            own = slice(int(sizes[place]))
+            try:
+                check(self.device, self.form, some_x[place, own], some_y[place, own])
+            except IndexError as error:
+                self._wrong[client] = str(error)
+        real = np.arange(most) < sizes[:, None]
+        part = slice(int(self._first[clients[0]]), int(self._first[clients[-1] + 1]))
+        # what is wrong is never trained on: its client is refused
+        x[part] = self._there(some_x[real])
+        y[part] = self._there(some_y[real])

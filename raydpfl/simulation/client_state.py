@@ -1,0 +1,84 @@
+"""What clients remember from one round to their next.
+
+The coordinator keeps it, since any actor may run any lane and must not take it along when it is
+lost. It travels with the lane.
+
+>>> memory = Memory({}, {})
+>>> sent = {"local": np.ones((2, 3), np.float32)}
+>>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
+>>> memory.keep([LaneResult(np.zeros(3), columns, sent)])
+>>> lane = Lane(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
+>>> memory.given(lane).memory["local"]
+{0: array([1., 1., 1.], dtype=float32)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from raydpfl.core.messages import OWN, Lane, LaneResult
+
+
+class Memory:
+    """Vectors float32 [d], by member and client; zeros for a client that has none yet. Its own part
+    of the model is among them, as `OWN`.
+    """
+
+    def __init__(self, members: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]):
+        """As `arrays` gives them; empty ones before the first round."""
+        self._by_member = {
+            name: dict(zip(clients.tolist(), vectors[name], strict=True))
+            for name, clients in members.items()
+        }
+
+    def given(self, lane: Lane) -> Lane:
+        """The lane with what its clients remember."""
+        if not self._by_member:
+            return lane
+        slots = list(enumerate(lane.clients.tolist()))
+        memory = {
+            name: {slot: kept[client] for slot, client in slots if client in kept}
+            for name, kept in self._by_member.items()
+        }
+        return replace(lane, memory=memory)
+
+    @property
+    def own(self) -> Mapping[int, np.ndarray]:
+        """The clients that have a part of the model of their own, and what it is."""
+        return self._by_member.get(OWN, {})
+
+    def keep(self, results: Iterable[LaneResult]) -> None:
+        """Keeps what clients will remember in their next round; the changes of one that was drawn
+        several times add up, and parts of the model are averaged.
+        """
+        found: dict[tuple[str, int], dict[int, np.ndarray]] = {}
+        for result in results:
+            who = [(result.columns[name].tolist()) for name in ("client", "draw")]
+            for name, vectors in result.memory.items():
+                for client, draw, vector in zip(*who, vectors, strict=True):
+                    found.setdefault((name, client), {})[draw] = vector
+        for (name, client), by_draw in found.items():
+            each = [by_draw[draw] for draw in sorted(by_draw)]
+            kept = self._by_member.setdefault(name, {})
+            if len(each) == 1:
+                kept[client] = each[0]
+                continue
+            before = np.float64(kept.get(client, np.float32(0.0)))
+            total = np.sum(each, axis=0, dtype=np.float64)
+            mean = total / len(each)
+            changed = mean if name == OWN else total - (len(each) - 1) * before
+            kept[client] = changed.astype(np.float32)
+
+    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """By member, the clients, int64 [m] and ascending, and their vectors, float32 [m, d]."""
+        members = {
+            name: np.array(sorted(kept), np.int64) for name, kept in self._by_member.items() if kept
+        }
+        vectors = {
+            name: np.stack([self._by_member[name][client] for client in clients.tolist()])
+            for name, clients in members.items()
+        }
+        return members, vectors

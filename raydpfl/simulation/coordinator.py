@@ -1,0 +1,202 @@
+"""The coordinator: one private federated run, round by round.
+
+A round, as `Coordinator.round` reads: account for it (the ledger first: spending is on disk before
+anything is released), select the cohort, broadcast the model and take up the exact sum of what the
+clients send, step the server, measure, record. On hardware of one kind the model after round t is a
+function of (experiment, seed, t) alone.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl import models
+from raydpfl.core import exact_sum
+from raydpfl.core.messages import Broadcast, Facts, Grid, LaneResult, Work
+from raydpfl.data import Shards
+from raydpfl.methods.probes import Finished, Problem, Round
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation import adaptive_bound, monitoring, provenance, scheduler
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Inline, Pool
+from raydpfl.simulation.recorder import Record, joined
+from raydpfl.simulation.run_state import Position, take_up
+from raydpfl.simulation.worker import heard
+from raydpfl.storage.run_files import Clock
+
+
+class Coordinator:
+    """Runs the rounds of a plan in the directory `out`. `pool`: its clients; None: in this process.
+
+    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is
+    none. With `anew` it goes on under fresh noise, so that code, versions and processor may be
+    others than those it began with.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        out: str,
+        pool: Pool | None = None,
+        resume: bool = False,
+        anew: bool = False,
+    ):
+        self.plan = plan
+        self.experiment = plan.experiment
+        self.out = Path(out)
+        self._given = pool
+        self._resume = resume
+        self._anew = anew
+
+    def start(self) -> tuple[int, list[str]]:
+        """Takes up the run where it stands and starts its clients; the id of this process, and what
+        that warned of. Raises `RunError` for a run directory that contradicts itself.
+        """
+        with heard() as warnings:
+            self._take_up()
+        return os.getpid(), warnings
+
+    def _take_up(self) -> None:
+        self.shards = Shards.open(self.plan.shards)
+        self.record = Record(self.plan, self.out)
+        found = take_up(self.plan, self.out, self.record.tables, self._resume, self._anew)
+        self.plan, self.accounts, at = found
+        self.ledger = self.accounts.ledger
+        self.problem = Problem(self.experiment, self.shards, self.plan.population)
+        self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
+        self.noise = monitoring.noise(self.plan, self.at.t)
+        self.witness = monitoring.of(self.plan, self.at.t, self.accounts.draws)
+        if self._anew or not self.at.t:  # what the bits depend on, before anything is released
+            self.record.snapshot(self.at)
+        # This may be a worker of Ray's, under other settings than the run's.
+        provenance.check_node(platform.node(), provenance.of_capability(self.plan.platform))
+        self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
+        self.record.begin(self.plan, self.pool, self.at, self.problem, self.noise)
+        self._added: np.ndarray | None = None  # the server's noise in the round under way
+
+    def round(self) -> dict[str, Any]:
+        """Does the next round and returns its row of the rounds table."""
+        at = self.at
+        t = at.t
+        clock = Clock()
+        self.account(t)
+        clock.lap("account")
+        cohort = self.select(t)
+        clock.lap("select")
+        total, results = self.collect(t, cohort)
+        columns = joined(results)
+        clock.lap("collect")
+        update = self.aggregate(t, cohort, self.release(t, total))
+        model = at.model.astype(np.float64)
+        at.model = self.experiment.server.step(model, update, at.states["server"], t)
+        clock.lap("server")
+        seen = Round(t, at.bound, columns, total, self._added, update)
+        row = self.record.row(seen, results, self.accounts.spent(t), at)
+        row["lost"] = cohort.lost
+        state = at.states["bounding"]
+        at.bound = adaptive_bound.next_bound(
+            self.plan, at.bound, state, t, cohort, columns, self.noise
+        )
+        at.participations.update(cohort.clients.tolist())
+        at.t = t + 1
+        return self.record.take(row, clock, at)
+
+    def account(self, t: int) -> None:
+        """Writes this round's spending ahead of it; raises `BudgetError` where it may not be."""
+        self.accounts.spend(t, self.at.bound)
+
+    def select(self, t: int) -> Cohort:
+        """The cohort of the round."""
+
+        def ask(clients: np.ndarray) -> np.ndarray:
+            self.witness.asks(t, clients)
+            return self.pool.losses(self.at.model, t, clients, self.plan.noise_seed)
+
+        seed = self.plan.cohort_seed()
+        cohort = self.experiment.selection.draw(seed, t, self.plan.population, ask)
+        self.witness.see(t, cohort, self.at.participations)
+        return cohort
+
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+        """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
+        actor's account of them.
+        """
+        plan = self.plan
+        at = self.at
+        clients = cohort.clients
+        sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
+        width = self.experiment.client.lane
+        assert isinstance(width, int)  # the plan has settled "auto"
+        each = plan.weights(clients), sizes, width, plan.step_stds(clients)
+        cut = scheduler.lanes(cohort, *each, plan.lane_costs(clients))
+        shares = self.pool.shares([at.memory.given(lane) for lane in cut])
+        std = plan.client_std(at.bound)
+        most = None if at.bound is None else at.bound * plan.weight
+        grid = Grid.of(len(cohort), most, std)
+        work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
+        total, results = exact_sum.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
+        self.noise.of_clients(work, len(cohort), results, total)
+        at.memory.keep(results)
+        return total, results
+
+    def _broadcast(self) -> Broadcast:
+        e = self.experiment
+        tellers: dict[str, Any] = {"bounding": e.bounding, "local": e.local}
+        tellers |= {f"measure.{probe.kind}": probe for probe in e.measure}
+        told = {name: each.tells(self.at.states[name]) for name, each in tellers.items()}
+        return Broadcast(self.at.model, {name: state for name, state in told.items() if state})
+
+    def release(self, t: int, total: np.ndarray) -> np.ndarray:
+        """The sum of the contributions as it is released, float64 [d]: with the server's noise,
+        where the server draws any.
+        """
+        self._added = self.noise.on_sum(t, self.plan.sum_std(self.at.bound), total)
+        return total if self._added is None else total + self._added
+
+    def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
+        """The mean update, float64 [d], from the released sum of the contributions."""
+        e = self.experiment
+        lr = e.local.learning_rate(t)
+        population = len(self.plan.population)
+        facts = Facts(t, lr, self.at.model, self.plan.divisor, len(cohort), population)
+        mean = e.bounding.receive(total, self.at.states["bounding"], facts)
+        e.local.receive(mean, self.at.states["local"], facts)
+        return mean
+
+    def save(self) -> None:
+        """Puts the tables and a checkpoint on disk."""
+        self.record.save(self.at)
+
+    def over(self) -> str | None:
+        """Why the run ends before its last round, in words; None: it goes on."""
+        return self.record.over()
+
+    def finish(self, status: str, save: bool) -> dict:
+        """Stops the clients and sums up the run, saved if asked to: a broken round must not be."""
+        if save:
+            self.save()
+        self.pool.close()
+        return self.record.summary(self.at, self.accounts) | {"status": status}
+
+    def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
+        """Goes on with what is measured of a finished run; how many of how many steps are done."""
+        at = self.at
+        run = Finished(self.out, self.problem, at.model, self.plan.mechanism, at.participations)
+        return self.record.afterwards(run, seconds)
+
+    def measured_after(self) -> dict[str, Any]:
+        """What that came to, for the summary."""
+        return self.record.measured_after()
+
+    def parameters(self) -> np.ndarray:
+        """The model, flat float32 [d]."""
+        return self.at.model
+
+    def position(self) -> int:
+        """How many rounds are done."""
+        return self.at.t

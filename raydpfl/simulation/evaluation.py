@@ -1,0 +1,276 @@
+"""How good a model is on rows that it was not trained on, by the processes that train.
+
+A set (`raydpfl.models.metric_columns`) is evaluated a batch at a time, the batches by whoever is free; what they
+come to by each metric is added up in their order, so that a score does not depend on who evaluated
+what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raydpfl import models
+from raydpfl.core.device import memory, sent
+from raydpfl.core.prng import keyed_globals
+from raydpfl.data import Shards
+from raydpfl.experiment import Experiment
+from raydpfl.models import metric_columns
+from raydpfl.models.metrics import Metric, Total
+from raydpfl.simulation.client.data_cache import check
+from raydpfl.simulation.client.personalization import FineTuning, Personal
+from raydpfl.simulation.worker import own_code
+
+SHARE = 8  # of the device's memory that is the actor's, batches may take one part in so many
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model does on one batch of a set."""
+
+    rows: str  # the set
+    sums: tuple[Total, ...]  # by metric, in their order; of clients, by client
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is evaluated at once: rows of a set, or all that some clients are scored by."""
+
+    rows: str  # the set
+    stored: tuple[np.ndarray, np.ndarray] | None = None  # x and y
+    clients: range = range(0)  # one after another
+    first: int = 0  # the place of their first row among those of all clients
+
+
+def batches(experiment: Experiment, shards: Shards) -> list[Batch]:
+    """What is evaluated. Where `evaluate.test` is false that is no test row. Where parts of the
+    model are clients' own, the rows that are held out are evaluated by client.
+    """
+    evaluate = experiment.evaluate
+    own = bool(experiment.model.local)
+    sets = [metric_columns.TEST] if evaluate.test else []
+    sets += [metric_columns.VALIDATION] if evaluate.validation and not own else []
+    found = [
+        Batch(rows, stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)
+    ]
+    by_client = evaluate.per_client or (evaluate.validation and own)
+    return found + (_of_clients(shards, evaluate.batch) if by_client else [])
+
+
+def _of_clients(shards: Shards, most: int) -> list[Batch]:
+    """All clients, some at a time: with `most` rows together, or one with more."""
+    rows = shards.client_rows
+    ends = np.cumsum(rows)
+    found = []
+    start = 0
+    while start < len(rows):
+        before = int(ends[start] - rows[start])
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+        found.append(Batch(metric_columns.CLIENT, None, range(start, stop), before))
+        start = stop
+    return found
+
+
+def per_client(found: Iterable[Scored], metric: Metric) -> np.ndarray:
+    """The metric of every client, float64 [clients]; NaN of one that has none."""
+    every = [total for each in found if each.rows == metric_columns.CLIENT for total in each.sums]
+    values = [metric.value(metric.joined([total])) if len(total) else None for total in every]
+    return np.array([math.nan if value is None else value for value in values])
+
+
+def totals(
+    found: Iterable[Scored], metrics: Sequence[Metric]
+) -> dict[str, list[tuple[Metric, Total]]]:
+    """What the batches of each set come to together by each metric, the batches in order."""
+    by_set: dict[str, list[Scored]] = {}
+    for each in found:
+        if each.rows != metric_columns.CLIENT:
+            by_set.setdefault(each.rows, []).append(each)
+    return {
+        rows: [
+            (metric, metric.joined([part.sums[place] for part in parts]))
+            for place, metric in enumerate(metrics)
+        ]
+        for rows, parts in by_set.items()
+    }
+
+
+def scored(found: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
+    """Each score of these sets; None where a metric has no value, or none that is a number (but
+    the loss).
+    """
+    known: dict[str, float | None] = {}
+    for rows, totals in found.items():
+        for metric, total in totals:
+            if not metric.columns():
+                value = metric.value(total)
+                kept = value is None or math.isfinite(value) or metric.name == "loss"
+                known[f"{rows}_{metric.name}"] = value if kept else None
+    return known
+
+
+def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]]:
+    """Vectors [k] each, of each batch, in float64; a GPU that holds them is waited for once."""
+    every = [each.double() for sums in batches for each in sums]
+    flat = torch.cat(every).cpu().numpy() if every else np.empty(0)
+    parts = iter(np.split(flat, np.cumsum([len(each) for each in every])[:-1]))
+    return [tuple(next(parts) for _ in sums) for sums in batches]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is evaluated; see `Evaluator.evaluate`."""
+
+    model: torch.Tensor
+    t: int
+    own: Mapping[int, np.ndarray]
+
+
+class Evaluator:
+    """Evaluates models on batches of rows that clients do not train on.
+
+    `module`: the experiment's, where it is to run; its parameters are overwritten. `clients` says
+    what they have of their own: where it is parts of the model, or a model beside it, each client's
+    rows are for its own, and those of one that has none yet are left out. Where models are
+    fine-tuned, a client's rows are for what it has trained of the model and its own.
+    """
+
+    def __init__(
+        self, experiment: Experiment, shards: Shards, module: torch.nn.Module, clients: Personal
+    ):
+        self.seed = experiment.seed
+        self.form = shards.form(experiment.data.task)
+        self.metrics = experiment.metrics
+        self.per_client = experiment.evaluate.per_client
+        self.own = own_code(experiment)
+        self.shards = shards
+        self.module = module
+        self.personal = clients
+        self.device = next(module.parameters()).device
+        self.batches = batches(experiment, shards)
+        rule = experiment.evaluate.fine_tune
+        self._tuning = FineTuning(experiment, rule, shards, module) if rule else None
+        # the sets that a batch of clients is scored for, and by what
+        held_out = experiment.evaluate.validation and experiment.model.local
+        self._by_client = [(metric_columns.VALIDATION, self.metrics)] if held_out else []
+        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # that a GPU keeps
+        self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
+
+    def evaluate(
+        self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
+    ) -> list[Scored]:
+        """What the model, float32 [d], does on some of the batches, each by itself.
+
+        Args:
+            model: float32 [d].
+            t: the rounds that it has been trained for.
+            which: the batches.
+            own: by client, what it has of its own, float32 [own].
+        """
+        given = _Given(sent(torch.tensor(model), self.device), t, own)
+        models.load(self.module, given.model)
+        with torch.inference_mode():
+            found = [each for index in which for each in self._scored(index, given)]
+            sums = fetched([sums for _, sums in found])
+        sets = [rows for rows, _ in found]
+        return [Scored(*each) for each in zip(sets, sums, strict=True)]
+
+    def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y of a batch, on the device."""
+        if index in self._there:
+            return self._there[index]
+        batch = self.batches[index]
+        if batch.stored is None:
+            x, y = self.shards.client_batch(batch.clients, batch.first)
+        else:
+            x, y = self.shards.ready(*batch.stored)
+        check(self.device, self.form, x, y)
+        given = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:
+            self._left -= x.nbytes + y.nbytes
+            self._there[index] = given
+        return given
+
+    def _scored(self, index: int, given: _Given) -> list[tuple[str, list[torch.Tensor]]]:
+        """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
+        batch = self.batches[index]
+        if self._unscored(batch.clients, given):
+            nothing = given.model.new_empty(0)
+            return (
+                [(metric_columns.CLIENT, [nothing for _ in batch.clients])]
+                if self.per_client
+                else []
+            )
+        x, y = self._batch(index)
+        if not batch.clients:
+            outputs = self._outputs(x)
+            return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
+        rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
+        if self.personal.own or self._tuning:
+            outputs, y, rows = self._of_own(batch.clients, rows, x, y, given)
+        else:
+            outputs = self._outputs(x)
+        found = [
+            (name, [metric.sums(self.form, outputs, y) for metric in metrics])
+            for name, metrics in self._by_client
+            if len(y)
+        ]
+        if self.per_client is None:
+            return found
+        nothing = outputs.new_empty(0)
+        apart = zip(outputs.split(rows), y.split(rows), strict=True)
+        sums = [
+            self.per_client.sums(self.form, *each) if len(each[1]) else nothing for each in apart
+        ]
+        return [*found, (metric_columns.CLIENT, sums)]
+
+    def _unscored(self, clients: range, given: _Given) -> bool:
+        """Whether these are clients of whom none has a model of its own, so that nobody reads their
+        rows.
+        """
+        if not clients or not self.personal.own or self._tuning:
+            return False
+        return not any(client in given.own for client in clients)
+
+    def _of_own(
+        self,
+        clients: range,
+        rows: Sequence[int],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        given: _Given,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """What the clients' own models give for their rows, the targets, and how many rows are
+        each client's: none of one that has no model of its own.
+        """
+        outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
+        targets = {client: y[:0] for client in clients}
+        held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))
+        known = [client for client in clients if len(held[client][1])]
+        for client, numbers in self._models(known, given):
+            some, targets[client] = held[client]
+            models.set_trained(self.module, numbers)
+            outputs.append(self._outputs(some))
+        models.load(self.module, given.model)
+        every = list(targets.values())
+        return torch.cat(outputs), torch.cat(every), [len(each) for each in every]
+
+    def _models(self, clients: Sequence[int], given: _Given) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each of these clients that has a model of its own, and its numbers, float32 [D + b]."""
+        if self._tuning:
+            yield from self._tuning.models(clients, given.model, given.own, given.t)
+            return
+        for client in clients:
+            if client in given.own:
+                part = sent(torch.tensor(given.own[client]), self.device)
+                yield client, self.personal.whole(given.model, part)
+
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.own:
+            return self.module(x)
+        with keyed_globals(self.seed, step=4):  # it may draw from the generators of the process
+            return self.module(x)

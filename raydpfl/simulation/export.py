@@ -1,0 +1,211 @@
+"""What a run has trained, taken out of its directory: `load(run)`, and `raydpfl export`.
+
+A run that ends leaves `model.safetensors`: the parameters and buffers of its module, with what is
+needed to make the module again without the data, and the guarantees that hold for it.
+
+What a run directory names by import path is code that runs as it is imported, and a directory may
+come from anyone: so nothing of it is imported unless `trust_code` asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl import models, storage
+from raydpfl.config.registry import importing, refuse_code, unread
+from raydpfl.core.messages import OWN
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.experiment import Experiment
+from raydpfl.models import tasks, weights
+from raydpfl.models.tasks import Form, Target
+from raydpfl.simulation import provenance
+from raydpfl.storage.files import read_json
+from raydpfl.storage.run_files import load as checkpoint
+from raydpfl.storage.run_files import replace_file
+
+CHECKPOINTS = "checkpoints"
+READ = ("config.yaml", "summary.json", weights.SAVED)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run has trained. `module` has its weights and is in evaluation mode; `config` is its
+    experiment, complete (without `trust_code` its user-defined members are not imported);
+    `summary` is what `summary.json` holds.
+    """
+
+    module: nn.Module
+    config: Experiment
+    summary: dict[str, Any]
+
+
+def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
+    """Writes the model of a run to its directory. Raises `FileError`.
+
+    Args:
+        folder: the run directory.
+        module: with its weights.
+        form: what its samples are.
+        summary: of the run.
+    """
+    made = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
+    made["task"] = form.task.model_dump(mode="json")
+    said = {
+        "form": json.dumps(made),
+        "model_sha256": str(summary["model_sha256"]),
+        "rounds": str(summary["rounds"]),
+        "holds": json.dumps(summary["holds"]),
+    }
+    path = folder / weights.SAVED
+    held = weights.packed(module.state_dict(), path.suffix, said)
+    replace_file(path, lambda file: file.write(held))
+
+
+def load(run: str | Path, client: int | None = None, trust_code: bool = False) -> Saved:
+    """What a run has trained, from its directory alone, a path or an address.
+
+    Args:
+        run: the directory.
+        client: one that has a model of its own (`model.local`, `personal`): `module` is that, from
+            the last checkpoint. None: the model that was sent to all.
+        trust_code: import the user-defined classes that the run names, from here or as the run has
+            kept their source. That runs their code.
+
+    Raises:
+        ConfigError: it is no directory of a run that has ended, the client has no such model, or
+            the model or task is user-defined and `trust_code` is not set.
+        RunError: the weights in it are not those of its summary.
+    """
+    if client is None:
+        with storage.reading(run, wanted=_read) as folder:
+            return _load(run, folder, trust_code)
+    with storage.reading(run, wanted=lambda name: _read(name) or CHECKPOINTS in name) as folder:
+        found = _load(run, folder, trust_code)
+        own = _own(folder, client, run)
+    if not found.config.personal:  # else it is the whole model
+        shared = models.flatten(found.module)
+        own = models.Split.of(found.module).joined(shared, own[None])[0]
+    models.set_trained(found.module, own)
+    return found
+
+
+def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
+    """What a client has of its own, float32 [own]. Raises `ConfigError`."""
+    last = checkpoint(folder / CHECKPOINTS)
+    members = last.members.get(OWN, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
+    place = np.flatnonzero(members == client)
+    if last is None or not len(place):
+        some = ", ".join(map(str, sorted(members.tolist())[:5])) + ", ..." * (len(members) > 5)
+        accepted = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
+        raise ConfigError("client", client, accepted)
+    return torch.from_numpy(last.memory[OWN][int(place[0])])
+
+
+def _read(name: str) -> bool:
+    """Whether a file of a run directory is needed for its model."""
+    return name in READ or name.startswith(f"{provenance.KEPT}/")
+
+
+def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
+    if trust_code:
+        with provenance.kept(folder, first=True):
+            return _made(run, folder, None)
+    return _made(run, folder, ())
+
+
+def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
+    path = _file(folder)
+    experiment = Experiment.from_yaml(folder / "config.yaml", imports=imports)
+    try:
+        summary = read_json(folder / "summary.json")
+        said = weights.facts(path)
+        with importing(imports):
+            form = _form(json.loads(said["form"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError("run", str(run), f"the directory of a run ({reason})") from None
+    refuse_code(run, [each for part in (experiment.model, form.task) for each in unread(part)])
+    fresh = experiment.model.model_copy(update={"init": None})
+    module = models.build(fresh, form, experiment.seed)
+    weights.fill(module, str(path))
+    numbers = models.flatten(module).numpy().astype("<f4")
+    found = hashlib.sha256(numbers.tobytes()).hexdigest()
+    if found != summary.get("model_sha256"):
+        raise RunError(f"{path} is not the model of {folder / 'summary.json'}")
+    return Saved(module.eval(), experiment, summary)
+
+
+def export(
+    run: str | Path,
+    out: str | Path | None = None,
+    merged: bool = False,
+    trust_code: bool = False,
+) -> Path | str:
+    """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix:
+    of one with adapters what was trained.
+
+    Args:
+        run: the run directory, or its address.
+        out: the file; None: the run's own is named, which holds all.
+        merged: adapters are added to the weights of their layers, and all is written, as it would
+            be of the module without them.
+        trust_code: as for `load`.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: as `load`; or the run has no adapters to merge, or there is no file to write
+            them to.
+    """
+    with storage.reading(run, wanted=_read) as folder:
+        path = _file(folder)
+        if out is None and not merged:
+            return storage.named(storage.within(run, path.name))
+        if out is None:
+            raise ConfigError("--out", None, "a file for the merged weights")
+        file = Path(out)
+        module = _load(run, folder, trust_code).module
+        held = weights.packed(_exported(module, merged), file.suffix, weights.facts(path))
+    replace_file(file, lambda part: part.write(held))
+    return file
+
+
+def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
+    """What is written of a module: all, or of one with adapters what was trained, or these merged.
+    Raises `ConfigError`.
+    """
+    added = models.adapters(module)
+    if merged and not added:
+        raise ConfigError("--merged", True, "a run with adapters (model.lora)")
+    if merged:
+        return models.merged(module)
+    if not added:
+        return module.state_dict()
+    sent = {name for name, each in module.named_parameters() if each.requires_grad}
+    sent -= models.shared_and_local.local(module)
+    return {name: each for name, each in module.state_dict().items() if name in sent}
+
+
+def _file(folder: Path) -> Path:
+    path = folder / weights.SAVED
+    if not os.path.isfile(path):
+        accepted = f"the directory of a run that has ended; it has no {weights.SAVED} "
+        accepted += f"(raydpfl run {folder} --resume ends it)"
+        raise ConfigError("run", str(folder), accepted)
+    return path
+
+
+def _form(said: dict[str, Any]) -> Form:
+    target = said["target"]
+    given = Target(tuple(target["shape"]), target["classes"], tuple(target["names"]))
+    return Form(tuple(said["shape"]), given, tasks.parse(said["task"]), said["tokens"])

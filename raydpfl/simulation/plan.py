@@ -1,0 +1,582 @@
+"""The plan of a run: an experiment and its data put together once, before the first round.
+
+It settles what `auto` left open (the lane, the way of training), calibrates the noise, and
+describes the mechanism. The sampler, the clients' noise and the accountants all read this one
+object, so they cannot disagree; a combination that no accountant covers is refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl import privacy
+from raydpfl.core.hardware import single_blas
+from raydpfl.data import Shards
+from raydpfl.errors import BudgetError, ConfigError, RunError
+from raydpfl.experiment import Experiment, as_fields
+from raydpfl.methods import local
+from raydpfl.methods.noise.base import Facts
+from raydpfl.methods.selection import Population
+from raydpfl.privacy import Guarantee, Mechanism, Release, Sampling, Segment, Terms
+from raydpfl.simulation import provenance
+from raydpfl.simulation.preparation import Parts, prepared
+from raydpfl.simulation.preparation import weights as client_weights
+from raydpfl.simulation.sampling_monitor import fingerprint
+
+log = logging.getLogger("raydpfl")
+# What may differ between a run and its resumption: where it runs and what it shows, never what it
+# computes.
+FREE = {"client": {"actors", "num_cpus", "timeout"}}
+SHOWS = ("track",)  # sections that say where a run is shown, and nothing of what it is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the
+    same in every round.
+    """
+
+    experiment: Experiment  # nothing left at auto but client.actors
+    shards: Path
+    population: Population
+    d: int  # parameters of the model that travel
+    own: int  # numbers of it that each client keeps
+    weight: float  # the largest weight of any client's contribution
+    ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
+    # by bounding's queries: std of the noise on the sum of the answers, in their units
+    side_stds: Mapping[str, float]
+    survivors: int  # clients that the round with most dropouts keeps
+    mechanism: Release | None  # None: not private
+    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    exposures: np.ndarray
+    platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
+    # what was released before the run was begun anew with fresh noise
+    history: tuple[Segment, ...] = ()
+    first: int = 0  # the round that it was begun anew from
+
+    @classmethod
+    def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
+        """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the
+        accountants cannot give.
+        """
+        experiment.complete()
+        with as_fields(), single_blas():
+            told = foretold(experiment, data_root)  # before the data are touched
+            parts = prepared(experiment, data_root)
+            outline = outlined(parts.experiment, parts.population, told)
+            if outline and outline.survey:  # now it is known who answers
+                answering = replace(outline.survey, clients=parts.scored)
+                outline = replace(outline, survey=answering)
+            mechanism = noised(parts, outline)
+        on_sums = noise_on_sums(parts, mechanism)
+        unseen = parts.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
+        plan = cls(
+            experiment=parts.experiment,
+            shards=parts.shards,
+            population=parts.population,
+            d=parts.d,
+            own=parts.own,
+            weight=parts.weight,
+            ratio=on_sums.get("updates", 0.0),
+            side_stds=side_stds(parts, on_sums),
+            survivors=parts.survivors,
+            mechanism=mechanism,
+            exposures=parts.exposures,
+            platform=provenance.of(unseen),
+        )
+        plan.check_budget()
+        return plan
+
+    def continued(self, segments: tuple[Segment, ...], anew: int | None = None) -> Plan:
+        """This plan for a run that has released `segments`: going on in the last of them, or anew
+        from round `anew`.
+        """
+        if not segments:
+            return self
+        history, first = (segments[:-1], segments[-1].first) if anew is None else (segments, anew)
+        if not history:
+            return self
+        e = self.experiment
+        seeds = [seed_of(e.seed, again) for again in range(1, len(history) + 1)]
+        drawn = [e.selection.survivors(seed, e.rounds, self.population) for seed in seeds]
+        return replace(self, history=history, first=first, survivors=min(self.survivors, *drawn))
+
+    def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a run's bits depend on besides the experiment, by name; as a checkpoint of fewer
+        rounds would have it, where `stored` is that of one.
+        """
+        ran = {"mechanism": self.mechanism.round_digest()} if self.mechanism else {}
+        drawn = {"cohorts": self._cohorts((stored or {}).get("cohorts"))} if self.mechanism else {}
+        # a checkpoint of another run goes on nowhere else
+        own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"
+        found = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
+        return found | drawn | ran | dict(self.platform)
+
+    def _cohorts(self, stored: str | None = None) -> str:
+        """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
+        for an own selection, else the first few; those of `stored`, if there are as many.
+
+        What was released before a change of code or of versions is counted by draws that are made
+        again after it.
+        """
+        e = self.experiment
+        rounds = e.rounds if e.selection.is_own else min(e.rounds, 4)
+        before = (stored or "").rpartition(" ")[2]
+        if before.isdecimal() and 1 <= int(before) <= e.rounds:
+            rounds = int(before)
+
+        def compute() -> str:
+            drawn = [e.selection.exposed(e.seed, t, self.population) for t in range(rounds)]
+            found = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
+            return f"{found.hexdigest()[:16]} of {rounds}"
+
+        return self.population.remember(("cohorts", e.seed, rounds), compute)
+
+    def _clients(self) -> str:
+        """A digest of what the plan holds of each client."""
+        known = [
+            self.population.privacy_cost,
+            self.experiment.selection.corrections(self.population),
+        ]
+        known += self.mechanism.client_facts() if self.mechanism else ()
+        # which may depend on more than its source and the data
+        if self.experiment.weights.is_own:
+            known.append(client_weights(self.experiment, self.population))
+        return hashlib.sha256(
+            b"".join(each.tobytes() for each in known if each is not None)
+        ).hexdigest()[:16]
+
+    @property
+    def again(self) -> int:
+        """How often the run was begun anew with fresh noise."""
+        return len(self.history)
+
+    @property
+    def repeated(self) -> int:
+        """How many releases there were besides those of the rounds as they count now."""
+        return sum(map(len, self.history)) - self.first
+
+    @cached_property
+    def surveys(self) -> np.ndarray:
+        """How often all clients were asked for a noised histogram until after each round, those
+        before the run was begun anew too: int64 [rounds].
+        """
+        every = self.experiment.evaluate.every
+        rounds = np.arange(1, self.experiment.rounds + 1)
+        if self.mechanism is None or self.mechanism.survey is None:
+            return 0 * rounds
+        before = sum(one.end // every - one.first // every for one in self.history)
+        return rounds // every + before - self.first // every
+
+    def surveyed(self, t: int) -> bool:
+        """Whether all clients are asked after round t."""
+        asks = self.mechanism is not None and self.mechanism.survey is not None
+        return asks and (t + 1) % self.experiment.evaluate.every == 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of batches, of randomness inside modules and of secret cohorts, from round
+        `first` on.
+        """
+        return seed_of(self.experiment.seed, self.again)
+
+    @cached_property
+    def noise_seed(self) -> int:
+        """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
+        other release has it.
+
+        That is the experiment (but for its number of rounds, what it measures and where it runs),
+        the data, the clients' weights and noise, the user's code, the versions and how the
+        processor computes. Two keys of 64 bits are the same with probability 2^-64. With
+        `noise.common` it is the experiment's own seed.
+        """
+        if self.experiment.noise.of_seed:
+            return self.seed
+        side = list(self.side_stds.values()) or [0.0]
+        sizes = [self.ratio, *side, self.survivors, self.weight, self.d]
+        facts = [
+            self.seed,
+            self.again,
+            self._kept(),
+            sizes,
+            self.shards.name,
+            self._clients(),
+            dict(self.platform),
+        ]
+        return _digest64(facts)
+
+    @cached_property
+    def survey_seed(self) -> int:
+        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all that
+        the histograms depend on besides.
+        """
+        e = self.experiment.evaluate
+        asked = e.model_dump(mode="json", include={"histogram", "validation", "every"})
+        metric = e.per_client.meaning() if e.per_client else None
+        rules = [rule.meaning() for rule in (e.fine_tune, self.experiment.personal) if rule]
+        return _digest64(["survey", self.noise_seed, asked, metric, *rules])
+
+    def _kept(self) -> dict[str, Any]:
+        """What of the experiment a release depends on, but for seed and size of its noise."""
+        e = self.experiment
+        names = ("model", "selection", "local", "bounding", "weights", "server")
+        kept: dict[str, Any] = {name: getattr(e, name).meaning() for name in names}
+        for name in self.experiment.selection.named:  # the file is among the clients' facts
+            kept["selection"].pop(name)
+        kept["client"] = {
+            name: value
+            for name, value in e.client.model_dump(mode="json").items()
+            if name not in FREE["client"]
+        }
+        kept["noise"] = e.noise.release()
+        if e.personal:  # no release depends on it, but what clients go on with does
+            kept["personal"] = e.personal.meaning()
+        return kept
+
+    @property
+    def rigorous(self) -> tuple[str, ...]:
+        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of
+        theirs is held against the budget.
+        """
+        return tuple(name for name in privacy.rigorous(self.named) if not self._uncovered(name))
+
+    def check_budget(self) -> None:
+        """Raises `ConfigError` where the budget could only be held by an epsilon that no proof
+        stands behind.
+        """
+        budget = self.experiment.privacy.budget
+        if budget is None or self.mechanism is None:
+            return
+        if not self.rigorous:
+            reason = self._uncovered(self.named[-1])
+            accepted = f"none here, as no rigorous accountant can hold it: {reason}"
+            raise ConfigError("privacy.budget", budget, accepted)
+        if self.mechanism.unproved:
+            accepted = f"none here, as no proof holds it: {self.mechanism.unproved}"
+            raise ConfigError("privacy.budget", budget, accepted)
+
+    def _uncovered(self, accountant: str) -> str | None:
+        """Why an accountant does not cover the mechanism, in words; None if it does."""
+        if self.mechanism is None:
+            return None
+        return self.mechanism.uncovered(accountant, self.terms.relation)
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Std of the noise on the sum / bound, all queries of a round taken together; None where
+        there is no one such number.
+        """
+        return self.mechanism.noise_multiplier if self.mechanism else None
+
+    @property
+    def terms(self) -> Terms:
+        """What guarantees are asked for at."""
+        return self.experiment.terms
+
+    @property
+    def covering(self) -> tuple[str, ...]:
+        """Of `named`, those that cover the mechanism; of the others the guarantees say why they do
+        not.
+        """
+        return tuple(name for name in self.named if not self._uncovered(name))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The accountants that guarantees are given by: those asked for, and where none of them is
+        rigorous, a rigorous one that covers the mechanism, since a formula never stands by itself.
+        """
+        asked = self.experiment.accountants
+        if not asked or privacy.rigorous(asked):
+            return asked
+        covering = [name for name in privacy.STANDBY if not self._uncovered(name)]
+        return (*asked, *(covering or privacy.STANDBY)[:1])
+
+    @property
+    def cohort(self) -> int:
+        """The nominal size of a cohort."""
+        return self.experiment.selection.sampling(self.population).cohort
+
+    @cached_property
+    def divisor(self) -> float:
+        """What the server divides the sum of the contributions by."""
+        return self.experiment.selection.divisor(self.population)
+
+    def weights(self, clients: np.ndarray) -> np.ndarray:
+        """The factors float64 [r] of these clients' contributions.
+
+        Raises `RunError` for one above `weight`, which is what the accountants were told.
+        """
+        weights = client_weights(self.experiment, self.population)[clients]
+        heaviest = float(np.abs(weights).max(initial=0.0))
+        if not heaviest <= self.weight:
+            raise RunError(
+                f"weights.kind {self.experiment.weights.kind} gives a client weight {heaviest:g}, "
+                f"above the {self.weight:g} that was accounted for"
+            )
+        return weights
+
+    def sum_std(self, bound: float | None) -> float:
+        """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is
+        drawn at local steps.
+        """
+        if not self.ratio or bound is None:
+            return 0.0
+        return self.ratio * bound * self.weight
+
+    def released_std(self, bound: float | None) -> float | None:
+        """As `sum_std`; None where each client has noise of its own at its local steps."""
+        by_draws = self.mechanism is not None and self.mechanism.by_draws
+        return None if by_draws else self.sum_std(bound)
+
+    def client_std(self, bound: float | None) -> float:
+        """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
+        with most dropouts still has the sum's.
+        """
+        return self.experiment.noise.client_std(self.sum_std(bound), self.survivors)
+
+    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
+        """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;
+        None when there is none.
+        """
+        return self.mechanism.step_stds(clients) if self.mechanism else None
+
+    def lane_costs(self, clients: np.ndarray) -> np.ndarray | None:
+        """What lanes of these clients are cut by, float64 [3, r]; see
+        `raydpfl.training.backends.base.Way.costs`.
+        """
+        return local.costs(self.experiment, self.population.sizes[clients], self.d)
+
+    def check_claims(self) -> None:
+        """Warns of what whoever reads the results should know; raises `BudgetError` when some
+        client has been promised more than will hold.
+
+        A run that was begun anew has released rounds twice: then that is a warning, and the
+        guarantees say what holds.
+        """
+        e = self.experiment
+        said = _classes(Shards.open(self.shards))
+        if said:
+            log.warning(said)
+        for warning in e.warnings():
+            log.warning(warning)
+        mechanism = self.mechanism
+        if not mechanism:
+            return
+        loose = privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit)
+        if loose:
+            log.warning(loose)
+        seen = self.participations(e.rounds) if mechanism.by_draws else {}
+        for warning in mechanism.warnings(seen):
+            log.warning(warning)
+        try:
+            mechanism.check_claims(seen)
+        except BudgetError as error:
+            uncounted = e.selection.uncounted
+            if not self.history and not uncounted:
+                raise
+            log.warning("%s, as %s", error, uncounted or "rounds were released twice")
+
+    def check_law(self) -> None:
+        """Raises `RunError` where the selection declares another law by now than the mechanism was
+        told of.
+        """
+        told = self.mechanism.cohorts if self.mechanism else None
+        if told is None:
+            return
+        selection = self.experiment.selection
+        now = selection.sampling(self.population)
+        if not self.experiment.noise.simulated():  # the clients that run stand for others
+            now = replace(now, population=told.population, cohort=told.cohort)
+        facts = [
+            (type(one.law), one.population, one.cohort, one.p_max, one.rule) for one in (told, now)
+        ]
+        if facts[0] != facts[1]:
+            raise RunError(
+                f"selection.kind {selection.kind} declares {now}, and declared {told} when that "
+                "was accounted for: no accountant covers what it does"
+            )
+
+    def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
+        or of the sample that has spent most.
+
+        `draws`: as the method gives them for all rounds, where they are at hand.
+        """
+        if not self.mechanism:
+            return {}
+        if draws is None:
+            draws = self.counted_draws()
+        composed = self.exposures + self.repeated
+        return self.mechanism.curves(self.named, draws, composed, self.terms, self.surveys)
+
+    def cohort_seed(self, again: int | None = None) -> int:
+        """The seed of the cohorts of a segment, the present one by default.
+
+        Where the cohort is a secret, a round that is released again has one of its own, or it would
+        amplify but once.
+        """
+        hidden = self.mechanism is not None and self.mechanism.hidden
+        return seed_of(
+            self.experiment.seed, (self.again if again is None else again) if hidden else 0
+        )
+
+    def draws(self, rounds: int) -> list[np.ndarray]:
+        """The clients of each release up to round `rounds`, with repeats: known before the first,
+        as they depend on the seed alone.
+        """
+        past = [
+            (self.cohort_seed(one.again), t)
+            for one in self.history
+            for t in range(one.first, one.end)
+        ]
+        present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
+        exposed = self.experiment.selection.exposed
+        return [exposed(seed, t, self.population) for seed, t in (*past, *present)]
+
+    def counted_draws(self) -> list[np.ndarray] | None:
+        """`draws` of the whole run, where what clients spend depends on these; else None."""
+        mechanism = self.mechanism
+        if mechanism is None:
+            return None
+        # how often the clients of a virtual cohort are drawn is unknown
+        by_known = mechanism.unproved and self.experiment.noise.simulated()
+        return self.draws(self.experiment.rounds) if mechanism.by_draws or by_known else None
+
+    def participations(self, rounds: int) -> Counter:
+        """How often the seed draws each client in the releases up to round `rounds`; where losses
+        choose among candidates, how often it is one.
+        """
+        return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
+
+    def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
+        """What holds after `rounds` rounds, `participations` counting how often each client was
+        drawn.
+        """
+        if not self.mechanism or rounds == 0:
+            return []
+        # of a virtual cohort's clients nobody knows how often they are drawn
+        seen = participations if self.experiment.noise.simulated() else None
+        composed = int(self.exposures[rounds - 1]) + self.repeated
+        asked = int(self.surveys[rounds - 1])
+        return self.mechanism.guarantees(seen, self.named, composed, self.terms, asked)
+
+    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
+        """As `guarantees`, counting only how often losses have chosen each client: none of these is
+        proved. Empty where all who are exposed are counted.
+        """
+        uncounted = self.experiment.selection.uncounted
+        if not self.mechanism or rounds == 0 or uncounted is None:
+            return []
+        found = self.mechanism.guarantees(chosen, self.named, rounds, self.terms)
+        return [one.leaving_out(uncounted, "chosen") for one in found]
+
+
+def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
+    """The outline of what is released, as far as the config tells it before the data are touched:
+    of so many clients with one sample each. None where it does not say how many, or where sums have
+    no noise.
+
+    Raises:
+        ConfigError: the selection does not fit so many clients, or no accountant covers it.
+    """
+    count = experiment.data.clients
+    if count is None:
+        return None
+    selection = experiment.selection
+    selection.fits(count)
+    return outlined(experiment, Population.balanced(count, selection.table(count, data_root)))
+
+
+def outlined(
+    experiment: Experiment, population: Population, told: Mechanism | None = None
+) -> Mechanism | None:
+    """The outline of what is released, at noise multiplier 1: `told` where its cohorts are of the
+    law of this population. None where sums have no noise.
+
+    Raises:
+        ConfigError: none of the rigorous accountants asked for covers it.
+    """
+    noise = experiment.noise
+
+    def cohorts() -> Sampling:
+        return experiment.selection.sampling(population)
+
+    if told is not None and noise.sampling(cohorts()) == told.sampling:
+        return told
+    return noise.outline(experiment, cohorts)
+
+
+def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
+    """What the run releases, with the noise that the config asks for; None: nothing is claimed.
+
+    Raises:
+        ConfigError: no noise meets what is asked for.
+    """
+    rounds = parts.experiment.rounds
+    first = parts.experiment.noise.calibrated_over(rounds) or rounds
+    every = parts.experiment.evaluate.every
+    facts = Facts(
+        experiment=parts.experiment,
+        sizes=parts.population.sizes,
+        rounds=int(parts.exposures[-1]) or rounds,
+        calibrated=int(parts.exposures[first - 1]) or first,
+        weight=parts.weight,
+        survivors=parts.survivors,
+        draws=parts.draws,
+        surveys=rounds // every,
+        calibrated_surveys=first // every,
+        data_root=parts.data_root,
+    )
+    return parts.experiment.noise.noised(outline, facts)
+
+
+def noise_on_sums(parts: Parts, mechanism: Release | None) -> Mapping[str, float]:
+    """By query, std of the noise on the sum of a round over what one client can contribute to it.
+
+    A virtual cohort's noise is scaled down to the sum of those who are simulated.
+    """
+    if mechanism is None:
+        return {}
+    cohort = parts.experiment.selection.sampling(parts.population).cohort
+    return mechanism.sum_stds(cohort)
+
+
+def side_stds(parts: Parts, on_sums: Mapping[str, float]) -> dict[str, float]:
+    """By query of the bounding, std of the noise on the sum of its answers, in their units."""
+    asked = parts.experiment.bounding.queries()
+    return {query.name: on_sums.get(query.name, 0.0) * query.bound for query in asked}
+
+
+def seed_of(seed: int, again: int) -> int:
+    """The seed of a run that was begun anew `again` times; its own where it was not."""
+    return _digest64(["again", seed, again]) if again else seed
+
+
+def _digest64(facts: list) -> int:
+    """64 bits of the SHA-256 of `facts`, JSON values."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _classes(shards: Shards) -> str | None:
+    """What is odd about the classes of the training samples, in words; None for nothing."""
+    present = shards.classes - len(shards.unseen)
+    if shards.classes and present == 1:
+        return "all training samples are of one class: there is nothing to tell apart"
+    if not shards.unseen:
+        return None
+    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
+    return (
+        f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
+        "the model has an output for each: number the classes from 0 without gaps"
+    )

@@ -1,0 +1,124 @@
+"""What a run would guarantee, from its config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.privacy import LocalSteps, Mechanism
+from raydpfl.privacy.calculator.answer import Budget, PersonalBudget, Unknown
+from raydpfl.privacy.calculator.solve import Question
+from raydpfl.privacy.local_steps import Participations
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+    from raydpfl.simulation.plan import Plan
+
+
+def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
+    """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
+    ask for. Nothing is trained; the data are prepared, for the clients' sizes.
+
+    Args:
+        experiment: of the run.
+        data_root: the folder of data sets.
+
+    Returns:
+        A `PersonalBudget`, client by client, if the noise is at local steps.
+
+    Raises:
+        ConfigError: the run would be refused, or has no noise.
+    """
+    from raydpfl.simulation.plan import Plan
+
+    experiment = _without_model(experiment)
+    if not experiment.private:
+        accepted = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
+        raise ConfigError("noise.kind", experiment.noise.kind, accepted)
+    plan = Plan.make(experiment, data_root)
+    e = plan.experiment
+    seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
+    found: Budget | PersonalBudget
+    if plan.mechanism and plan.mechanism.by_draws:
+        found = of_personal(cast(LocalSteps, plan.mechanism), seen, e.privacy.accountants)
+    else:
+        found = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
+    if e.privacy.budget is None:
+        return found
+    return replace(found, notes=(*found.notes, _lasts(plan, e.privacy.budget)))
+
+
+def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
+    """The budget of sums over cohorts; `seen` is how often each client is drawn."""
+    e = plan.experiment
+    assert e.bounding.initial_bound is not None  # there is noise on updates
+    scale = e.bounding.initial_bound * plan.weight
+    updates, *others = mechanism.queries
+    updates = replace(updates, bound=updates.bound * scale, std=updates.std * scale)
+    mechanism = replace(mechanism, queries=(updates, *others))
+    target = e.noise.target()
+    unknown: Unknown = "epsilon" if target is None else "noise"
+    most = max(seen.values(), default=1) if e.noise.simulated() else None
+    terms = plan.terms
+    question = Question(
+        mechanism, terms.relation, terms.delta, unknown, target, participations=most, v=terms.v
+    )
+    return question.budget(mechanism)
+
+
+def _lasts(plan: Plan, budget: float) -> str:
+    """How many rounds a budget lasts for, in words."""
+    curves = plan.curves()
+    spent = np.min([curves[name] for name in plan.rigorous], axis=0)
+    lasts = int((spent <= budget).sum())
+    rounds = f"{lasts} of the {plan.experiment.rounds} rounds"
+    return f"privacy.budget {budget:g} lasts for {rounds}, by {' and '.join(plan.rigorous)}"
+
+
+def _without_model(experiment: Experiment) -> Experiment:
+    """The experiment as far as it bears on privacy. A user's own model is not imported if its size
+    does not count, and an own server not if no noise is correlated over the rounds."""
+    from raydpfl import models
+    from raydpfl.methods import server
+
+    if experiment.accounted_with() & experiment.unread.keys():
+        return experiment.imported()
+    changes: dict[str, Any] = {}
+    if "model" in experiment.unread:
+        changes["model"] = models.FAMILY["linear"]()
+        changes["client"] = experiment.client.model_copy(update={"way": "auto"})
+    if "server" in experiment.unread:
+        changes["server"] = server.Sgd()
+    return experiment.model_copy(update=changes)
+
+
+def of_personal(
+    mechanism: LocalSteps,
+    participations: Participations,
+    accountants: Sequence[str] = ("pld", "rdp", "paper"),
+) -> PersonalBudget:
+    """What noise at local steps guarantees, for each client and for the one that spends most.
+
+    Args:
+        mechanism: what the clients release.
+        participations: how often each takes part, by id or int64 [N].
+        accountants: their names.
+    """
+    try:
+        mechanism.check_claims(participations)
+        broken = None
+    except BudgetError as error:
+        broken = str(error)
+    rows = mechanism.table(participations, accountants)
+    guarantees = mechanism.guarantees(participations, accountants)
+    notes = [
+        *mechanism.warnings(participations),
+        *(f"not accounted for: {each}" for each in mechanism.exclusions),
+    ]
+    return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))

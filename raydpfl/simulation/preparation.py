@@ -1,0 +1,263 @@
+"""The parts of a run that its data settle, before any noise is sized.
+
+They are the data, the clients, their weights, the way of training, and who takes part how often.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from raydpfl import data, models
+from raydpfl.core import device, hardware
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.methods import local
+from raydpfl.methods.probes import Problem
+from raydpfl.methods.selection import Population, Selection
+from raydpfl.models.tasks import Form
+from raydpfl.training.validation import check_counts
+
+log = logging.getLogger("raydpfl")
+
+LANE = 32  # clients at most, for the ways that train a whole lane at once
+KNOWN: set[bytes] = set()  # ways of training that this process has compared with the loop
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, but for what it guarantees."""
+
+    experiment: Experiment  # the lane, the way of training and the noise as they are resolved
+    shards: Path
+    population: Population
+    d: int  # parameters of the model that travel
+    own: int  # numbers of it that each client keeps
+    weight: float  # the largest weight of any client's contribution
+    survivors: int  # clients that the round with most dropouts keeps
+    scored: int  # clients that have a score of their own
+    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    exposures: np.ndarray
+    data_root: Path | None
+
+    def draws(self) -> list[np.ndarray]:
+        """The clients whose participations noise is sized for, round by round, with repeats; at
+        last those who are exposed and have not come up, once.
+        """
+        e = self.experiment
+        rounds = range(e.rounds)
+        exposed = [e.selection.exposed(e.seed, t, self.population) for t in rounds]
+        if e.selection.uncounted is None:
+            return exposed
+        assumed = [e.selection.assumed(e.seed, t, self.population) for t in rounds]
+        return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
+
+
+def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
+    """Prepares the data and settles what depends on them.
+
+    Raises:
+        ConfigError: for what the data cannot give.
+    """
+    apart = experiment.evaluate.apart
+    shards = data.prepare(experiment.data, experiment.seed, data_root, validation=apart)
+    opened = Shards.open(shards)
+    sizes = opened.sizes  # on the file's map: a copy would take 8 bytes a client
+    selection = experiment.selection
+    selection.fits(len(sizes))
+    form = opened.form(experiment.data.task)
+    module = models.build(experiment.model, form, experiment.seed)
+    d = models.parameter_count(module)
+    check_counts(experiment.local, sizes)
+    way = _way(experiment, module, form, int(sizes.max()))
+    population = clients(experiment, sizes, d, data_root)
+    check_means(experiment, population)
+    check_measures(Problem(experiment, opened, population))
+    cohorts = selection.sampling(population)
+    experiment = resolved(experiment, way, cohorts.cohort, module, opened)
+    noise = experiment.noise.resolved(experiment, cohorts)
+    return Parts(
+        experiment=experiment.model_copy(update={"noise": noise}),
+        shards=shards,
+        population=population,
+        d=d,
+        own=len(models.trained(module)) if experiment.personal else models.Split.of(module).own,
+        weight=_largest(weights(experiment, population)),
+        survivors=selection.survivors(experiment.seed, experiment.rounds, population),
+        scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,
+        exposures=composed(selection, experiment.seed, experiment.rounds, population),
+        data_root=data_root,
+    )
+
+
+def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> str:
+    """The way to train clients of so many rows; a warning where its precision is a slow one."""
+    client = experiment.client
+    if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
+        log.warning(
+            "client.precision bfloat16 is slower than float32 here: this processor has no "
+            "instructions for it"
+        )
+    return local.resolve(
+        module,
+        experiment.local,
+        rows,
+        form,
+        client.way,
+        clip=experiment.bounding.sample_bound,
+        gpu=client.num_gpus > 0,
+        precision=client.precision,
+        known=KNOWN,
+    )
+
+
+def clients(
+    experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None
+) -> Population:
+    """What is public of clients with these samples, int64 [N], and a model of d parameters."""
+    variances = partial(experiment.noise.variances, experiment, sizes, data_root)
+    selection = experiment.selection
+    table = selection.table(len(sizes), data_root)
+    return Population(sizes, selection.costs(d, variances), table)
+
+
+def resolved(
+    experiment: Experiment, way: str, cohort: int, module: nn.Module, shards: Shards
+) -> Experiment:
+    """With the way of training and the width of a lane, so that the bits do not depend on what
+    another machine would choose, and the whole path of the weights that it starts from.
+    """
+    lane = experiment.client.lane
+    if lane == "auto":
+        most = held_at_once(experiment, module, shards) if experiment.client.num_gpus > 0 else LANE
+        lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort, most)
+    client = experiment.client.model_copy(update={"way": way, "lane": lane})
+    model = experiment.model
+    if model.init is not None:  # as actors stand in other directories
+        model = model.model_copy(update={"init": os.path.abspath(model.init)})
+    return experiment.model_copy(update={"client": client, "model": model})
+
+
+def lane_width(cohort: int, most: int = LANE) -> int:
+    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at
+    most `most`; one lane where that holds more than `LANE`, as on a GPU, and the whole cohort.
+
+    >>> lane_width(150), lane_width(80), lane_width(10)
+    (25, 20, 5)
+    >>> lane_width(150, most=1000), lane_width(150, most=100)
+    (150, 75)
+    """
+    if most > LANE and cohort <= most:
+        return cohort
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * most))))
+
+
+def held_at_once(experiment: Experiment, module: nn.Module, shards: Shards) -> int:
+    """How many clients' training takes about half of an actor's share of a GPU's memory, two at
+    least.
+    """
+    rule = experiment.local
+    rows = int(rule.rows_used(np.array([shards.sizes.max()]))[0])
+    # weights, gradients and updates, these and the noise in float64, and what is in the making
+    numbers = 16 * models.parameter_count(module)
+    numbers += 2 * rows * math.prod(shards.shape)
+    form = shards.form(experiment.data.task)
+    numbers += 4 * rule.batch_size(rows) * models.activations(module, form)
+    return max(2, device.memory(experiment.client.num_gpus) // (2 * 4 * numbers))
+
+
+def check_means(experiment: Experiment, population: Population) -> None:
+    """Raises `ConfigError` where the server's quotient is not the mean that a member needs."""
+    selection = experiment.selection
+    remembering = experiment.stateful
+    if experiment.bounding.sends_model() and not selection.means(population):
+        accepted = (
+            "one whose cohorts all have the size that the sum is divided by, without weights or "
+            "dropouts: the new model is the mean of those sent"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    if remembering and selection.corrections(population) is not None:
+        accepted = (
+            f"one without weights of its own, as {remembering.kind} keeps the plain mean over all "
+            "clients"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+
+
+def check_measures(problem: Problem) -> None:
+    """Raises `ConfigError` for what cannot be measured of this problem, or scored."""
+    form = problem.shards.form(problem.experiment.data.task)
+    per_client = problem.experiment.evaluate.per_client
+    for metric in (*problem.experiment.metrics, *((per_client,) if per_client else ())):
+        metric.fits(form)
+    for probe in problem.experiment.measure:
+        probe.fits(problem)
+
+
+def weights(experiment: Experiment, population: Population) -> np.ndarray:
+    """The factor float64 [N] of every client's contribution, computed once for all clients
+    together.
+
+    Raises:
+        ConfigError: they are not N finite numbers.
+    """
+
+    def compute() -> np.ndarray:
+        count = len(population)
+        member = experiment.weights
+        given = np.asarray(member.of(population.sizes, population.samples, count))
+        number = given.dtype.kind in "iuf"
+        found = given.astype(np.float64, copy=False) if number else np.empty(0)
+        largest = _largest(found)
+        if found.shape != (count,) or not np.isfinite(found).all():
+            accepted = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        if not 1e-15 <= largest <= 1e15:
+            accepted = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
+            raise ConfigError("weights.kind", member.kind, accepted)
+        corrections = experiment.selection.corrections(population)
+        return found if corrections is None else found * corrections
+
+    members = (experiment.weights, experiment.selection)
+    return population.remember(tuple(member.model_dump_json() for member in members), compute)
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value, without an array of them; 0 of none."""
+    return float(max(values.max(initial=0.0), -values.min(initial=0.0)))
+
+
+def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
+    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law
+    can come to.
+
+    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the
+    N clients together were available t times that number, each of them in as many rounds as are
+    composed at most.
+    """
+    found = np.asarray(selection.exposures(seed, rounds, population))
+    law = selection.sampling(population)
+    if (
+        found.shape != (rounds,)
+        or found.dtype.kind not in "iu"
+        or (np.diff(found, prepend=0) < 0).any()
+    ):
+        accepted = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    available = np.arange(1, rounds + 1) * law.population
+    if not law.by_participation and (found * len(population) < available).any():
+        t = int(np.argmax(found * len(population) < available))
+        accepted = (
+            f"one whose exposures count every round that a client can be in; {law} cannot give "
+            f"{found[t]} in {t + 1}"
+        )
+        raise ConfigError("selection.kind", selection.kind, accepted)
+    return found.astype(np.int64)

@@ -1,0 +1,146 @@
+"""What a run spends: checked against the budget and written to the ledger before every round, and
+turned into guarantees at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl.errors import RunError
+from raydpfl.privacy import Guarantee, Ledger, check_budget, rigorous
+from raydpfl.privacy.guarantee import SHARES
+from raydpfl.simulation.plan import Plan
+from raydpfl.storage.tables import schema, write_table
+
+ANEW = (
+    "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
+)
+UNKNOWN = "what this run has spent is unknown"
+
+
+class Account:
+    """The ledger of a run, and every accountant's epsilons for it."""
+
+    def __init__(self, plan: Plan, ledger: Ledger):
+        self.plan = plan
+        self.ledger = ledger
+        self.draws = plan.counted_draws()  # the clients of all releases, where these are counted
+        self.curves = plan.curves(self.draws)
+        self._key = hashlib.sha256(str(plan.noise_seed).encode()).hexdigest()[:16]
+
+    def spent(self, t: int) -> dict[str, float]:
+        """Epsilon after round t, by accountant."""
+        return {name: float(curve[t]) for name, curve in self.curves.items()}
+
+    def spend(self, t: int, bound: float | None) -> None:
+        """Writes the spending of round t to the ledger, before the round.
+
+        Args:
+            t: the round.
+            bound: in force in it; None: nothing is bounded.
+
+        Raises:
+            BudgetError: the run may not spend that; nothing is written.
+        """
+        spent = self.spent(t)
+        budget = self.plan.experiment.privacy.budget
+        if budget is not None:
+            least = min(self.plan.rigorous, key=spent.__getitem__)
+            check_budget(t, spent, {least: budget})
+        if self.plan.mechanism:
+            release = self._release(t, bound, present=True)
+            self.ledger.record(t=t, again=self.plan.again, epsilon=spent, **release)
+
+    def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
+        """What the ledger says of the release of round t. The key of its noise is known for the
+        `present` segment alone.
+        """
+        plan = self.plan
+        assert plan.mechanism is not None
+        release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}
+        release["std"] = plan.sum_std(bound)
+        release |= {f"{name}_std": std for name, std in plan.side_stds.items()}
+        if plan.mechanism.survey:
+            release["survey_std"] = plan.mechanism.survey.std if plan.surveyed(t) else 0.0
+        asked = plan.experiment.selection.loss_query
+        if asked:
+            release["loss_std"] = asked.std
+        release["delta"] = plan.terms.delta
+        return release | ({"key": self._key} if present else {})
+
+    def verify(self, rounds: int, bound: float | None) -> None:
+        """Raises `RunError` unless the `rounds` of a checkpoint are in the ledger as this plan
+        releases them. `bound` is in force in the coming round.
+        """
+        if self.plan.mechanism and self.ledger.spent().rounds < rounds:
+            recorded = f"the ledger has {self.ledger.spent().rounds} rounds"
+            raise RunError(f"{recorded} and the checkpoint {rounds}: {UNKNOWN}")
+        for entry in self.ledger.entries:
+            self._verify(entry, rounds, bound)
+
+    def _verify(self, entry: dict[str, Any], rounds: int, bound: float | None) -> None:
+        t = entry["round"]
+        # whether the line is of the segment that goes on, under the present key of the noise
+        present = entry.get("again", 0) == self.plan.again
+        if self.plan.experiment.bounding.adapts and not (t == rounds and present):
+            bound = entry.get("bound")  # known of the coming round alone
+            if not (isinstance(bound, float) and 0 < bound < math.inf):
+                raise RunError(f"the ledger has bound {bound} for round {t}: {UNKNOWN}")
+        planned = self._release(t, bound, present)
+        stored = {name: entry.get(name) for name in planned}
+        if stored == planned:
+            return
+        other = next(name for name in planned if stored[name] != planned[name])
+        what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
+        way = f"; {ANEW}" if other == "key" else ""
+        raise RunError(f"the ledger has {what}: {UNKNOWN}{way}")
+
+    def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:
+        """What holds for everything in the ledger, rounds that a crash cut off included.
+
+        Args:
+            rounds: done.
+            participations: how often each client was drawn in them.
+        """
+        recorded = self._recorded(rounds, participations)
+        found = self.plan.guarantees(*recorded)
+        if recorded[0] == rounds and not self.plan.history:  # else nobody knows who was chosen
+            found += self.plan.of_the_chosen(rounds, participations)
+        return found
+
+    def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
+        recorded = max(rounds, self.ledger.spent().rounds)
+        chosen = self.plan.experiment.selection.asks
+        # who might have been chosen does not depend on the data
+        if recorded > rounds or self.plan.history or chosen:
+            return recorded, self.plan.participations(recorded)
+        return recorded, participations.copy()
+
+    def per_client(
+        self, out: Path, rounds: int, participations: Counter
+    ) -> dict[str, list[Any]] | None:
+        """Writes every client's own guarantee to guarantees.parquet.
+
+        Returns:
+            Quantiles of epsilon over the clients, by accountant; None: clients have no guarantees
+            of their own.
+        """
+        mechanism = self.plan.mechanism
+        if mechanism is None or not mechanism.by_draws:
+            return None
+        _, seen = self._recorded(rounds, participations)
+        rows = mechanism.table(seen, self.plan.named)
+        table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
+        write_table(out / "guarantees.parquet", table)
+        found: dict[str, list[Any]] = {"at": list(SHARES)}
+        for name in rigorous(self.plan.named):
+            quantiles = mechanism.quantiles(name, seen).tolist()
+            found[name] = [value if np.isfinite(value) else "infinity" for value in quantiles]
+        return found

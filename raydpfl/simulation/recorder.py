@@ -1,0 +1,349 @@
+"""What a run writes about its rounds: tables, models and the summary."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl import storage
+from raydpfl.core.messages import Columns, LaneResult
+from raydpfl.data import Shards
+from raydpfl.errors import RunError
+from raydpfl.methods.noise.monitor import Drawing
+from raydpfl.methods.probes import Afterwards, Finished, Problem, Round
+from raydpfl.models import metric_columns
+from raydpfl.models.metrics import Metric
+from raydpfl.privacy import column, holding, in_words
+from raydpfl.simulation import evaluation, histogram_survey
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Pool
+from raydpfl.simulation.privacy_budget import Account
+from raydpfl.simulation.provenance import capability
+from raydpfl.simulation.run_state import Position
+from raydpfl.simulation.worker import peak_rss_mb
+from raydpfl.storage.run_files import Clock, Dropped, Pace, save
+from raydpfl.storage.tables import Table, schema
+
+# What is known of every client, measured or not.
+KNOWN = ("client", "norm", "factor", "clipped", "train_loss")
+NOBODY: Columns = {"client": np.empty(0, np.int64), **{name: np.empty(0) for name in KNOWN[1:]}}
+SHARES = (0.1, 0.5, 0.9)  # of the quantiles of norms
+PHASES = ("account", "select", "collect", "server", "record", "evaluate")
+
+
+def joined(results: Iterable[LaneResult]) -> Columns:
+    """The columns of all clients, in client order; empty columns if there are no results."""
+    every = [result.columns for result in results]
+    if not every:
+        return NOBODY
+    columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+    order = np.lexsort((columns.pop("draw"), columns["client"]))
+    if (order[1:] > order[:-1]).all():
+        return columns
+    return {name: values[order] for name, values in columns.items()}
+
+
+class Record:
+    """Writes the tables, checkpoints and other files of the run in the directory `out`."""
+
+    def __init__(self, plan: Plan, out: Path):
+        self.plan = plan
+        self.out = out
+        self.probes = plan.experiment.measure
+        self.scores = plan.experiment.scores
+        self.given = plan.experiment.given
+        self.rounds = Table(out, "rounds", schema(self._columns()))
+        self.tables: dict[str, Table] = {"rounds": self.rounds}
+        known = self._known()
+        for probe in self.probes:
+            for name, columns in probe.tables(known).items():
+                self.tables[name] = Table(out, name, schema(columns))
+        for name, columns in _cells(plan).items():
+            self.tables[name] = Table(out, name, schema(columns))
+        self._client_rss = 0.0
+
+    def _columns(self) -> list[str]:
+        """The columns of the rounds table."""
+        names = ["round", "cohort", "train_loss", *self.scores]
+        names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
+        names += ["bound", "noise_std", "clipped"]
+        names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
+        names += ["update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"]
+        names += [name for probe in self.probes for name in probe.values()]
+        return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
+
+    def _known(self) -> tuple[str, ...]:
+        """The columns of the clients table."""
+        noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
+        return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
+
+    def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem, noise: Drawing) -> None:
+        """Opens what grows with the run, at its position `at`. `plan` is that of the rounds to
+        come, and `noise` draws theirs.
+        """
+        self.plan = plan
+        self.survey: Callable[[Plan, int, np.ndarray], np.ndarray]
+        self.survey = partial(histogram_survey.counted, noise=noise)
+        self.pool = pool
+        self._pace = Pace()
+        self._after: dict[str, Afterwards] | None = None
+        # the score that may end the run, from the evaluation on at which it was best
+        self._since_best: list[float | None] = []
+        if plan.experiment.evaluate.stop:
+            for row in self.rounds.arrow().select([*self.given]).to_pylist():
+                self._judge(row)
+        self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
+        followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
+        self._followers = [each for each in followed if each is not None]
+        self.follow(at)
+        assessing = [probe.assess(problem, self.out) for probe in self.probes]
+        self._assessing = [each for each in assessing if each is not None]
+
+    def follow(self, at: Position) -> None:
+        """Notes that the model is now that of `at`."""
+        for follower in self._followers:
+            follower(at.t, at.model)
+
+    def row(
+        self, seen: Round, results: list[LaneResult], spent: Mapping[str, float], at: Position
+    ) -> dict[str, Any]:
+        """The row of a round, without its evaluation. Also writes what the probes write besides."""
+        e = self.plan.experiment
+        columns = seen.columns
+        row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
+        row |= {"train_loss": _mean(columns["train_loss"])}
+        row |= dict.fromkeys(self.scores)
+        row |= {column(name): spent[name] for name in spent}
+        row["bound"] = e.bounding.sample_bound or seen.bound
+        row["noise_std"] = self.plan.released_std(seen.bound)
+        row["clipped"] = _mean(columns["clipped"])
+        row["norm_mean"] = _mean(columns["norm"])
+        quantiles = quantiles_of(_finite(columns["norm"]), SHARES)
+        row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
+        row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
+        row["lr"] = e.local.learning_rate(seen.t)
+        dropped = sorted(each for result in results for each in result.dropped)
+        if dropped:
+            self.dropped.append(seen.t, dropped)
+        row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
+        row["actors"] = self.pool.healthy
+        row["seconds_clients"] = sum(result.seconds for result in results)
+        self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
+        for probe in self.probes:
+            row |= probe.round(seen, at.states[f"measure.{probe.kind}"])
+            for name, added in probe.rows(seen).items():
+                self.tables[name].append(added)
+        for assess in self._assessing:
+            row |= assess(seen.t, at.model)
+        return row
+
+    def take(self, row: dict[str, Any], clock: Clock, at: Position) -> dict[str, Any]:
+        """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
+        clock.lap("record")
+        last = at.t == self.plan.experiment.rounds
+        e = self.plan.experiment
+        if self.given and (last or at.t % e.evaluate.every == 0):
+            self._evaluate(row, at)
+        clock.lap("evaluate")
+        row |= clock.seconds
+        row["seconds"] = sum(clock.seconds.values())
+        row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
+        at.seconds += row["seconds"]
+        self.follow(at)
+        self.rounds.append({name: [value] for name, value in row.items()})
+        self._judge(row)
+        if last or self._pace.due():
+            self.save(at, copies=last)
+        return row
+
+    def _judge(self, row: Mapping[str, Any]) -> None:
+        """Takes up the score that may end the run, if this row has it."""
+        e = self.plan.experiment
+        stop = e.evaluate.stop
+        if stop and metric_columns.evaluated(row):
+            seen = [*self._since_best, row[stop.metric]]
+            self._since_best = metric_columns.since_best(seen, stop.sign(e))
+
+    def _evaluate(self, row: dict[str, Any], at: Position) -> None:
+        e = self.plan.experiment
+        batches = self.pool.evaluate(at.model, at.t, at.memory.own)
+        totals = evaluation.totals(batches, e.metrics)
+        found = evaluation.scored(totals)
+        metric = e.evaluate.per_client
+        if metric:
+            values = evaluation.per_client(batches, metric)
+            found |= self._of_clients(row["round"], metric, values)
+        row |= found
+        what = metric_columns.diverged(found)
+        if what:
+            raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
+        for rows, known in totals.items():
+            for metric, total in known:
+                cells = metric.cells(total)
+                if cells:
+                    self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
+
+    def _of_clients(self, t: int, metric: Metric, values: np.ndarray) -> dict[str, float | None]:
+        """What the metric of every client, float64 [clients], comes to; also writes its table."""
+        histogram = self.plan.experiment.evaluate.histogram
+        if histogram is None:
+            told = [value if np.isfinite(value) else None for value in values.tolist()]
+            places = _at(t, {"client": np.arange(len(values))})
+            self.tables["client_scores"].append({**places, metric.name: told})
+            return metric_columns.of_clients(metric, values)
+        counts = self.survey(self.plan, t, values)
+        shares = histogram.shares(counts)
+        bins = {"low": histogram.edges[:-1], "high": histogram.edges[1:], "count": counts}
+        bins["share"] = np.full(len(counts), np.nan) if shares is None else shares
+        self.tables["client_histogram"].append(_at(t, bins))
+        return metric_columns.of_histogram(metric, histogram, counts)
+
+    def over(self) -> str | None:
+        """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
+        goes on.
+        """
+        stop = self.plan.experiment.evaluate.stop
+        if stop is None or len(self._since_best) <= stop.patience:
+            return None
+        times = "evaluation" if stop.patience == 1 else "evaluations"
+        named = metric_columns.named(stop.metric)
+        return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
+
+    def save(self, at: Position, copies: bool = True) -> None:
+        """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
+        due.
+        """
+        began = time.monotonic()
+        self.snapshot(at)
+        for table in self.tables.values() if copies else ():
+            table.copy()
+        self._pace.took(time.monotonic() - began)
+
+    def snapshot(self, at: Position) -> None:
+        """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of."""
+        tables = {name: table.flush() for name, table in self.tables.items()}
+        save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
+        storage.push(self.out)
+
+    def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
+        """Continues, for about so many seconds, what is measured of a finished run.
+
+        Returns:
+            The steps done, and of how many.
+        """
+        if self._after is None:
+            given = {probe.kind: probe.afterwards(run) for probe in self.probes}
+            self._after = {kind: work for kind, work in given.items() if work is not None}
+        steps = [work.advance(seconds / len(self._after)) for work in self._after.values()]
+        return sum(done for done, _ in steps), sum(of for _, of in steps)
+
+    def measured_after(self) -> dict[str, Any]:
+        """The results of that, for the summary."""
+        return {kind: work.result() for kind, work in (self._after or {}).items()}
+
+    def summary(self, at: Position, account: Account) -> dict[str, Any]:
+        """What is known of the run so far, for its summary."""
+        rows = self.rounds.arrow()
+        names = self.scores
+        evaluated = rows.select(["round", *names]).to_pylist()
+        clients = sum(rows["cohort"].to_pylist())
+        training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
+        quantiles = account.per_client(self.out, at.t, at.participations)
+        found: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
+        named = Shards.open(self.plan.shards).target
+        if named.names:
+            found["class_names" if named.classes else "target_names"] = list(named.names)
+        guarantees = account.guarantees(at.t, at.participations)
+        return found | {
+            "rounds": at.t,
+            **metric_columns.last(evaluated, names),
+            **metric_columns.best(evaluated, names, self.plan.experiment.metrics),
+            "norm_mean": _norm_mean(rows),
+            "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
+            "parameters": self.plan.d,
+            "population": len(self.plan.population),
+            "seconds": at.seconds,
+            "clients_per_second": clients / training if clients else 0.0,
+            "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
+            "seed": self.plan.experiment.seed,
+            "precision": self.plan.experiment.client.precision,
+            "capability": capability(),
+            "repeated_rounds": self.plan.repeated,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "replaced_actors": self.pool.replaced,
+            "sentences": in_words(guarantees),
+            "guarantees": [guarantee.to_dict() for guarantee in guarantees],
+            "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
+        }
+
+
+def _cells(plan: Plan) -> dict[str, list[str]]:
+    """The tables that metrics write, by name, and their columns."""
+    e = plan.experiment
+    sets = dict.fromkeys(metric_columns.set_of(name) for name in e.given)
+    metric = e.evaluate.per_client
+    own = {"client_scores": ["round", "client", metric.name]} if metric else {}
+    if e.evaluate.histogram:
+        own = {"client_histogram": ["round", "low", "high", "count", "share"]}
+    return own | {
+        f"{rows}_{metric.name}": ["round", *metric.columns()]
+        for rows in sets
+        for metric in e.metrics
+        if metric.columns() and rows != metric_columns.CLIENT
+    }
+
+
+def _at(t: int, columns: Columns) -> Columns:
+    """Rows of a table, of round t."""
+    count = len(next(iter(columns.values())))
+    return {"round": np.full(count, t), **columns}
+
+
+def _norm_mean(rows: pa.Table) -> float | None:
+    """The mean norm of what clients would have sent unbounded, over all clients of all rounds (000
+    sec. 4, where half of it is the bound); None where nobody sent anything.
+    """
+    cohort, dropped, norms = (
+        np.array(rows[name].to_pylist(), np.float64) for name in ("cohort", "dropped", "norm_mean")
+    )
+    sent = cohort - dropped
+    some = sent > 0
+    return float(np.average(norms[some], weights=sent[some])) if some.any() else None
+
+
+def quantiles_of(values: np.ndarray, shares: Sequence[float]) -> list[float | None]:
+    """The quantiles of finite values, float64 [n], as numpy computes them, in a tenth of the time;
+    None each of no values.
+
+    >>> quantiles_of(np.array([3.0, 1.0, 2.0]), (0.1, 0.5))
+    [1.2, 2.0]
+    """
+    if not len(values):
+        return [None] * len(shares)
+    ascending = np.sort(values)
+    found: list[float | None] = []
+    for share in shares:
+        place = share * (len(values) - 1)
+        low = int(place)
+        part = place - low
+        below, above = ascending[[low, min(low + 1, len(values) - 1)]].tolist()
+        step = above - below
+        found.append(below + step * part if part < 0.5 else above - step * (1 - part))
+    return found
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
+
+
+def _mean(values: np.ndarray) -> float | None:
+    finite = _finite(values)
+    return float(np.add.reduce(finite) / len(finite)) if len(finite) else None

@@ -1,0 +1,171 @@
+"""The position of a run, and whether it can continue from there.
+
+The coordinator begins with `take_up`: it finds the newest checkpoint that the run can continue
+from, and refuses one that another run has written or that the ledger contradicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl.core.messages import OWN, State
+from raydpfl.errors import RunError
+from raydpfl.models.metric_columns import is_score
+from raydpfl.privacy import Ledger
+from raydpfl.simulation import provenance
+from raydpfl.simulation.client_state import Memory
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.privacy_budget import ANEW, Account
+from raydpfl.storage.run_files import Checkpoint, Extent, load
+from raydpfl.storage.tables import Table
+
+
+@dataclass
+class Position:
+    """Everything that determines the coming rounds of a run."""
+
+    t: int  # rounds done; the round to come
+    model: np.ndarray  # float32 [d]
+    bound: float | None  # in force in that round
+    states: dict[str, State]  # what each member keeps, by the name of its section
+    memory: Memory = field(default_factory=lambda: Memory({}, {}))  # what clients keep
+    seconds: float = 0.0  # spent so far, over all resumes
+    participations: Counter = field(default_factory=Counter)  # client -> times drawn
+
+    @classmethod
+    def of(cls, plan: Plan, checkpoint: Checkpoint) -> Position:
+        return cls(
+            checkpoint.round,
+            checkpoint.model,
+            checkpoint.bound,
+            {name: checkpoint.states.get(name, {}) for name in started(plan)},
+            Memory(checkpoint.members, checkpoint.memory),
+            checkpoint.seconds,
+            Counter(dict(checkpoint.participations.tolist())),
+        )
+
+    @classmethod
+    def first(cls, plan: Plan, model: np.ndarray) -> Position:
+        """The position before the first round, with this model, float32 [d]."""
+        return cls(0, model, plan.experiment.bounding.initial_bound, started(plan))
+
+    def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
+        members, memory = self.memory.arrays()
+        count = len(self.participations)
+        seen = np.empty((count, 2), np.int64)
+        seen[:, 0] = np.fromiter(self.participations.keys(), np.int64, count)
+        seen[:, 1] = np.fromiter(self.participations.values(), np.int64, count)
+        seen = seen[np.argsort(seen[:, 0])]
+        held = (self.t, self.model, self.states, self.bound, self.seconds, seen, members, memory)
+        return Checkpoint(*held, plan.origin(), tables)
+
+
+def take_up(
+    plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, anew: bool
+) -> tuple[Plan, Account, Position | None]:
+    """Begins a run, or continues it.
+
+    Args:
+        plan: as it was made.
+        out: the run directory.
+        tables: the run's, by name; they continue with their rows.
+        resume: whether to continue from the newest checkpoint, if there is one.
+        anew: with fresh noise, so that code, versions and processor may differ.
+
+    Returns:
+        The plan of the coming rounds, the account, and the position; the last is None before the
+        first round.
+
+    Raises:
+        RunError: the run directory contradicts itself, or it would be another run.
+    """
+    ledger = Ledger(out / "ledger.jsonl", resume=resume)
+    checkpoint = newest(plan, out, tables) if resume else None
+    again = (checkpoint.round if checkpoint else 0) if anew else None
+    plan = plan.continued(ledger.segments, again)
+    account = Account(plan, ledger)
+    if checkpoint is None:
+        return plan, account, None
+    at = Position.of(plan, checkpoint)
+    check_origin(plan, checkpoint.origin, anew)
+    account.verify(at.t, at.bound)
+    for name, table in tables.items():
+        table.resume(checkpoint.tables[name])
+    return plan, account, at
+
+
+def started(plan: Plan) -> dict[str, State]:
+    """The members' states before the first round, by the names of their sections."""
+    e = plan.experiment
+    members: dict[str, Any] = {"server": e.server, "bounding": e.bounding, "local": e.local}
+    members |= {f"measure.{probe.kind}": probe for probe in e.measure}
+    return {name: member.start(plan.d) for name, member in members.items()}
+
+
+def newest(plan: Plan, out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
+    """The newest checkpoint in the run directory `out` that the run can continue from."""
+    return load(out / "checkpoints", lambda found: _flaw(plan, tables, found), _most(plan))
+
+
+def _most(plan: Plan) -> int:
+    """The largest size of a checkpoint of this run, in bytes."""
+    e = plan.experiment
+    clients = len(plan.population)
+    arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
+    remembered = clients * (e.local.remembers + e.bounding.remembers)
+    numbers = plan.d * (4 + 8 * arrays + 4 * remembered) + 4 * clients * plan.own
+    return (1 << 22) + numbers + 32 * clients
+
+
+def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | None:
+    """Why this run cannot continue from a checkpoint, in words; None: it can. Raises what the
+    reader of a broken table raises.
+    """
+    rows = {name: table.read(found.tables[name]) for name, table in tables.items()}
+    if not _sound(rows["rounds"], found.round):
+        return "its rows are not those of rounds"
+    bounding = plan.experiment.bounding
+    if not bounding.adapts and found.bound != bounding.initial_bound:
+        return f"its bound is {found.bound}, not {bounding.initial_bound}"
+    if bounding.adapts and not (type(found.bound) is float and 0 < found.bound < math.inf):
+        return f"its bound is {found.bound}"
+    kept = {OWN: plan.own}
+    return found.flaw(plan.d, len(plan.population), plan.experiment.rounds, started(plan), kept)
+
+
+def _sound(rows: pa.Table, rounds: int) -> bool:
+    """Whether these can be the rows of rounds 0, ..., `rounds` - 1."""
+    if rows["round"].to_pylist() != list(range(rounds)):
+        return False
+    known = ("cohort", "seconds_evaluate")
+    if any(rows[name].null_count for name in known):
+        return False
+    scored = [name for name in rows.column_names if is_score(name)]
+    numbers = (rows[name].drop_null() for name in (*known, *scored))
+    return all(np.isfinite(column.to_pylist()).all() for column in numbers)
+
+
+def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:
+    """Raises `RunError` if something that the bits depend on has changed since the run began.
+
+    With `anew` only the mechanism and the data must be the same.
+    """
+    now = plan.origin(stored)
+    if anew:
+        kept = ("experiment", "data", "clients", "cohorts", "mechanism")
+        stored = {name: stored[name] for name in kept if name in stored}
+        now = {name: now[name] for name in kept if name in now}
+    changed = provenance.differences(stored, now)
+    if changed and anew:
+        raise RunError(f"the run cannot go on, as it would be another: {changed}")
+    if changed:
+        bits = f"its bits would differ: {changed}"
+        raise RunError(f"the run cannot go on as it began, as {bits}; {ANEW}")

@@ -1,0 +1,242 @@
+"""Checks, during a run, that cohorts follow the law that a selection declares.
+
+Accountants believe `Selection.sampling`. If a member's draws followed another law, its epsilon
+would not hold. So every cohort is checked before anything is released from it:
+
+- for what the law never gives: a cohort of another size; a client that does not exist, is in a
+  cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
+  fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
+  accountants counted those;
+- where the cohort is a secret, for what the law hardly ever gives: see `raydpfl.simulation.sampling_bets`.
+
+>>> from raydpfl.methods.selection.base import Cohort, Population
+>>> from raydpfl.methods.selection.uniform import Uniform
+>>> member, clients = Uniform(cohort=90), Population.balanced(900)
+>>> witness = Witness(member, clients, exposures=np.arange(1, 101), least=90, secret=True)
+>>> counts = Counter()
+>>> for t in range(99):
+...     cohort = member.draw(0, t, clients)
+...     witness.see(t, cohort, counts)
+...     counts.update(cohort.clients.tolist())
+>>> witness.see(99, Cohort.of(np.arange(89)), counts)
+Traceback (most recent call last):
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its law \
+(fixed size 90 of 900) gives 90: no accountant covers what it does
+
+A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long. Draws that
+follow the law but are no secret (they can be predicted) pass: no sequence of draws shows that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from itertools import repeat
+
+import numpy as np
+
+from raydpfl.errors import RunError
+from raydpfl.methods.selection.base import Cohort, Population, Selection
+from raydpfl.simulation.sampling_bets import Bets, Drawn
+
+FALSE_ALARM = 1e-6  # of a whole run with a sound selection
+WORDS = {  # what a bet that has won says of the draws
+    "counts": "drew some clients again and again more often than others",
+    "client": "drew one client too often or too seldom",
+    "sizes": "drew cohorts of sizes",
+    "overlap": "drew numbers of clients in common with the cohort before",
+    "pairs": "drew some clients together too often",
+    "repeats": "drew clients several times a round, more often",
+}
+
+
+class Witness:
+    """Checks every cohort of a run.
+
+    Args:
+        selection: the member.
+        population: the public facts about the clients.
+        exposures: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
+        least: the fewest clients that the noise of a round needs.
+        secret: whether an accountant relies on the cohort being a secret.
+        pairs: whether to look for pairs of clients that come together.
+        false_alarm: the probability that a sound member fails by chance.
+        apart: the fewest rounds from one participation of a client to its next that the noise needs
+            (it does where it is correlated over the rounds).
+        planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
+            accountants do not count draws.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        population: Population,
+        exposures: np.ndarray,
+        least: int,
+        secret: bool,
+        apart: int = 1,
+        planned: Mapping[int, bytes] | None = None,
+        pairs: bool = False,
+        false_alarm: float = FALSE_ALARM,
+    ):
+        self._kind = selection.kind
+        self._law = selection.sampling(population)
+        self._count = len(population)
+        self._exposures = exposures
+        self._least = least
+        hidden = secret and self._law.hidden
+        self._bets = Bets(self._law, self._count, pairs) if hidden else None
+        self._most = -math.log(false_alarm)
+        self._apart = apart
+        self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
+        self._planned = planned or {}
+        self._asked = Counter[int]()
+        self._candidates: np.ndarray | None = None  # who was asked in this round
+
+    def asks(self, t: int, clients: np.ndarray) -> None:
+        """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
+        Raises `RunError` as `see` does.
+        """
+        if self._candidates is not None:
+            raise self._wrong(f"asked for losses twice in round {t}")
+        candidates = Cohort.of(clients)
+        if not np.array_equal(candidates.clients, clients):
+            raise self._wrong(f"asked clients in round {t} that are not ascending")
+        self._members(t, candidates, None)
+        self._as_planned(t, clients)
+        self._candidates = clients
+        self._asked.update(clients.tolist())
+        most = int(self._exposures[t])
+        client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
+        if times > most and not self._law.repeats:
+            raise self._wrong(
+                f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are "
+                "accounted for"
+            )
+
+    def asked(self, clients: np.ndarray) -> None:
+        """Notes clients int64 [k] that were asked in a round before this process began."""
+        self._asked.update(clients.tolist())
+
+    def took(self, clients: np.ndarray) -> None:
+        """Notes the clients int64 [r] of a round before this process began; called for the latest
+        rounds, the oldest first.
+        """
+        self._recent.append(clients)
+
+    def see(
+        self,
+        t: int,
+        cohort: Cohort,
+        participations: Mapping[int, int],
+    ) -> None:
+        """Checks the cohort of round `t`.
+
+        Args:
+            t: the round.
+            cohort: chosen among those who were asked in the round, if any were.
+            participations: how often each client took part in earlier rounds.
+
+        Raises:
+            RunError: the declared law does not give such a cohort.
+        """
+        candidates = self._candidates
+        self._candidates = None
+        self._members(t, cohort, candidates)
+        self._size(t, cohort)
+        if candidates is None:
+            self._as_planned(t, cohort.clients)
+        before = self._before(cohort, participations)
+        self._exposed(t, cohort.clients, before + 1)
+        self._separate(t, cohort.clients)
+        self._bet(t, cohort, before)
+
+    def drew(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
+        """Takes up the cohort of a round before this process began; called for all of them, in
+        order. Arguments and errors are those of `see`.
+        """
+        self._bet(t, cohort, self._before(cohort, participations))
+
+    def cannot_bet(self) -> None:
+        """Earlier cohorts are not known, so that later ones cannot be held against them."""
+        self._bets = None
+
+    def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
+        """How often each client was drawn before this draw, int64 [r]."""
+        counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
+        return np.array(counts, np.int64) + cohort.draws
+
+    def _bet(self, t: int, cohort: Cohort, before: np.ndarray) -> None:
+        if self._bets is None:
+            return
+        size = len(cohort) + cohort.lost
+        bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._exposures[t])))
+        if wealth >= self._most:
+            law = f"which its law ({self._law}) hardly ever gives"
+            raise self._wrong(f"{WORDS[bet]} by round {t}, {law}")
+
+    def _members(self, t: int, cohort: Cohort, candidates: np.ndarray | None) -> None:
+        clients = np.asarray(cohort.clients)
+        if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
+            raise self._wrong(f"gave no array of whole numbers in round {t}")
+        steps = np.diff(clients)
+        if len(clients) and not (
+            clients[0] >= 0 and clients[-1] < self._count and (steps >= 0).all()
+        ):
+            raise self._wrong(
+                f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
+            )
+        # of distinct clients each draw is the first
+        draws = np.zeros(len(clients)) if (steps > 0).all() else Cohort.of(clients).draws
+        if not np.array_equal(draws, cohort.draws):
+            raise self._wrong(f"counted a client's draws wrongly in round {t}")
+        if not cohort.lost >= 0:
+            raise self._wrong(f"lost {cohort.lost} clients in round {t}")
+        if cohort.draws.any() and not self._law.repeats:
+            twice = int(clients[cohort.draws > 0][0])
+            raise self._wrong(f"drew client {twice} twice in round {t}")
+        if candidates is not None and not np.isin(clients, candidates).all():
+            raise self._wrong(f"chose clients in round {t} that are no candidates")
+
+    def _as_planned(self, t: int, clients: np.ndarray) -> None:
+        if t in self._planned and fingerprint(clients) != self._planned[t]:
+            raise self._wrong(
+                f"drew other clients in round {t} than those that were accounted for before the run"
+            )
+
+    def _size(self, t: int, cohort: Cohort) -> None:
+        size = len(cohort) + cohort.lost
+        law = self._law
+        if law.size not in (None, size):
+            raise self._wrong(
+                f"drew {size} clients in round {t}, where its law ({law}) gives {law.size}"
+            )
+        if len(cohort) < self._least:
+            raise self._wrong(
+                f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}"
+            )
+
+    def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
+        most = int(self._exposures[t])
+        if counts.max(initial=0) > most and not self._law.repeats:
+            worst = int(counts.argmax())
+            times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
+            raise self._wrong(f"took client {clients[worst]} in {times}")
+
+    def _separate(self, t: int, clients: np.ndarray) -> None:
+        for recent in self._recent:
+            both = np.intersect1d(clients, recent)
+            if len(both):
+                least = f"{self._apart} rounds apart, which the noise counts on"
+                raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
+        self._recent.append(clients)
+
+    def _wrong(self, what: str) -> RunError:
+        return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
+
+
+def fingerprint(clients: np.ndarray) -> bytes:
+    """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
+    return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]

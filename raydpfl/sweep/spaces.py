@@ -1,0 +1,147 @@
+"""Search spaces: what a field of an experiment may take in the place of its value.
+
+>>> space = parse("local.lr", {"loguniform": [0.001, 1.0]})
+>>> round(space.at(0.5), 6), space.count
+(0.031623, inf)
+>>> parse("bounding.bound", {"powers_of_two": [-2, 1]}).options
+(0.25, 0.5, 1, 2)
+>>> parse("local.lr", {"grid": []})
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: local.lr = {'grid': []}: expected a list of at least one value, for grid
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import is_space, whole
+
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Finitely many values, each as likely as any other. `ordered`: neighbours are alike (for
+    Optuna).
+    """
+
+    options: tuple[Any, ...]
+    ordered: bool = False
+
+    @property
+    def count(self) -> float:
+        return len(self.options)
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """Values that tell whether the field takes this space."""
+        return self.options
+
+    def at(self, u: float) -> Any:
+        """The value at `u` in [0, 1)."""
+        return self.options[int(u * len(self.options))]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """All numbers from `low` to `high`, evenly or (`log`) evenly in their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    count = math.inf
+
+    @property
+    def probes(self) -> tuple[float, ...]:
+        return self.low, self.high, self.at(0.6180339887)
+
+    def at(self, u: float) -> float:
+        if not self.log:
+            return self.low + u * (self.high - self.low)
+        low = math.log(self.low)
+        found = math.exp(low + u * (math.log(self.high) - low))
+        return min(max(found, self.low), self.high)
+
+
+Space = Options | Interval
+
+
+def parse(field: str, value: Mapping[str, Any]) -> Space:
+    """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
+    ((kind, given),) = value.items()
+    if isinstance(given, list):
+        given = [_number(each) for each in given]
+    try:
+        return _options(given) if kind in ("grid", "choice") else _range(kind, given)
+    except ValueError as error:
+        raise ConfigError(field, dict(value), f"{error}, for {kind}") from None
+
+
+def _options(given: Any) -> Options:
+    """Raises ValueError saying what is accepted."""
+    if not isinstance(given, list) or not given:
+        raise ValueError("a list of at least one value")
+    if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
+        raise ValueError("values that differ")
+    return Options(tuple(given))
+
+
+def _range(kind: str, given: Any) -> Space:
+    """Of two ends. Raises ValueError saying what is accepted."""
+    numbers = isinstance(given, list) and all(
+        type(each) in (int, float) and math.isfinite(each) for each in given
+    )
+    if not numbers or len(given) != 2:
+        raise ValueError("two numbers [lowest, highest]")
+    if kind == "powers_of_two":
+        low, high = map(whole, given)
+        if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
+            raise ValueError("two whole exponents [lowest, highest]")
+        powers = (2**k if k >= 0 else 2.0**k for k in range(low, high + 1))
+        return Options(tuple(powers), ordered=True)
+    low, high = given
+    if not low < high:
+        raise ValueError("[lowest, highest], the first below the second")
+    if kind == "loguniform" and low <= 0:
+        raise ValueError("[lowest, highest], both above 0")
+    return Interval(float(low), float(high), log=kind == "loguniform")
+
+
+def _number(value: Any) -> Any:
+    """A number that is written as text, as in a config made in Python or read by YAML 1.1."""
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
+
+
+def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
+    """The spaces in a tree of sections, by dotted key, in the tree's order."""
+    found: dict[str, Space] = {}
+    for key, value in tree.items():
+        where = f"{path}{key}"
+        if is_space(value):
+            found[where] = parse(where, value)
+        elif isinstance(value, Mapping):
+            found |= find(value, f"{where}.")
+    return found
+
+
+def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tree with `values` (by dotted key) in their places."""
+
+    def copy(node: Mapping[str, Any], path: str) -> dict[str, Any]:
+        made = {}
+        for key, value in node.items():
+            where = f"{path}{key}"
+            if where in values:
+                made[key] = values[where]
+            else:
+                made[key] = copy(value, f"{where}.") if isinstance(value, Mapping) else value
+        return made
+
+    return copy(tree, "")

@@ -1,0 +1,518 @@
+"""A study as its file says it: `Study`. See `raydpfl.sweep.study` for the file."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from raydpfl.config.registry import Section, importing, validate
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment, dump, read
+from raydpfl.models.metric_columns import VALIDATION, set_of, sign
+from raydpfl.sweep.directory import stored
+from raydpfl.sweep.study import builtin
+from raydpfl.sweep.study.cells import Cell, label, plain, private, put
+from raydpfl.sweep.study.identities import Identity, claims, identities
+from raydpfl.sweep.study.outputs import check_outputs, published
+from raydpfl.sweep.trial_folders import name_of
+
+SCALES = ("smoke", "small", "paper")
+PARTS = ("study", "scales", "panels", "arms", "show")
+OF_SCALES = ("seeds", "tries", "only")  # keys of a scale that change no experiment
+# columns of the tables of a study, which no axis may be called
+RESERVED = frozenset(
+    ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
+) | {"model_sha256"}
+
+
+class About(Section):
+    """The section `study`."""
+
+    id: str = Field(min_length=1, pattern=r"^[\w./-]+$")
+    title: str = ""
+    shows: str = ""  # what the paper claims with it
+    answers: tuple[str, ...] = ()  # other names by which it is found
+    lost: str = ""  # what the paper does not state, and what was chosen for it
+    seeds: int = Field(default=3, ge=1)  # of the final runs: seed + 1, seed + 2, ...
+    judge: str = "validation_accuracy"  # the number by which values are chosen
+    better: Literal["larger", "smaller"] | None = None  # of a judge that is no loss or accuracy
+    validation: float = Field(default=0.1, ge=0, lt=1)  # held out while values are chosen
+    chosen_at: Mapping[str, Any] = {}  # labels of axes along which values are chosen at one alone
+    accounting: Any = None  # labels of the axis, or a mapping of each to what it means
+    same_bits: tuple[Any, ...] = ()
+    scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
+
+
+class Arm(Section):
+    """What an arm changes: `puts` are sections and dotted keys."""
+
+    name: str
+    puts: Mapping[str, Any]
+    accounting: Mapping[str, Mapping[str, Any]] = {}  # by label: what it means for this arm
+    only: Mapping[str, tuple[str, ...]] = {}  # the labels of axes at which it stands
+
+
+class Scale(Section):
+    """What a scale changes: `puts` are sections and dotted keys of all cells."""
+
+    puts: Mapping[str, Any] = {}
+    seeds: int | None = Field(default=None, ge=1)
+    tries: int | None = Field(default=None, ge=1)  # the first so many values of every grid
+    only: Mapping[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study at one scale. `given` is the file's tree; `place` the folder that its tables of
+    published numbers are named from.
+    """
+
+    given: Mapping[str, Any]
+    about: About
+    base: Mapping[str, Any]  # sections of an experiment
+    panels: Mapping[str, Mapping[str, Any]]  # by axis (with its `?`) and label
+    arms: Mapping[str, Arm]
+    accounting: Mapping[str, Mapping[str, Any] | None]  # by label: what it means, if for all arms
+    scales: Mapping[str, Scale]
+    show: Sequence[Mapping[str, Any]]
+    scale: str
+    place: Path | None = None
+    imports: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        scale: str | None = None,
+        seeds: int | None = None,
+        place: Path | None = None,
+        imports: tuple[str, ...] | None = None,
+    ) -> Study:
+        """Raises `ConfigError` naming the first field that is wrong; every experiment that the
+        study may make is tried on.
+
+        Args:
+            values: The file's tree.
+            scale: smoke, small or paper; default: the one that the tree says, or small.
+            seeds: How many final runs of every cell; default: as the scale or the study says.
+            place: The folder that published tables are named from.
+            imports: The sections whose import paths are imported; None: all (see
+                `Experiment.from_dict`).
+        """
+        _check_parts(values)
+        about = validate(About, "study", values["study"])
+        scales = _scales(values.get("scales") or {})
+        scale, seeds = _sizes(about, scales, scale, seeds)
+        _check_judge(about)
+        panels = _panels(values.get("panels") or {}, about.judge)
+        study = cls(
+            given=copy.deepcopy(dict(values)),
+            about=about.model_copy(update={"seeds": seeds, "scale": scale}),
+            base={key: values[key] for key in values if key in Experiment.model_fields},
+            panels=panels,
+            arms=_arms(values.get("arms")),
+            accounting=_accounting(about.accounting),
+            scales=scales,
+            show=values.get("show") or (),
+            scale=scale,
+            place=place,
+            imports=imports,
+        )
+        study._check()
+        return study
+
+    @classmethod
+    def from_yaml(
+        cls,
+        path: str | Path,
+        scale: str | None = None,
+        seeds: int | None = None,
+        imports: tuple[str, ...] | None = None,
+    ) -> Study:
+        """As `from_dict`, from a YAML file."""
+        place = Path(path).absolute().parent
+        return cls.from_dict(read(path, "study"), scale, seeds, place, imports)
+
+    @classmethod
+    def named(
+        cls,
+        name: str | Path,
+        scale: str | None = None,
+        seeds: int | None = None,
+        imports: tuple[str, ...] | None = None,
+    ) -> Study:
+        """The study of this id, or of another name that one answers to; in this file; or begun in
+        this directory. Raises `ConfigError` where there is none.
+        """
+        path = Path(name)
+        if path.is_dir() and (path / "study.yaml").exists():
+            return cls.from_dict(stored(path, "study"), scale, seeds, path, imports)
+        if not path.is_file():
+            path = builtin.find(str(name))
+        return cls.from_yaml(path, scale, seeds, imports)
+
+    @classmethod
+    def stored(cls, folder: Path, scale: str | None = None, seeds: int | None = None) -> Study:
+        """The study of this directory. Raises `ConfigError` unless its study.yaml is whole."""
+        return cls.from_dict(stored(folder, "study"), scale, seeds, folder)
+
+    def to_yaml(self) -> str:
+        """The file with its scale and number of seeds; `from_yaml` of it is this study. Its last
+        line, `...`, tells a whole file from one that was cut.
+        """
+        tree = copy.deepcopy(dict(self.given))
+        tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
+        of_scale = (tree.get("scales") or {}).get(self.scale)
+        if of_scale:
+            of_scale.pop("seeds", None)
+        return dump(tree) + "...\n"
+
+    @property
+    def seeds(self) -> int:
+        return self.about.seeds
+
+    @property
+    def seed(self) -> int:
+        """Of the runs that values are chosen by; those of final runs follow it."""
+        return int(self.base.get("seed", 0))
+
+    @property
+    def sign(self) -> int:
+        """That which makes more of the judge better."""
+        if self.about.better:
+            return 1 if self.about.better == "larger" else -1
+        return sign(self.about.judge)
+
+    @property
+    def axes(self) -> list[str]:
+        """Of the panels."""
+        return [plain(axis) for axis in self.panels]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All of them: panels in the order of the file, and in each the accountings, and the
+        arms.
+        """
+        scale = self.scales.get(self.scale, Scale())
+        with importing(self.imports):
+            return [self._cell(*each, scale) for each in self._standing(scale.only)]
+
+    @cached_property
+    def same_bits(self) -> list[Identity]:
+        places: dict[tuple[Any, ...], list[str]] = {}
+        for arm, labels, accounting in self._standing({}):
+            places.setdefault((*labels.values(), accounting), []).append(arm.name)
+        axes = [*self.axes, "accounting"]
+        return identities(self.about.same_bits, self.cells, axes, places)
+
+    def published(self) -> dict[str, Path]:
+        """The tables of published numbers that its outputs name."""
+        return published(self.show, self.place)
+
+    def chooser(self, cell: Cell) -> Cell:
+        """The cell whose choice of values this one takes: itself, or that at `study.chosen_at`.
+
+        Raises `ConfigError` where there is none with the same values to try.
+        """
+        labels = {axis: label(name) for axis, name in self.about.chosen_at.items()}
+        if not cell.grid or cell.at(labels):
+            return cell
+        asked = {**cell.labels, "accounting": cell.accounting, "arm": cell.arm, **labels}
+        for each in self.cells:
+            if each.at(asked) and each.grid == cell.grid:
+                return each
+        accepted = f"labels at which {cell.arm} stands with the same values to try"
+        raise ConfigError("study.chosen_at", dict(self.about.chosen_at), accepted)
+
+    def runs(self) -> dict[str, int]:
+        """How many runs there are that values are chosen by, `tried`, and how many `final` ones,
+        each counted once; cells that end up at the same values may share more of these.
+        """
+        tried: set[str] = set()
+        final: set[tuple[str, str]] = set()
+        for cell in self.cells:
+            points = [*cell.tried()]
+            if cell.grid and self.chooser(cell) is cell:
+                about = self.about.validation
+                tried |= {name_of(cell.experiment(each, self.seed, about)) for each in points}
+            first = name_of(cell.experiment(points[0], self.seed + 1))
+            final.add((first, str(cell.grid)))
+        return {"tried": len(tried), "final": len(final) * self.seeds}
+
+    def final_seeds(self) -> range:
+        return range(self.seed + 1, self.seed + 1 + self.seeds)
+
+    def _standing(
+        self, allowed: Mapping[str, Any]
+    ) -> Iterator[tuple[Arm, dict[str, str], str | None]]:
+        """Each arm at all labels of the panels and accountings, of those that are `allowed`."""
+        every = [
+            self._allowed(plain(axis), [*names], allowed) for axis, names in self.panels.items()
+        ]
+        for chosen in itertools.product(*every):
+            labels = dict(zip(self.axes, chosen, strict=True))
+            for accounting in self._allowed("accounting", list(self.accounting) or [None], allowed):
+                for arm in self.arms.values():
+                    if _within(arm, labels, accounting, allowed):
+                        yield arm, labels, accounting
+
+    @staticmethod
+    def _allowed(axis: str, every: list[Any], allowed: Mapping[str, Any]) -> list[Any]:
+        return [name for name in every if axis not in allowed or name in allowed[axis]]
+
+    def _cell(
+        self, arm: Arm, labels: Mapping[str, str], accounting: str | None, scale: Scale
+    ) -> Cell:
+        tree = put(self.base, arm.puts)
+        for axis, name in zip(self.panels, labels.values(), strict=True):
+            tree = put(tree, _changes(axis, self.panels[axis][name]))
+        if accounting is not None and private(tree):
+            tree = put(tree, self._meaning(arm, accounting))
+        tree = put(tree, scale.puts, keep=True)
+        return Cell(arm.name, labels, accounting, tree, scale.tries, self.imports)
+
+    def _meaning(self, arm: Arm, accounting: str) -> Mapping[str, Any]:
+        meaning = arm.accounting.get(accounting, self.accounting[accounting])
+        if meaning is None:
+            where = f"arms.{arm.name}.accounting.{accounting}"
+            accepted = "dotted keys, as study.accounting has no meaning for all arms"
+            raise ConfigError(where, None, accepted)
+        return meaning
+
+    def _check(self) -> None:
+        """Raises `ConfigError` for what cannot be run, or shown."""
+        self._check_labels()
+        check_outputs(self.show, self.labels)
+        for cell in self.cells:
+            self.chooser(cell)
+        if not self.cells:
+            raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
+        for cell in self.cells:
+            _check_evaluate(cell)
+            for values in cell.tried():
+                cell.experiment(values, self.seed + 1)
+            if cell.grid:
+                cell.experiment(next(cell.tried()), self.seed, self.about.validation)
+        judge = self.about.judge
+        held_out = self.about.validation or not any(cell.grid for cell in self.cells)
+        if set_of(judge) == VALIDATION and not held_out:
+            raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
+        _ = self.same_bits
+        self.published()
+        self._check_sources()
+
+    @property
+    def labels(self) -> dict[str, list[str]]:
+        """The labels of every axis, whatever the scale."""
+        panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
+        return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
+
+    def _check_labels(self) -> None:
+        """Raises `ConfigError` for labels in an `only` that the axis does not have."""
+        known = self.labels
+        onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
+        onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
+        onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))
+        onlys += [(where, _only(where, at)) for where, _, at in claims(self.about.same_bits)]
+        for where, only in onlys:
+            for axis, labels in only.items():
+                if axis not in known:
+                    raise ConfigError(f"{where}.{axis}", [*labels], f"one of {', '.join(known)}")
+                for name in labels:
+                    if name not in known[axis]:
+                        accepted = f"one of {', '.join(known[axis])}"
+                        raise ConfigError(f"{where}.{axis}", name, accepted)
+
+    def _check_sources(self) -> None:
+        """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
+        needs = {cell: {*self.sources(cell).values()} for cell in self.cells}
+        for cell in self.cells:
+            if self.chooser(cell) is not cell:
+                needs[cell].add(self.chooser(cell))
+        free: set[Cell] = set()
+        while len(free) < len(needs):
+            ready = {cell for cell, of in needs.items() if cell not in free and of <= free}
+            if not ready:
+                cell = next(cell for cell in needs if cell not in free)
+                key, taken = next(iter(cell.taken.items()))
+                accepted = f"an arm that does not wait for {cell.arm} in its turn"
+                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+            free |= ready
+
+    def sources(self, cell: Cell) -> dict[str, Cell]:
+        """The cell that gives each number which this one takes, by dotted key."""
+        found = {}
+        for key, taken in cell.taken.items():
+            labels = {**cell.labels, **{axis: label(name) for axis, name in taken.panel.items()}}
+            if cell.accounting is not None:
+                labels.setdefault("accounting", cell.accounting)
+            labels["arm"] = taken.arm
+            giving = next((each for each in self.cells if each.at(labels)), None)
+            if giving is None:
+                arms = ", ".join(self.arms)
+                accepted = f"one of the arms that stand at the same labels ({arms})"
+                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+            found[key] = giving
+        return found
+
+
+def _check_parts(values: Any) -> None:
+    """Raises `ConfigError` for what is no study, or has a part that studies do not have."""
+    if not isinstance(values, Mapping) or "study" not in values:
+        raise ConfigError("study", None, "a section with the study's id")
+    known = (*PARTS, *Experiment.model_fields)
+    for name in values:
+        if name not in known:
+            accepted = f"one of the sections {', '.join(known)}"
+            raise ConfigError(name, values[name], accepted)
+
+
+def _sizes(
+    about: About, scales: Mapping[str, Scale], scale: str | None, seeds: Any
+) -> tuple[str, int]:
+    """The scale and the number of seeds that are asked for, or as the file has them. Raises
+    `ConfigError`.
+    """
+    scale = scale or about.scale or "small"
+    if scale not in SCALES:
+        raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
+    if seeds is None:
+        seeds = scales.get(scale, Scale()).seeds or about.seeds
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise ConfigError("--seeds", seeds, "a whole number of at least 1")
+    return scale, seeds
+
+
+def _check_judge(about: About) -> None:
+    """Raises `ConfigError` for a judge of which nobody knows what is better."""
+    if "test_" in about.judge:
+        accepted = "a number that does not look at the test set, such as validation_accuracy"
+        raise ConfigError("study.judge", about.judge, accepted)
+    if sign(about.judge) or about.better:
+        return
+    known = "a score of rows held out such as validation_accuracy or validation_loss"
+    accepted = f"{known}, or study.better besides (larger or smaller)"
+    raise ConfigError("study.judge", about.judge, accepted)
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    """By label. Raises `ConfigError` for anything else, and for two keys of one label."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, value, "a mapping")
+    found = {label(key): each for key, each in value.items()}
+    if len(found) < len(value):
+        raise ConfigError(where, [*value], "labels that differ as texts")
+    return found
+
+
+def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for axis, labels in _mapping(where, value).items():
+        listed = labels if isinstance(labels, list) else [labels]
+        found[plain(axis)] = tuple(label(name) for name in listed)
+    return found
+
+
+def _panels(value: Any, judge: str) -> dict[str, dict[str, Any]]:
+    panels = {}
+    for axis, labels in _mapping("panels", value).items():
+        where = f"panels.{axis}"
+        if isinstance(labels, list):
+            labels = {label(each): each for each in labels}
+        found = _mapping(where, labels)
+        if not found:
+            raise ConfigError(where, labels, "at least one label")
+        if plain(axis) in RESERVED | {judge} or axis.startswith("epsilon_"):
+            raise ConfigError(where, [*found], "another name; tables have a column of this one")
+        panels[axis] = found
+    return panels
+
+
+def _arms(value: Any) -> dict[str, Arm]:
+    found = {}
+    for name, given in _mapping("arms", {} if value is None else value).items():
+        where = f"arms.{name}"
+        changes = _mapping(where, {} if given is None else given)
+        accounting = _mapping(f"{where}.accounting", changes.pop("accounting", {}))
+        meanings = {
+            each: _mapping(f"{where}.accounting.{each}", changed or {})
+            for each, changed in accounting.items()
+        }
+        only = _only(f"{where}.only", changes.pop("only", {}))
+        _check_puts(where, changes)
+        found[name] = Arm(name=name, puts=changes, accounting=meanings, only=only)
+    if not found:
+        raise ConfigError("arms", value, "at least one arm, by its name")
+    return found
+
+
+def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
+    for name in changes:
+        if plain(name) == "seed":
+            accepted = "none here: the seeds of all runs follow from the file's own and study.seeds"
+            raise ConfigError(f"{where}.{name}", changes[name], accepted)
+        if plain(name) not in Experiment.model_fields and "." not in name:
+            sections = ", ".join(Experiment.model_fields)
+            accepted = f"a dotted key, or one of the sections {sections}"
+            raise ConfigError(f"{where}.{name}", changes[name], accepted)
+
+
+def _scales(value: Any) -> dict[str, Scale]:
+    found = {}
+    for name, given in _mapping("scales", value).items():
+        where = f"scales.{name}"
+        if name not in SCALES:
+            raise ConfigError(where, given, f"one of {', '.join(SCALES)}")
+        changes = _mapping(where, given or {})
+        own: dict[str, Any] = {key: changes.pop(key) for key in OF_SCALES if key in changes}
+        if "only" in own:
+            own["only"] = _only(f"{where}.only", own["only"])
+        _check_puts(where, changes)
+        found[name] = validate(Scale, where, {**own, "puts": changes})
+    return found
+
+
+def _accounting(value: Any) -> dict[str, Mapping[str, Any] | None]:
+    if value is None:
+        return {}
+    if isinstance(value, list):
+        return dict.fromkeys(label(each) for each in value)
+    where = "study.accounting"
+    found = _mapping(where, value)
+    return {name: _mapping(f"{where}.{name}", each or {}) for name, each in found.items()}
+
+
+def _changes(axis: str, value: Any) -> Mapping[str, Any]:
+    """What a label of an axis changes: a section, a dotted key, or several of them."""
+    if plain(axis) in Experiment.model_fields or "." in axis:
+        return {axis: value}
+    changes = _mapping(f"panels.{axis}", {} if value is None else value)
+    _check_puts(f"panels.{axis}", changes)
+    return changes
+
+
+def _within(
+    arm: Arm, labels: Mapping[str, str], accounting: str | None, allowed: Mapping[str, Any]
+) -> bool:
+    """Whether an arm stands at these labels."""
+    mine = {**labels, "accounting": accounting, "arm": arm.name}
+    onlys: Iterable[tuple[str, tuple[str, ...]]] = [*arm.only.items(), *allowed.items()]
+    return all(mine.get(axis) in names for axis, names in onlys if axis in mine)
+
+
+def _check_evaluate(cell: Cell) -> None:
+    """Raises `ConfigError` for what the runs of a study settle by themselves."""
+    section = cell.tree.get("evaluate")
+    for key in ("test", "validation"):
+        if isinstance(section, Mapping) and key in section:
+            accepted = "none in a study: final runs have all rows and the test set; "
+            accepted += f"study.validation is for runs that choose values (in {cell.named()})"
+            raise ConfigError(f"evaluate.{key}", section[key], accepted)

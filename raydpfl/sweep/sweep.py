@@ -1,0 +1,410 @@
+"""What a sweep tries: the experiment with its search spaces, the section `sweep`, and the settings
+and trials they make.
+
+>>> rate = {"loguniform": [1e-3, 1.0]}
+>>> search = {"search": "random", "samples": 2}
+>>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": rate}, "sweep": search})
+>>> [round(values["local.lr"], 5) for values in sweep.listed()]
+[0.18837, 0.13904]
+>>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"grid": [0]}}})
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: local.lr = 0: expected a number greater than 0
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.config.registry import Section, validate
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment, at, dump, flat, overridden, read
+from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
+from raydpfl.sweep.directory import difference, stored
+from raydpfl.sweep.spaces import Space, find, put
+from raydpfl.sweep.trial_folders import FREE_KEYS, identity, meaning, name_of
+from raydpfl.sweep.trial_source import Trial
+
+# What may differ between a sweep and its resumption: where it runs, and how far it goes.
+_EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
+CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
+MOST = 100_000  # trials, each of which has a directory and is looked at before the first begins
+# Fields that mean something only with some values of another.
+_ONLY_WITH = {
+    "samples": ("search", ("random", "optuna")),
+    "ahead": ("search", ("optuna",)),
+    "grace": ("scheduler", ("asha", "median")),
+    "reduction": ("scheduler", ("asha",)),
+}
+
+
+class Search(Section):
+    """The section `sweep`: how the spaces are searched."""
+
+    search: Literal["grid", "random", "optuna"] = "grid"
+    samples: int | None = Field(default=None, ge=1)  # settings that random and optuna try
+    metric: str = "test_accuracy"  # at the last evaluation
+    repeats: int = Field(default=1, ge=1)  # trials of a setting, with seeds seed, seed + 1, ...
+    scheduler: Literal["none", "asha", "median"] = "none"  # stops trials early by the metric
+    grace: int = Field(default=10, ge=1)  # rounds that every trial is given
+    # asha lets one in so many go on, at rounds grace, grace x reduction, ...
+    reduction: int = Field(default=3, ge=2)
+    # settings that optuna proposes before it must know the first one's result; so many run at once
+    ahead: int = Field(default=8, ge=1)
+    # trials at once; default: as many as the cluster holds
+    concurrent: int | None = Field(default=None, ge=1)
+    # of a trial's own process; default: 1 inline, 0 beside client actors
+    cpus: float | None = Field(default=None, ge=0)
+    timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
+    on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
+    # URL of an Optuna storage (sqlite:///sweeps.db) that shows the sweep as a study too
+    storage: str | None = None
+
+    def complete(self) -> dict[str, Any]:
+        """With all defaults, but for fields that mean nothing here."""
+        values = self.model_dump(mode="json")
+        for name, (other, accepted) in _ONLY_WITH.items():
+            if values[other] not in accepted:
+                del values[name]
+        return values
+
+
+@dataclass(eq=False)
+class Setting:
+    """One choice of all searched values, and its trials."""
+
+    values: dict[str, Any]  # by dotted key
+    experiment: Experiment  # as `raydpfl run` would take it
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(trial.done for trial in self.trials)
+
+    @property
+    def whole(self) -> bool:
+        """All trials ran to their end."""
+        return all(trial.status in ("completed", "budget") for trial in self.trials)
+
+    def mean(self, metric: str) -> float | None:
+        """Over the seeds, of those known so far; None if any failed or came to no number."""
+        known = [trial for trial in self.trials if trial.summary or trial.report]
+        values = self._values(metric)
+        if len(values) < len(known) or any(trial.status == "failed" for trial in self.trials):
+            return None
+        return float(np.mean(values)) if values else None
+
+    def spread(self, metric: str) -> float | None:
+        """The sample standard deviation over the seeds; None below two."""
+        values = self._values(metric)
+        return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+    def _values(self, metric: str) -> list[float]:
+        values = [trial.value(metric) for trial in self.trials]
+        return [value for value in values if value is not None]
+
+    def named(self) -> str:
+        """Its values in print, as overrides."""
+        return shown(self.values)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment with search spaces. `tree` is the config as given, overrides put in, without
+    the section `sweep`; `imports` are the sections whose import paths are imported (None: all).
+    """
+
+    tree: dict[str, Any]
+    search: Search
+    spaces: dict[str, Space]
+    imports: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
+        """A sweep from a config whose fields may have search spaces.
+
+        Args:
+            values: the tree of the config, with its section `sweep`.
+            overrides: fields to change, each `section.key=value`, the value in YAML.
+
+        Raises:
+            ConfigError: names the first field that is wrong. Every value of a grid, and both ends
+                of an interval, are tried on.
+        """
+        sweep = cls.untried(values, overrides)
+        sweep.check_search()
+        sweep.check_settings()
+        return sweep
+
+    @classmethod
+    def untried(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Iterable[str] = (),
+        imports: Iterable[str] | None = None,
+    ) -> Sweep:
+        """As `from_dict`, but for the settings, which may be such that make no experiment."""
+        tree = overridden(values, overrides)
+        section = tree.pop("sweep", {})
+        search = validate(Search, "sweep", section)
+        for name in search.model_fields_set & _ONLY_WITH.keys():
+            other, accepted = _ONLY_WITH[name]
+            given = getattr(search, name)
+            if getattr(search, other) not in accepted and given is not None:
+                only = f"nothing unless sweep.{other} is {' or '.join(accepted)}"
+                raise ConfigError(f"sweep.{name}", given, only)
+        return cls(tree, search, find(tree), None if imports is None else tuple(imports))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Sweep:
+        """As `from_dict`, from a YAML file."""
+        return cls.from_dict(read(path), overrides)
+
+    @classmethod
+    def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
+        """The sweep of this directory. Raises `ConfigError` unless its sweep.yaml is whole."""
+        return cls.from_dict(stored(folder, "sweep"), overrides)
+
+    def to_yaml(self) -> str:
+        """The config with its spaces; `from_yaml` of it is this sweep.
+
+        Its last line, `...`, tells a whole file from one that was cut.
+        """
+        return dump({**self.tree, "sweep": self._given()}) + "...\n"
+
+    @property
+    def size(self) -> int:
+        """How many settings it tries; Optuna may propose one twice."""
+        return self.search.samples or math.prod(int(space.count) for space in self.spaces.values())
+
+    @property
+    def sign(self) -> int:
+        return sign(self.search.metric, self.probes[0].metrics)
+
+    def listed(self) -> Iterable[dict[str, Any]]:
+        """The values of every setting, in order; not for Optuna, which decides as results come."""
+        if self.search.search == "grid":
+            for point in itertools.product(*(space.probes for space in self.spaces.values())):
+                yield dict(zip(self.spaces, point, strict=True))
+            return
+        seen = set()
+        for sample in range(100 * self.size):
+            draws = stream(self.seed, Purpose.SWEEP, t=sample).random(len(self.spaces))
+            drawn = (space.at(u) for space, u in zip(self.spaces.values(), draws, strict=True))
+            values = dict(zip(self.spaces, drawn, strict=True))
+            name = identity(values)
+            if name not in seen:
+                seen.add(name)
+                yield values
+            if len(seen) == self.size:
+                return
+
+    def setting(self, values: Mapping[str, Any]) -> Setting:
+        """The setting of these values, with no trials yet. Raises `ConfigError` when they make no
+        experiment.
+        """
+        tree = put(self.tree, values)
+        return Setting(dict(values), Experiment.from_dict(tree, imports=self.imports))
+
+    def trial(self, experiment: Experiment) -> Experiment:
+        """What a trial of this experiment runs: `inline`, and chosen by validation without a look
+        at the test set, unless the config asks for one.
+        """
+        found = inline(experiment)
+        if set_of(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
+            return found
+        blind = found.evaluate.model_copy(update={"test": False})
+        return found.model_copy(update={"evaluate": blind})
+
+    def add_trials(self, setting: Setting, folder: Path) -> None:
+        """Gives the setting a trial for every seed, each with its directory under `folder`.
+
+        Raises `ConfigError` for a directory that is there and holds something else than the trial.
+        """
+        for seed in range(self.seed, self.seed + self.search.repeats):
+            experiment = self.trial(setting.experiment).model_copy(update={"seed": seed})
+            place = folder / name_of(experiment, self.spaces)
+            trial = Trial.found(setting.named(), experiment, place, self.spaces)
+            setting.trials.append(trial)
+
+    def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:
+        """(field, here, there) of the first difference that makes it another sweep than `other`.
+
+        What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
+        values a searched field takes is no difference.
+        """
+        searches = (flat({"sweep": each.search.model_dump()}) for each in (self, other))
+        spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
+        found = _difference(*searches)
+        if found:
+            return found
+        found = _difference(*spaces)
+        if found:
+            key, here, there = found
+            return key, here or at(self.tree, key), there or at(other.tree, key)
+        values = {key: space.probes[0] for key, space in self.spaces.items()}
+        pair = (self, other)
+        try:
+            meanings = [meaning(each.setting(values).experiment, self.spaces) for each in pair]
+        except ConfigError:  # what this sweep's values make no experiment of is not this sweep
+            meanings = [flat(put(each.tree, values)) for each in pair]
+        return _difference(*meanings)
+
+    @property
+    def seed(self) -> int:
+        return int(self.tree.get("seed", 0))
+
+    def check_search(self) -> None:
+        """Raises `ConfigError` where there is nothing to search, or too much, whatever the settings
+        are.
+        """
+        self._check_spaces()
+        self._check_size()
+
+    def check_settings(self) -> None:
+        """Raises `ConfigError` for a setting that makes no experiment, and for what the settings
+        together rule out.
+        """
+        search = self.search
+        least = min(experiment.rounds for experiment in self.probes)
+        if search.scheduler != "none" and search.grace > least:
+            raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
+        if self.probes[0].seed + search.repeats > 1 << 64:
+            raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
+        self._check_metric()
+        self._check_distinct()
+
+    def _check_metric(self) -> None:
+        """Raises `ConfigError` for a score that some trial would not have."""
+        metric = self.search.metric
+        for experiment in self.probes:
+            given = [name for name in experiment.given if sign(name, experiment.metrics)]
+            if metric in given:
+                continue
+            accepted = f"a score that every trial has; {_not_given(metric, experiment)}"
+            raise ConfigError("sweep.metric", metric, accepted)
+
+    def _check_spaces(self) -> None:
+        """Raises `ConfigError` where there is nothing to search, or not in this way."""
+        if "seed" in self.spaces:
+            accepted = "a number; sweep.repeats runs every setting with several seeds"
+            raise ConfigError("seed", self.tree["seed"], accepted)
+        if not self.spaces and self.search.repeats == 1:
+            accepted = "a search space in some field, or sweep.repeats above 1"
+            raise ConfigError("sweep", self._given(), accepted)
+        if self.search.search == "grid":
+            for key, space in self.spaces.items():
+                if space.count == math.inf:
+                    accepted = "a grid, choice or powers_of_two; an interval needs sweep.search"
+                    raise ConfigError(key, at(self.tree, key), f"{accepted} random or optuna")
+
+    def _check_size(self) -> None:
+        """Raises `ConfigError` for more settings than there are, or than can be tried."""
+        search = self.search
+        if search.search != "grid" and search.samples is None:
+            accepted = f"a number of settings to try, for sweep.search {search.search}"
+            raise ConfigError("sweep.samples", None, accepted)
+        most = math.prod(space.count for space in self.spaces.values())
+        if search.search == "random" and self.size > most:
+            accepted = f"at most the {most:.0f} settings that the spaces hold"
+            raise ConfigError("sweep.samples", search.samples, accepted)
+        if self.size * search.repeats > MOST:
+            accepted = f"at most {MOST:,} trials, which are settings times repeats"
+            raise ConfigError("sweep", self._given(), accepted)
+
+    def _given(self) -> dict[str, Any]:
+        return self.search.model_dump(exclude_unset=True)
+
+    def _check_distinct(self) -> None:
+        """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
+        made: dict[str, dict[str, Any]] = {}
+        for values, experiment in zip(self.tried(), self.probes, strict=True):
+            before = made.setdefault(name_of(experiment, self.spaces), values)
+            if identity(before) != identity(values):
+                same = [key for key in values if text_of(before[key]) == text_of(values[key])]
+                key = next(key for key in values if key not in same)
+                pair = f"{before[key]!r} and {values[key]!r}"
+                accepted = f"values that differ; {pair} make the same experiment"
+                raise ConfigError(key, at(self.tree, key), accepted)
+
+    def tried(self) -> Iterator[dict[str, Any]]:
+        """Values that show whether every field takes its space: all that are listed beforehand, and
+        the ends of every interval."""
+        if self.search.search != "grid":
+            first = {key: space.probes[0] for key, space in self.spaces.items()}
+            yield first
+            for key, space in self.spaces.items():
+                yield from ({**first, key: value} for value in space.probes)
+        if self.search.search != "optuna":
+            yield from self.listed()
+
+    @cached_property
+    def probes(self) -> list[Experiment]:
+        """The experiments that tell whether the sweep can be run, as trials."""
+        return [self._probe(values) for values in self.tried()]
+
+    def _probe(self, values: Mapping[str, Any]) -> Experiment:
+        """What a trial of these values runs. Raises `ConfigError`, which says the values too
+        where its field is none of them.
+        """
+        try:
+            return self.trial(self.setting(values).experiment)
+        except ConfigError as error:
+            if not values or error.field in values:
+                raise
+            where = f"{error.expected} (in the setting {shown(values)})"
+            raise ConfigError(error.field, error.value, where) from None
+
+
+def inline(experiment: Experiment) -> Experiment:
+    """As a trial: `client.actors` auto is 0, as a sweep spreads over the cluster by its trials."""
+    if experiment.client.actors != "auto":
+        return experiment
+    client = experiment.client.model_copy(update={"actors": 0})
+    return experiment.model_copy(update={"client": client})
+
+
+def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    return difference(here, there, CHANGEABLE)
+
+
+def text_of(value: Any) -> str:
+    """What tells values apart as they are written: 1 is not 1.0."""
+    return identity({"value": value})
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    """The values of a setting in print, as overrides."""
+    return " ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    """A value in print, a section as a config has it.
+
+    >>> short({"kind": "clip", "bound": 0.5})
+    '{kind: clip, bound: 0.5}'
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {short(each)}' for key, each in value.items())}}}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _not_given(score: str, experiment: Experiment) -> str:
+    """Why trials of this experiment are not chosen by a score, in words."""
+    evaluate = experiment.evaluate
+    if set_of(score) == VALIDATION and not evaluate.validation:
+        return "evaluate.validation holds out no rows: give it a share, as 0.1"
+    if score not in experiment.scores:
+        return f"the scores here are {', '.join(experiment.scores)}"
+    if set_of(score) == TEST and not evaluate.test:
+        return "evaluate.test is false"
+    return "nobody can say whether more or less of this one is better"

@@ -1,0 +1,100 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from filelock import FileLock
+
+from raydpfl.storage.files import cache_root
+from raydpfl.tracking.base import Log, Row, Tracked, Tracker, facts, numbers
+
+ENDED = {"completed": "FINISHED", "budget": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
+METRICS = 1000  # that a server takes at once
+PARAMS = 100
+LONG = 500  # characters of a parameter's value, for every server there is
+
+
+class MLflow(Tracker):
+    """Every number of the rounds table as a metric by round, the config as parameters, and how the
+    run ended as tags, in MLflow. A user's name and password belong into its variables
+    (MLFLOW_TRACKING_USERNAME, ...), not into a config.
+    """
+
+    library: ClassVar[str] = "mlflow"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"experiment": "mine"},)
+
+    kind: str = "mlflow"
+    # of its server or store (http://..., sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or
+    # MLflow's own
+    uri: str | None = None
+    experiment: str = "raydpfl"  # in which the runs are
+
+    def open(self, run: Tracked) -> Log:
+        return _Run(self, run)
+
+    def kept_in(self, folder: Path) -> Tracker:
+        return self.model_copy(update={"uri": f"sqlite:///{(folder / 'mlflow.db').absolute()}"})
+
+
+class _Run(Log):
+    def __init__(self, tracker: MLflow, run: Tracked):
+        self._entities = importlib.import_module("mlflow.entities")
+        tracking = importlib.import_module("mlflow.tracking")
+        for name in ("mlflow", "alembic"):  # what they say of setting up a store
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self.id = run.id
+        # it makes a store anew, which only one process may do at a time, as a sweep has several
+        with FileLock(cache_root() / "mlflow.lock"):
+            self._client = tracking.MlflowClient(tracker.uri)
+            experiment = self._experiment(tracker.experiment)
+        if run.id:
+            self._client.update_run(run.id, status="RUNNING")
+            return
+        tags = {
+            "directory": run.place,
+            **({"sweep": run.group} if run.group else {}),
+        }
+        begun = self._client.create_run(experiment, None, tags, run.name)
+        self.id = begun.info.run_id
+        param = self._entities.Param
+        params = [param(key, str(value)[:LONG]) for key, value in run.config.items()]
+        for some in _pieces(params, PARAMS):
+            self._client.log_batch(self.id, params=some)
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            with suppress(Exception):  # another node may have made it meanwhile
+                return self._client.create_experiment(name)
+            found = self._client.get_experiment_by_name(name)
+        return found.experiment_id
+
+    def write(self, rows: Sequence[Row]) -> None:
+        now = int(1000 * time.time())
+        metric = self._entities.Metric
+        found = [
+            metric(name, value, now, row["round"])
+            for row in rows
+            for name, value in numbers(row).items()
+        ]
+        for some in _pieces(found, METRICS):
+            self._client.log_batch(self.id, metrics=some)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        tag = self._entities.RunTag
+        tags = [tag(name, str(value)[:LONG]) for name, value in facts(summary).items()]
+        self._client.log_batch(self.id, tags=tags)
+        status = ENDED.get(summary.get("status", ""), "KILLED")
+        self._client.set_terminated(self.id, status)
+
+
+def _pieces(values: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    for at in range(0, len(values), most):
+        yield values[at : at + most]

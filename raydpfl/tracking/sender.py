@@ -1,0 +1,174 @@
+"""Rows on their way to the trackers of a run, each in a thread of its own: a tracker that is slow,
+hangs or fails takes no time of a round, and changes nothing of the run.
+
+`trackers.json` in the run's directory has, by tracker, what it calls the run, how many rounds it
+has been told of, and why it was left out, if it was. A resumed run goes on with that: rows that a
+kill kept from a tracker are told then, rows that are computed again are not told again, and a
+tracker that is new is told all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raydpfl.errors import FileError
+from raydpfl.storage.files import read_text
+from raydpfl.storage.run_files import write_json
+from raydpfl.tracking.base import Log, Row, Tracked, Tracker
+
+FILE = "trackers.json"
+PAUSE = 2.0  # seconds between two writings: rows that come meanwhile go together
+OPENING = 10.0  # seconds that a run waits for its trackers before its first round
+PATIENCE = 30.0  # seconds that a tracker may take to end
+log = logging.getLogger("raydpfl")
+
+
+class Book:
+    """What the trackers of a run have been told: `trackers.json` of its directory."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        self._lock = threading.Lock()
+        self._entries: dict[str, dict[str, Any]] = {}
+        try:
+            found = json.loads(read_text(self.path)) if self.path.exists() else {}
+            self._entries = {
+                tracker: {"id": str(entry["id"]), "rounds": int(entry["rounds"])}
+                for tracker, entry in found.items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            log.warning("%s cannot be read (%s): trackers begin anew", self.path, reason)
+
+    def entry(self, tracker: str) -> tuple[str, int]:
+        """What a tracker calls the run, and how many rounds it has been told of."""
+        found = self._entries.get(tracker, {"id": "", "rounds": 0})
+        return found["id"], found["rounds"]
+
+    def note(self, tracker: str, name: str, rounds: int, failed: str = "") -> None:
+        """Keeps that, and why the tracker was left out. Raises `FileError`."""
+        with self._lock:
+            self._entries[tracker] = {"id": name, "rounds": rounds}
+            if failed:
+                self._entries[tracker]["failed"] = failed
+            write_json(self.path, self._entries)
+
+
+class Sender:
+    """Hands the rows of a run to one tracker.
+
+    Args:
+        tracker: which.
+        run: as the tracker is told of it.
+        book: where it stands what it was told.
+        earlier: the rows of the rounds that it was not told of before, from `run.first` on.
+    """
+
+    def __init__(self, tracker: Tracker, run: Tracked, book: Book, earlier: Sequence[Row] = ()):
+        self._tracker = tracker
+        self._run = run
+        self._book = book
+        self._next = run.first
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self.opened = threading.Event()  # or failed
+        self._summary: Mapping[str, Any] = {}
+        self._failed = False
+        self._told = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
+        for row in earlier:
+            self.put(row)
+        self._thread = threading.Thread(
+            target=self._work, name=f"raydpfl-track-{tracker.kind}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """Hands over a row, unless the tracker was told of it before. It takes no time."""
+        if row["round"] >= self._next and not self._failed:
+            self._next = row["round"] + 1
+            self._rows.put(dict(row))
+
+    def close(self, summary: Mapping[str, Any], patience: float = PATIENCE) -> None:
+        """The run ends: the tracker is given the rest, and so many seconds for it."""
+        if self._ending.is_set():
+            return
+        self._summary = summary
+        self._ending.set()
+        self._rows.put(None)
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            self._warn(f"it has not ended after {patience:g} s; --resume tells it the rest")
+
+    def _work(self) -> None:
+        try:
+            shown = self._tracker.open(self._run)
+            self._note(shown, self._run.first)
+            self.opened.set()
+            while not self._failed and self._write(shown):
+                self._ending.wait(PAUSE)
+            shown.close(self._summary)
+        except BaseException as error:  # a library may raise anything
+            reason = next(iter(str(error).strip().splitlines()), "")[:300]  # SQL is many lines
+            name = "" if isinstance(error, FileError) else f"{type(error).__name__}: "
+            self._warn(f"{name}{reason}; the run goes on without it")
+        finally:
+            self.opened.set()
+
+    def _write(self, shown: Log) -> bool:
+        """Waits for rows, and writes all that there are; whether more may come."""
+        rows = [self._rows.get()]
+        while not self._rows.empty():
+            rows.append(self._rows.get())
+        found = [row for row in rows if row is not None]
+        if found:
+            shown.write(found)
+            self._note(shown, found[-1]["round"] + 1)
+        return len(found) == len(rows)
+
+    def _note(self, shown: Log, rounds: int) -> None:
+        if not self._failed:  # the run may be another process's by now
+            self._told = (shown.id, rounds)
+            self._book.note(self._tracker.kind, *self._told)
+
+    def _warn(self, reason: str) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        log.warning("track %s: %s", self._tracker.kind, reason)
+        with suppress(FileError):  # the warnings of a trial are seen by nobody
+            self._book.note(self._tracker.kind, *self._told, failed=reason)
+
+
+def senders(
+    trackers: Sequence[Tracker], run: Tracked, done: int, rows: Sequence[Row], anew: bool
+) -> list[Sender]:
+    """A sender for each tracker of a run, once its library is imported and it shows the run: rounds
+    that go on meanwhile would be slower, and be told as slow. It is waited for `OPENING` at most.
+
+    Args:
+        trackers: of the run.
+        run: as trackers are told of it, but for what they themselves know of it.
+        done: rounds that are done.
+        rows: of these rounds.
+        anew: whether the rounds to come are others than those that were done before (fresh noise).
+    """
+    book = Book(run.folder)
+    found = []
+    for tracker in trackers:
+        name, first = book.entry(tracker.kind)
+        first = min(first, done) if anew else first
+        told = replace(run, id=name, first=first)
+        found.append(Sender(tracker, told, book, [row for row in rows if row["round"] >= first]))
+    until = time.monotonic() + OPENING
+    for sender in found:
+        sender.opened.wait(max(0.0, until - time.monotonic()))
+    return found

@@ -1,0 +1,1 @@
+"""Local training: the trainer, its backends, minibatches and layers."""

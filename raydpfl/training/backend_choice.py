@@ -1,0 +1,213 @@
+"""Which way trains a model.
+
+A stack of linear layers is trained by compiled code, where its activations are ReLU, tanh or
+sigmoid, the rule is linear and there is a C compiler; else by torch, in sample space (if the rule
+is linear) or fused, whichever takes fewer operations for the largest client. Convolutions with
+linear layers after them are trained by hand; any other module with convolutions or recurrent layers
+by the loop; any other by vmap. Of these only the last three train parts of the model that are
+clients' own. On a GPU all convolutions are trained by vmap, as one client after another keeps it
+waiting for the host. With a bound on every sample's gradient: a stack of linear layers likewise by
+compiled code, or else fused, convolutions that are max-pooled by hand, any other module layerwise,
+or else by vmap, with recurrent layers by the loop. A module with frozen parameters goes through as
+one batch, with such a bound or without. The way's first steps are compared with the loop's on
+made-up rows. Where they fail or differ the next way is taken, in the end the loop, and the log says
+why.
+
+>>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+>>> form = Form((1, 28, 28), Target(classes=10), Classification())
+>>> resolve(module, Sgd(steps=20, batch=10), 20, form)
+'compiled'
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from raydpfl.core import native
+from raydpfl.core.hardware import Precision
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local.base import Local
+from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
+from raydpfl.models.linear_stack import Layer, NoStack, stack
+from raydpfl.models.shared_and_local import Split
+from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
+from raydpfl.training.backend_check import mismatch
+from raydpfl.training.backends import REFERENCE, WAYS, check_way, lacking
+from raydpfl.training.backends.compiled import Compiled, unfit
+from raydpfl.training.backends.convolutional import links, unpooled
+from raydpfl.training.backends.fused import SampleSpace
+from raydpfl.training.validation import check_apart, check_loss, check_rule, drawn_from
+
+log = logging.getLogger("raydpfl")
+UNFIT = "this way does not fit the model"
+SAID = "clients are trained by %s; %s does not fit the model: %s"
+SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
+CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
+
+
+def resolve(
+    module: nn.Module,
+    local: Local,
+    rows: int,
+    form: Form,
+    way: str = "auto",
+    clip: float | None = None,
+    gpu: bool = False,
+    precision: Precision = "float32",
+    known: set[bytes] | None = None,
+) -> str:
+    """The way to train `module` on samples of this form when the largest client has `rows` of them.
+
+    With `way` auto it is a function of all that is given and of whether there is a C compiler,
+    never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
+
+    Raises:
+        ConfigError: for a way that does not fit and was asked for by name; for a module that has
+            BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none for
+            its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none (`check_rule`).
+    """
+    _check_device(way, gpu)
+    check_rule(local)
+    check_loss(module, form)
+    if clip is not None:
+        check_apart(module, form)
+    asked = (local, clip, precision, Split.of(module))
+    look = way in ("auto", REFERENCE)
+    suited = _suited(module, local, rows, form, clip, gpu) if look else []
+    choices = _choices(suited, asked, clip) if way == "auto" else [way]
+    drawn = drawn_from(module, form)
+    choices = [_one_by_one(way, drawn)] if drawn else choices
+    slow = (f"the module draws from {drawn}", "a module that draws nothing") if drawn else None
+    for chosen, other in pairwise([*choices, REFERENCE]):
+        check_way(chosen, *asked)
+        if chosen == REFERENCE:
+            break
+        if chosen == "noop":
+            return chosen
+        reason = mismatch(module, local, form, chosen, clip, known)
+        if reason is None:
+            return chosen
+        if way != "auto":
+            raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
+        if other != REFERENCE:
+            log.warning(SAID, other, chosen, reason)
+        slow = (f"{chosen} does not fit the model: {reason}", _without(module, chosen))
+    log.warning(SLOW, *(slow or _hindrance(module, suited, asked)))
+    return REFERENCE
+
+
+def _without(module: nn.Module, way: str) -> str:
+    """A model that a way fits which does not fit this one, in words."""
+    if any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
+        return "a model without dropout"
+    return f"a model that {way} fits"
+
+
+def _hindrance(
+    module: nn.Module, suited: list[str], asked: tuple[Local, float | None, Precision, Split]
+) -> tuple[str, str]:
+    """Why the loop trains, where no other way was tried, and what would be faster, in words.
+
+    Args:
+        suited: see `_suited`.
+        asked: what `lacking` is called with.
+    """
+    able = [way for way in suited if not lacking(way, *asked)]
+    if able and able[0] != REFERENCE:
+        return "client.way asks for it", f"client.way=auto, which tries {able[0]}"
+    if suited[0] != REFERENCE:
+        lacks = lacking(suited[0], *asked)
+        faster = "a step in its place" if asked[0].trains else f"what {suited[0]} can do"
+        return f"{suited[0]} cannot do {lacks}", faster
+    if Split.of(module).buffers:
+        return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
+    recurrent = [type(each).__name__ for each in module.modules() if isinstance(each, nn.RNNBase)]
+    if recurrent:
+        return f"{recurrent[0]} is recurrent", "a model without recurrent layers, as transformer"
+    reason = f"convolutional does not fit the model: {_unlinked(module)}"
+    return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
+
+
+def _one_by_one(way: str, drawn: str) -> str:
+    """The way for a module that draws from a generator of the process. Raises `ConfigError`."""
+    if way == "auto":
+        return REFERENCE
+    if way in WAYS and way != "noop" and not WAYS[way].one_by_one:
+        reason = f"the module draws from {drawn}, which has to be client by client"
+        raise ConfigError("client.way", way, f"auto or {REFERENCE}; {reason}")
+    return way
+
+
+def _unlinked(module: nn.Module) -> str | None:
+    """Why convolutions of it are not trained by hand (`links`), in words; None: they are."""
+    try:
+        links(module)
+    except NoStack as error:
+        return str(error)
+    return None
+
+
+def _clipped_by_hand(module: nn.Module) -> bool:
+    return _unlinked(module) is None and unpooled(links(module)) is None
+
+
+def _check_device(way: str, gpu: bool) -> None:
+    """Raises `ConfigError` for a way that is none for the device."""
+    if gpu and way == "compiled":
+        raise ConfigError("client.way", way, "auto, or another way; compiled code is for the CPU")
+
+
+def _choices(
+    suited: list[str],
+    asked: tuple[Local, float | None, Precision, Split],
+    clip: float | None,
+) -> list[str]:
+    """The ways to try before the loop, the best first: of those that suit the module, those that
+    can do what is asked of them; only the best where samples are not clipped and none are frozen.
+    """
+    able = [way for way in suited if not lacking(way, *asked)]
+    lacks = lacking(suited[0], *asked)
+    if lacks and able and suited[0] != REFERENCE:
+        log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
+    return able[: None if clip is not None or able[:1] == ["one_batch"] else 1] or [REFERENCE]
+
+
+def _suited(
+    module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
+) -> list[str]:
+    """The ways that suit the module, whether or not they can do what is asked, the best first."""
+    if Split.of(module).buffers:  # which no other way keeps, and a forward may put anew
+        return [REFERENCE]
+    try:
+        layers = stack(module)
+    except NoStack:
+        recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
+        frozen = any(not each.requires_grad for each in module.parameters())
+        shared = ["one_batch"] if frozen else []
+        if clip is not None:
+            by_hand = ["convolutional"] if not gpu and _clipped_by_hand(module) else []
+            return [*shared, *by_hand, "layerwise", "loop" if recurs else "vmap"]
+        if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
+            return [*shared, "vmap"]
+        return [*shared, "loop" if _unlinked(module) else "convolutional"]
+    if form.task.closed() is None:
+        return ["vmap"] if clip is None else ["layerwise", "vmap"]
+    spanned = SampleSpace.pays(layers, rows, local)
+    able = spanned or Compiled.lacks(local, clip) is None
+    compiled = _compiled(layers) if able and not gpu else []
+    if clip is not None:
+        return [*compiled, "fused", "layerwise", "vmap"]
+    return [*compiled, *["sample_space"] * spanned, "fused", "vmap"]
+
+
+def _compiled(layers: tuple[Layer, ...]) -> list[str]:
+    """`compiled`, where it fits; a warning where a compiler alone is lacking."""
+    reason = unfit(layers)
+    if reason is not None and reason == native.found():
+        log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
+    return ["compiled"] if reason is None else []

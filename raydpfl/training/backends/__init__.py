@@ -1,0 +1,75 @@
+"""The ways of training, by name, and which of them can do what is asked of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raydpfl.core.hardware import Precision
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local.base import Local
+from raydpfl.models.shared_and_local import Split
+from raydpfl.training.backends.base import Way
+from raydpfl.training.backends.compiled import Compiled
+from raydpfl.training.backends.convolutional import Convolutional
+from raydpfl.training.backends.frozen_base import OneBatch
+from raydpfl.training.backends.fused import Fused, SampleSpace
+from raydpfl.training.backends.ghost_clipping import Layerwise
+from raydpfl.training.backends.loop import Loop
+from raydpfl.training.backends.noop import Noop
+from raydpfl.training.backends.vmap import Vmap
+
+if TYPE_CHECKING:
+    from raydpfl.experiment import Experiment
+
+WAYS: dict[str, type[Way]] = {
+    "compiled": Compiled,
+    "sample_space": SampleSpace,
+    "fused": Fused,
+    "convolutional": Convolutional,
+    "layerwise": Layerwise,
+    "one_batch": OneBatch,
+    "vmap": Vmap,
+    "loop": Loop,
+    "noop": Noop,
+}
+REFERENCE = "loop"  # trains any module by any rule
+
+
+def costs(experiment: Experiment, sizes: np.ndarray, d: int) -> np.ndarray | None:
+    """See `Way.costs`, of the experiment's way. On a GPU a step of a lane takes as long as that of
+    its largest client.
+    """
+    client = experiment.client
+    costs = WAYS[client.way].costs(experiment.local, sizes, d)
+    if costs is not None and client.num_gpus > 0:
+        costs[2] = 0.0
+    return costs
+
+
+def lacking(
+    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+) -> str | None:
+    """What of what is asked of it a way cannot do, in words; see `Way.lacks`."""
+    kind = WAYS[way]
+    if (split.own and not kind.starts) or (split.buffers and not kind.buffers):
+        return "parts of the model that are clients' own"
+    if precision == "bfloat16" and not kind.half:
+        return "products in bfloat16"
+    return kind.lacks(local, clip)
+
+
+def check_way(
+    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+) -> None:
+    """Raises `ConfigError` for a way that is none, or that lacks what is asked of it."""
+    asked = (local, clip, precision, split)
+    lacks = lacking(way, *asked) if way in WAYS else None
+    if way in WAYS and not lacks:
+        return
+    names = ", ".join(name for name in WAYS if not lacking(name, *asked))
+    reason = ""
+    if lacks:
+        reason = f" (local.kind {local.kind}: {way} cannot do {lacks})"
+    raise ConfigError("client.way", way, f"auto or one of {names}{reason}")

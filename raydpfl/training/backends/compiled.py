@@ -1,0 +1,297 @@
+"""Stacks of linear layers, client by client, in compiled code.
+
+The mathematics is that of `raydpfl.training.backends.fused`. A client whose steps are many for its rows trains
+in sample space: the first layer's weights move within the span of the rows, so that a step takes
+its outputs on these rows and the products of the rows with one another; noise on the steps is drawn
+in that span too (`raydpfl.training.span_noise`). Any other client trains the first layer as the later
+ones, by its weights. The code is `raydpfl/core/native/kernels.c`. It needs no array of a whole lane, so
+that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
+alone, so that several threads take up one client after another. Where the factors of a bounding
+have a closed form, each update is added up while it is in the cache, with the client's noise; else
+Python adds up those that are done.
+
+>>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
+'leaky_relu is not compiled'
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl.core import native
+from raydpfl.core.prng import Purpose
+from raydpfl.methods.local.base import Linear, Local
+from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
+from raydpfl.models.tasks import Task
+from raydpfl.training.backends.base import Block, LaneData, StepNoise, Sum, Way
+from raydpfl.training.backends.fused import responses, step_factors
+from raydpfl.training.span_noise import lengths, step_noises
+
+LANES = 16  # numbers of a vector
+# numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
+BLOCK = 1 << 20
+ADDED = 1 << 23  # and of those that are added up in the cache
+MOST = 64  # layers
+ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of kernels.c
+
+
+class _Job(ctypes.Structure):
+    """Job of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("inputs", "outputs", "weights", "biases", "activations")
+        ),
+        *((name, ctypes.c_void_p) for name in ("model", "columns", "responses", "lengths")),
+        *((name, ctypes.c_int64) for name in ("squares", "noised")),
+        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
+        *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
+        *((name, ctypes.c_float) for name in ("momentum", "lr", "clip")),
+    )
+
+
+class _Sum(ctypes.Structure):
+    """Sum of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("most", "above", "beside")),
+        *((name, ctypes.c_double) for name in ("step", "largest", "std")),
+        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
+        *((name, ctypes.c_void_p) for name in ("clients", "draws", "weights", "factors", "found")),
+        ("threads", ctypes.c_int64),
+        ("fits", ctypes.c_longlong),
+    )
+
+
+class Compiled(Way):
+    """See the module. Raises `NoStack` for what is no stack of linear layers with `ACTIVATIONS`
+    between them, and where nothing can be compiled.
+    """
+
+    linear = True
+    corrects = False
+    padded = False
+    alone = True
+    threads = True
+    adds = True
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
+        self.layers = stack(module)
+        reason = unfit(self.layers)
+        if device.type != "cpu":
+            reason = "compiled code is for the CPU"
+        if task.closed() is None:
+            reason = f"the gradient of the loss of task {task.kind} is not written out here"
+        if reason:
+            raise NoStack(reason)
+        facts = np.array([_facts(layer) for layer in self.layers], np.int64)
+        self._facts = np.ascontiguousarray(facts.T)
+
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Way`."""
+        compiled = native.library()
+        linear = self.local.linear()
+        assert compiled is not None and linear is not None  # as the way says
+        first = self.layers[0]
+        columns = np.zeros((first.inputs + 1, -(-first.outputs // LANES) * LANES), np.float32)
+        weight, *bias = (each.numpy() for each in first.views(parameters))
+        columns[:-1, : first.outputs] = weight.T
+        columns[-1, : first.outputs] = bias[0][0] if bias else 0
+        shrinks, answers = responses(linear, lane.lr, lane.index.shape[1])
+        gammas = np.array(shrinks, np.float32)[lane.steps]
+        given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
+        arrays = [_plain(each) for each in (*given, *_drawn_by(lane.noise))]
+        clipped = lane.clipped if lane.clip is not None else None
+        job, kept = self._job(parameters, lane, linear, columns, np.array(answers))
+        _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
+        most = BLOCK if lane.into is None else ADDED
+        blocks = [slots for _, slots in lane.blocks(parameters.numel(), most)]
+        training = _Training(job, blocks, [*arrays, clipped])
+        yield from training.given() if lane.into is None else training.added(lane.into)
+        del kept
+
+    def _job(
+        self,
+        parameters: torch.Tensor,
+        lane: LaneData,
+        linear: Linear,
+        columns: np.ndarray,
+        answers: np.ndarray,
+    ) -> tuple[_Job, Sequence[object]]:
+        """The job, and what it points to."""
+        steps, batch = lane.index.shape[1:]
+        model = parameters.contiguous().numpy()
+        noise = lane.noise
+        given = (model, columns, answers.astype(np.float32), lengths(answers))
+        key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
+        job = _Job(
+            *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
+            *(_at(row).value for row in self._facts),
+            *(_at(array).value for array in given),
+            *(int(self.task.closed() == "squares"), int(noise is not None), *key),
+            *step_factors(linear, lane.lr),
+            *(linear.decay, linear.proximal, linear.momentum, lane.lr, lane.clip or 0),
+        )
+        return job, given
+
+    def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
+        """See `raydpfl.training.backends.base.Way`."""
+        linear = self.local.linear()
+        assert linear is not None  # as the way says
+        answers = responses(linear, lr, steps)[1]
+        batch = int(self.local.batch_sizes(np.array([len(x)]))[0])
+        return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
+
+    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
+        """See `raydpfl.training.backends.base.Way`. Wherever a client's rows lie, it has the same bits."""
+        return (-(-rows * features // 4) * 4,)
+
+
+class _Training:
+    """The clients of a lane in training, at the slots of these blocks. `arrays`: what raydpfl_begin
+    is given of the lane.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        blocks: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray | None],
+    ):
+        self._job = job
+        self._blocks = blocks
+        self._arrays = arrays
+        self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
+        self._count = sum(map(len, blocks))
+        self._places = np.zeros(self._count, np.uintp)
+        self._losses, self._norms = np.empty((2, self._count))
+
+    def given(self) -> Iterator[Block]:
+        """The blocks, of which threads train some ahead of what is asked for."""
+        ahead = 2 * native.threads() - 1
+        d = self._job.d
+        room: deque[torch.Tensor] = deque()  # of this block and those ahead
+        with self._begun(None) as train:
+            for k, slots in enumerate(self._blocks):
+                for each in range(k + len(room), min(k + ahead, len(self._blocks))):
+                    some = len(self._blocks[each])
+                    end = self._ends[each]
+                    room.append(torch.empty(some, d))
+                    first = room[-1].data_ptr()
+                    self._places[end - some : end] = first + 4 * d * np.arange(some)
+                train(self._ends[k], self._ends[k + len(room) - 1])
+                yield self._block(k, slots, room.popleft())
+
+    def added(self, into: Sum) -> Iterator[Block]:
+        """The blocks without their updates, which are added up."""
+        who = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
+        arrays = (*who, into.weights, into.factors, into.found)
+        key = (into.seed, Purpose.CLIENT_NOISE, into.t)
+        places = (_at(each).value for each in arrays)
+        grid = into.grid
+        limits = grid.step, grid.most
+        called = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.found), 1)
+        nothing = torch.empty(0, self._job.d)
+        with self._begun(called) as train:
+            for k, slots in enumerate(self._blocks):
+                train(self._ends[k], self._count)
+                into.fits[0] = bool(called.fits)
+                yield self._block(k, slots, nothing)
+
+    @contextmanager
+    def _begun(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
+        """What has the first so many clients trained, and those below a limit where threads are
+        free.
+        """
+        compiled = native.library()
+        assert compiled is not None  # as the way says
+        done = np.zeros(self._count, np.uint8)
+        slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
+        given = (slots, *self._arrays, self._places, self._losses, self._norms, done)
+        count = ctypes.c_int64(self._count)
+        added = None if into is None else ctypes.byref(into)
+        compiled.raydpfl_begin.restype = ctypes.c_void_p
+        begun = compiled.raydpfl_begin(ctypes.byref(self._job), count, *map(_at, given), added)
+        if not begun:
+            raise MemoryError("no memory for the outputs of a client's rows")
+
+        def train(end: int, limit: int) -> None:
+            nonlocal begun
+            bounds = ctypes.c_int64(end), ctypes.c_int64(limit)
+            compiled.raydpfl_train(ctypes.c_void_p(begun), *bounds)
+            if end == self._count:  # the threads are free to add up the last block
+                compiled.raydpfl_end(ctypes.c_void_p(begun))
+                begun = None
+
+        try:
+            yield train
+        finally:
+            if begun is not None:
+                compiled.raydpfl_end(ctypes.c_void_p(begun))
+
+    def _block(self, k: int, slots: np.ndarray, updates: torch.Tensor) -> Block:
+        here = slice(self._ends[k] - len(slots), self._ends[k])
+        return Block(slots, updates, self._losses[here], norms=self._norms[here])
+
+
+def unfit(layers: tuple[Layer, ...]) -> str | None:
+    """Why such a model is not trained by compiled code here; None where it is."""
+    if len(layers) > MOST:
+        return f"it has more than {MOST} layers"
+    others = [each.activation.name for each in layers if each.activation not in ACTIVATIONS]
+    if others:
+        return f"{others[0]} is not compiled"
+    reason = native.found()
+    return reason if isinstance(reason, str) else None
+
+
+def _facts(layer: Layer) -> tuple[int, ...]:
+    bias = -1 if layer.bias is None else layer.bias
+    kind = ACTIVATIONS.index(layer.activation)
+    return layer.inputs, layer.outputs, layer.weight, bias, kind
+
+
+def _check(lane: LaneData, inputs: int, outputs: int, squares: bool) -> None:
+    """Raises RuntimeError, as torch's layers and losses do, for rows that the model does not take,
+    and for targets that it has no outputs for.
+    """
+    x = lane.x.numpy()
+    y = lane.y.numpy()
+    if x.dtype != np.float32 or x[0, 0].size != inputs:
+        raise RuntimeError(f"{x[0, 0].size} {x.dtype} a row, and the model takes {inputs} float32")
+    if y.dtype != (np.float32 if squares else np.int64):
+        raise RuntimeError(f"targets are {y.dtype}, which is another task's")
+    if squares:
+        if y[0, 0].size != outputs:
+            raise RuntimeError(f"{y[0, 0].size} targets, and the model has {outputs} outputs")
+        return
+    real = y[np.arange(y.shape[1]) < lane.sizes[:, None]]
+    if len(real) and not (real.min() >= 0 and real.max() < outputs):
+        raise RuntimeError(f"a target is not one of the model's {outputs} classes")
+
+
+def _plain(array: torch.Tensor | np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.numpy() if isinstance(array, torch.Tensor) else array)
+
+
+def _drawn_by(noise: StepNoise | None) -> tuple[np.ndarray, ...]:
+    """Each client's std and key, or numbers that are not looked at."""
+    if noise is None:
+        return (np.zeros(0),) * 3
+    stds = noise.stds.astype(np.float32)
+    # empty slots have the client -1
+    return stds, noise.clients.astype(np.uint64), noise.draws.astype(np.uint64)
+
+
+def _at(array: np.ndarray | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)

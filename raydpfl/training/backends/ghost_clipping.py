@@ -1,0 +1,373 @@
+"""Per-sample clipping of networks, from one forward and one backward pass of a batch.
+
+A sample's gradient by a layer's parameters follows from the layer's inputs a [T, D] and the
+gradient g [T, p] by its outputs alone; T is the number of positions, 1 for a plain linear layer. So
+one `autograd.grad` by the outputs of all layers gives the squared norm of every sample's gradient,
+layer by layer, and the sum of the clipped gradients is one product a layer, of the same a and the
+scaled g:
+
+| layer                | a sample's gradient               | its squared norm                      |
+|----------------------|-----------------------------------|---------------------------------------|
+| Linear               | g^T a; sum_t g                    | T = 1: (|a|^2 + 1) |g|^2; else formed |
+|                      |                                   | or ghost                              |
+| convolution          | g^T a, a its patches; sum_t g     | formed or ghost                       |
+| GroupNorm, LayerNorm | sums of g and of g times the      | formed                                |
+|                      | normalised inputs                 |                                       |
+| any other            | vmap of the layer's own backward  | formed                                |
+
+formed: the gradients themselves, of a convolution by one with a group for each sample. ghost: the
+sum over t, u of (a a^T)_tu (g g^T)_tu.
+
+The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming
+(Rochette, Manoel and Tramel 2019) takes D p numbers to be kept and read again; `GHOST` products
+cost as much as one number. Where the positions' contributions cancel, rounding could make a ghost
+norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is
+added to its square.
+
+>>> from raydpfl.methods.local.base import Local
+>>> from raydpfl.models.tasks import Classification
+>>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+>>> Layerwise(net, Local(), torch.device("cpu"), Classification())
+Traceback (most recent call last):
+raydpfl.training.backends.ghost_clipping.NotLayerwise: BatchNorm1d mixes the samples of a batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from raydpfl import models
+from raydpfl.methods.local.base import Local
+from raydpfl.models.tasks import Task
+from raydpfl.training.backends.base import LOST, Block, LaneData, clip_factors
+from raydpfl.training.backends.loop import Loop
+
+GHOST = 32
+# numbers in a patch: up to so many, a product of patches takes less than a convolution of as many
+# groups as samples
+SMALL_FILTER = 32
+SLACK = 2.0**-22  # four roundings of float32
+# bytes that one pass should keep at most, about; a batch that needs more is cut into several
+LIMIT = 1 << 29
+
+Term = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""Of one parameter: the squared norm of each sample's gradient [B], and a function from factors [B]
+to the sum of the gradients weighted by them."""
+
+
+class NotLayerwise(Exception):
+    """The module's parameters do not all sit in layers that are called once in a pass; says what
+    stands in the way.
+    """
+
+
+@dataclass
+class _Leaf:
+    """A layer with parameters, and what a forward pass leaves of it."""
+
+    layer: nn.Module
+    # of its trainable parameters: the name, and which of the module's it is
+    places: list[tuple[str, int]]
+    inputs: tuple[torch.Tensor, ...] = ()
+    versions: list[int] = field(default_factory=list)
+    output: tuple[int, ...] = ()  # its shape
+    edge: GradientEdge | None = None
+
+    def keep(
+        self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> None:
+        """A forward hook."""
+        kind = type(layer).__name__
+        if self.inputs:
+            raise NotLayerwise(f"{kind} is called more than once")
+        if named or not all(
+            isinstance(each, torch.Tensor) and each.dim() for each in (*inputs, output)
+        ):
+            raise NotLayerwise(f"{kind} takes or gives more than tensors")
+        if len({len(each) for each in (*inputs, output)}) > 1:
+            raise NotLayerwise(f"the first axis of {kind}'s inputs is not that of its output")
+        self.inputs = inputs
+        self.versions = [each._version for each in inputs]
+        self.output = output.shape
+        # now: the output may be changed in place later
+        self.edge = get_gradient_edge(output) if output.requires_grad else None
+
+    def backward_edge(self) -> GradientEdge:
+        """Where the gradient by the output is found. Raises `NotLayerwise` if it has none."""
+        if self.edge is None:
+            raise NotLayerwise(f"no gradient reaches the output of {type(self.layer).__name__}")
+        return self.edge
+
+    def terms(self, g: torch.Tensor) -> Iterator[tuple[int, Term]]:
+        """(which parameter, its term), from the gradient by the outputs."""
+        if [each._version for each in self.inputs] != self.versions:
+            raise NotLayerwise(
+                f"the input of {type(self.layer).__name__} is changed in place after it"
+            )
+        for name, place in self.places:
+            yield place, RULES.get(type(self.layer), _other)(self.layer, name, self.inputs, g)
+
+
+def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
+    """Whether the ghost norm by this parameter can be taken and costs less than forming gradients;
+    from the shape of the layer's output.
+    """
+    if (
+        name != "weight"
+        or type(layer) not in (nn.Linear, nn.Conv2d)
+        or getattr(layer, "groups", 1) > 1
+    ):
+        return False
+    weight = layer.get_parameter("weight")
+    outputs = len(weight)
+    inputs = weight[0].numel()
+    positions = prod(output[1:]) // outputs
+    return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
+
+
+def _formed(gradients: torch.Tensor) -> Term:
+    flat = gradients.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(
+        gradients.shape[1:]
+    )
+
+
+def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """[B], from a [B, T, D] and g [B, T, p]."""
+    one = a.shape[1] == 1
+    # of the norms, so that neither underflow nor the slack's makes them too small
+    inputs, outputs = (
+        torch.linalg.vector_norm(each, dim=2) + sqrt(each.shape[2] * LOST / (1 if one else SLACK))
+        for each in (a, g)
+    )
+    squares = (inputs * outputs).sum(1).square()
+    if one:
+        return squares
+    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + squares * SLACK
+
+
+def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return g * s.view(-1, *[1] * (g.dim() - 1))
+
+
+def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    ghost = _ghostly(layer, name, g.shape)
+    a, g = (each.reshape(len(g), -1, each.shape[-1]) for each in (*inputs, g))
+    if name == "bias":
+        return _formed(g.sum(1))
+    if ghost:
+        return _ghost(a, g), lambda s: _scaled(g, s).flatten(0, 1).T @ a.flatten(0, 1)
+    return _formed(torch.bmm(g.mT, a))
+
+
+def _by_weight(
+    layer: _ConvNd, padding: tuple[int, ...], x: torch.Tensor, g: torch.Tensor, times: int
+) -> torch.Tensor:
+    """The gradient by a weight that is `times` as many channels and groups as the layer's."""
+    weight = x.new_empty(times * layer.weight.shape[0], *layer.weight.shape[1:])
+    strides = (layer.stride, padding, layer.dilation)
+    geometry = (*strides, layer.transposed, layer.output_padding, times * layer.groups)
+    which = (False, True, False)
+    return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, which)[1]
+
+
+def _convolution(
+    layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> Term:
+    if name == "bias":
+        return _formed(g.sum(tuple(range(2, g.dim()))))
+    (x,) = inputs
+    shape = layer.weight.shape
+    padding: str | tuple[int, ...] = layer.padding
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        padding = (0,) * len(layer.kernel_size)
+
+    backward = functools.partial(_by_weight, layer, padding)
+    if _ghostly(layer, name, g.shape):
+        patches = _patches(layer, x, padding, g.shape[2:])
+        return _ghost(patches.mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
+    if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= SMALL_FILTER:
+        patches = _patches(layer, x, padding, g.shape[2:])
+        return _formed(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
+    # each sample in channels of its own
+    inputs_apart = x.reshape(1, -1, *x.shape[2:])
+    outputs_apart = g.reshape(1, -1, *g.shape[2:])
+    gradients = backward(inputs_apart, outputs_apart, len(g))
+    return _formed(gradients.reshape(len(g), *shape))
+
+
+def _patches(
+    layer: _ConvNd, x: torch.Tensor, padding: tuple[int, ...], size: torch.Size
+) -> torch.Tensor:
+    """The patches [B, D, T] of a `Conv2d` with an output of `size`, as `F.unfold` gives them.
+
+    A strided copy is many times faster.
+    """
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    sample, channel, *place = x.stride()
+    strides = [
+        times * stride
+        for each in (layer.dilation, layer.stride)
+        for times, stride in zip(each, place, strict=True)
+    ]
+    return x.as_strided(
+        (*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)
+    ).reshape(len(x), -1, size.numel())
+
+
+def _norm(
+    layer: nn.GroupNorm | nn.LayerNorm, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> Term:
+    (x,) = inputs
+    shape: tuple[int, ...]
+    if isinstance(layer, nn.GroupNorm):
+        normal = functools.partial(F.group_norm, x, layer.num_groups, eps=layer.eps)
+        shape = (layer.num_channels, -1)
+        over = 2
+    else:
+        normal = functools.partial(F.layer_norm, x, layer.normalized_shape, eps=layer.eps)
+        shape = (-1, *layer.normalized_shape)
+        over = 1
+    return _formed((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(over))
+
+
+def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+    def gradient(g: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        def output(parameter: torch.Tensor) -> torch.Tensor:
+            return functional_call(layer, {name: parameter}, tuple(each[None] for each in inputs))
+
+        return vjp(output, layer.get_parameter(name).detach())[1](g[None])[0]
+
+    return _formed(vmap(gradient)(g, *inputs))
+
+
+RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch.Tensor], Term]] = {
+    nn.Linear: _linear,
+    **dict.fromkeys(
+        (
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.ConvTranspose1d,
+            nn.ConvTranspose2d,
+            nn.ConvTranspose3d,
+        ),
+        _convolution,
+    ),
+    **dict.fromkeys((nn.GroupNorm, nn.LayerNorm), _norm),
+}
+
+
+def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
+    """(name, place) of the layer's own trainable parameters, taken out of `places`, which has the
+    place of each parameter by its id. Raises `NotLayerwise`.
+    """
+    kind = type(layer).__name__
+    if isinstance(layer, _BatchNorm) and not models.is_still(layer):
+        raise NotLayerwise(f"{kind} mixes the samples of a batch")
+    own = []
+    for name, parameter in layer.named_parameters(recurse=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in places:
+            raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
+        own.append((name, places.pop(id(parameter))))
+    if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
+        raise NotLayerwise(f"{kind} has parameters of its own beside those of its layers")
+    return own
+
+
+class Layerwise(Loop):
+    """Trains one client after another as `Loop` does, with each sample's gradient clipped.
+
+    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are
+    called once in a pass and take samples along the first axis of their inputs to the first axis of
+    their output.
+    """
+
+    private = True
+    half = False
+
+    def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
+        super().__init__(module, local, device, task)
+        self.samples: int | None = None  # of a pass
+        self.leaves: list[_Leaf] = []
+        places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
+        for layer in self.module.modules():
+            own = _places(layer, places)
+            if own:
+                self.leaves.append(_Leaf(layer, own))
+
+    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Way`."""
+        if self.samples is None:
+            with (
+                torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+                torch.no_grad(),
+            ):
+                self._forward(lane.x.new_zeros(1, *lane.x.shape[2:]))
+            numbers = 0
+            for leaf in self.leaves:  # activations count twice, for what lies between the layers
+                numbers += 2 * sum(each.numel() for each in leaf.inputs) + 2 * prod(leaf.output)
+                numbers += sum(
+                    prod(self.shapes[place])
+                    for name, place in leaf.places
+                    if not _ghostly(leaf.layer, name, leaf.output)
+                )
+            self.samples = max(1, LIMIT // (4 * numbers))
+        yield from super().run(parameters, lane)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        for leaf in self.leaves:
+            leaf.inputs = ()
+        with contextlib.ExitStack() as hooks:
+            for leaf in self.leaves:
+                hooks.callback(leaf.layer.register_forward_hook(leaf.keep, with_kwargs=True).remove)
+            outputs = self.module(x)
+        for leaf in self.leaves:
+            if not leaf.inputs:
+                raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
+            if len(leaf.inputs[0]) != len(x):
+                kind = type(leaf.layer).__name__
+                raise NotLayerwise(f"the first axis of {kind}'s input is not that of the samples")
+        return outputs
+
+    def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
+        """See `Loop._gradient`; `clip` is always given."""
+        assert clip is not None
+        self.gradient.zero_()
+        losses = torch.zeros((), device=self.device)
+        sums = self._views(self.gradient)
+        for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
+            loss = self.task.loss(self._forward(some), labels).sum()
+            losses += loss.detach()
+            edges = [leaf.backward_edge() for leaf in self.leaves]
+            gradients = torch.autograd.grad(loss, edges, allow_unused=True)
+            with torch.no_grad():
+                terms = [
+                    term
+                    for leaf, g in zip(self.leaves, gradients, strict=True)
+                    if g is not None
+                    for term in leaf.terms(g)
+                ]
+                norms = torch.stack([squares for _, (squares, _) in terms]).sum(0).sqrt()
+                self.factors.append(clip_factors(norms, clip))
+                s = self.factors[-1] / len(x)
+                for place, (_, total) in terms:
+                    sums[place].add_(total(s))
+        return losses / len(x)

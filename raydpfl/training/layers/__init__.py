@@ -1,0 +1,1 @@
+"""Layers whose passes are written for chunks of clients."""

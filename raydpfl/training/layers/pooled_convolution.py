@@ -1,0 +1,142 @@
+"""Convolutions that are max-pooled, with the gradients of single samples by their filters.
+
+Only where a maximum was does the convolution's output have a gradient: of a 2 x 2 pooling, one
+place of four, and fewer where an activation passes none. A sample's gradient by a channel's filter
+is the sum, over its maxima, of the gradient there times the patch of the image that the output was
+taken from. Compiled code (`raydpfl/core/native/kernels.c`) takes the maxima image by image, so that the
+outputs never leave the cache, and keeps where their patches are; that sum for the step, or twice
+where samples are clipped, once for the norms and once, weighted by the clip factors, for the mean,
+with no sample's gradient in memory; and the gradient by the images. Every sum has an order of its
+own, as in all compiled code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raydpfl.core import native
+
+BEYOND = 16  # floats after each image: what is beyond a filter's row is read and written too
+_PAIRS = ("outputs", "step", "grid", "kernel", "stride", "padding", "dilation")
+
+
+class _Filters(ctypes.Structure):
+    """Filters of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("samples", "channels")),
+        ("given", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("inside", "image", "row", "rows", "run")),
+        *((name, ctypes.c_int64 * 2) for name in _PAIRS),
+    )
+
+
+def _pair(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * 2)(*values)
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a convolution, and the max-pooling that follows it, move over their images: pairs, of
+    height and width.
+    """
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    # of the pooling: kernel, stride, padding and dilation, and whether its grid is rounded up
+    pool: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]
+
+    def outputs(self, image: Sequence[int]) -> list[int]:
+        """Height and width of the convolution's outputs, from those of the image."""
+        about = zip(image, self.kernel, self.stride, self.padding, strict=True)
+        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in about]
+
+    def grid(self, outputs: Sequence[int]) -> list[int]:
+        """Height and width of the maxima, from those of the outputs."""
+        *pairs, up = self.pool
+        found = []
+        for size, kernel, stride, pad, dilation in zip(outputs, *pairs, strict=True):
+            left = size + 2 * pad - dilation * (kernel - 1) - 1
+            count = (left + (stride - 1 if up else 0)) // stride + 1
+            # the last window begins in the outputs or in the padding before them
+            found.append(count - 1 if up and (count - 1) * stride >= size + pad else count)
+        return found
+
+
+class Filters:
+    """A batch of images under a convolution that is max-pooled."""
+
+    def __init__(self, images: torch.Tensor, channels: int, window: Window):
+        """
+        Args:
+            images: float32 [B, c, H, W].
+            channels: of the outputs, C.
+            window: of the convolution and the pooling.
+        """
+        count, inputs, height, width = images.shape
+        down, across = window.padding
+        row = (width + 2 * across) * inputs
+        image = (height + 2 * down) * row + BEYOND
+        self.given = images.permute(0, 2, 3, 1).contiguous()
+        self.images = torch.empty(count, image)
+        outputs = window.outputs((height, width))
+        grid = window.grid(outputs)
+        step = (window.stride[0] * row, window.stride[1] * inputs)
+        self.shape = (channels, window.kernel[0], window.kernel[1] * inputs)
+        self.cells = (count, *grid, channels)
+        self.where = torch.empty(self.cells, dtype=torch.int32)
+        pairs = (outputs, step, grid, *window.pool[:4])
+        self._given = _Filters(
+            *(count, channels, _pair((height, width * inputs))),
+            *(down * row + across * inputs, image, row, *self.shape[1:]),
+            *(_pair(pair) for pair in pairs),
+        )
+
+    def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
+        filters [C, height, width, c] and the bias [C].
+        """
+        found = torch.empty(self.cells)
+        about = (weights.contiguous(), None if bias is None else bias.contiguous())
+        self._call("raydpfl_maxima", self.given, self.images, *about, found, self.where)
+        return found.permute(0, 3, 1, 2)
+
+    def follow(self, g: torch.Tensor) -> None:
+        """Takes the gradient by the maxima, float32 [B, C, h, w], which all below come from."""
+        self.g = g.permute(0, 2, 3, 1).contiguous()
+
+    def squares(self) -> torch.Tensor:
+        """The squared norm of each sample's gradient, float32 [B]."""
+        found = torch.empty(len(self.images))
+        self._call("raydpfl_filters", self.images, self.g, self.where, None, found, None)
+        return found
+
+    def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given: float32
+        [C, height of a filter, width times c].
+        """
+        found = torch.empty(self.shape)
+        given = None if factors is None else factors.contiguous()
+        self._call("raydpfl_filters", self.images, self.g, self.where, given, None, found)
+        return found
+
+    def by_images(self, weights: torch.Tensor) -> torch.Tensor:
+        """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
+        filters [C, height, width, c].
+        """
+        found = torch.empty_like(self.given)
+        self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), found)
+        return found.permute(0, 3, 1, 2)
+
+    def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
+        compiled = native.library()
+        assert compiled is not None  # as the way says
+        places = [None if each is None else each.data_ptr() for each in arrays]
+        call = getattr(compiled, name)
+        if call(ctypes.byref(self._given), *map(ctypes.c_void_p, places)):
+            raise MemoryError("no memory for the gradient by a filter")

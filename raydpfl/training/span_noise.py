@@ -1,0 +1,187 @@
+"""Noise on local steps, drawn in the span of a client's rows.
+
+Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
+output, is drawn so by way `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these weights
+through the outputs on the client's own rows X [n, p] alone (with a column of ones for the bias),
+and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum, decay and
+the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B ~ N(0, s^2 sum_t
+c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of each z_t the
+steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t is normal with
+mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of c_t, c_(t+1),
+...; so that, with K = X X^T = L L^T,
+
+    X z_t = c_t / l_t^2 X R_t + l_(t+1) / l_t L a_t,    a_t [n, out] ~ N(0, s^2 I),
+    X R_(t+1) = X R_t - c_t X z_t,    R_0 = B.
+
+The last step, of which nothing is left to draw, needs no a_t: n (Q - 1) + p normals an output take
+the place of p Q. As no a_t depends on what is computed, those of many steps are drawn together, and
+multiplied by L together.
+
+What this means for privacy. The steps' noises, the outputs on the client's rows at every step and
+the update have together the very law that they have where z_t is drawn in full. Whatever is
+computed from them (the update, its norm, the loss, the share of clipped gradients) has the law that
+it had, and the composition over the steps, in which an observer is granted every step's noised
+gradient, is proven for that law. That K, and by it the form of the drawing, depends on the
+client's data tells nobody anything, as no law depends on it. A rule whose update is not linear in
+the gradients with numbers known beforehand (Adam, SAM, a schedule within a round), and corrections
+that are added to every gradient (SCAFFOLD), are for the ways that form z_t; and so is a method that
+would look at the weights between the steps. What a client keeps of its update it may keep here.
+
+Exactness. B has its law whatever the rows are. K is summed in double from exact products, so that L
+has the law's covariance to 1e-14 over the smallest squared share of a row that lies outside of the
+span of those before it. A row equal to an earlier one is in its span altogether, and has its noise.
+Where for any other row this squared share is below 1e-6, the client trains by its weights and draws
+z_t in full, as it does where that takes less time. What is left to rounding, 1e-8 of the variance,
+is below that of the std in float32. X R_t is kept in float32: its rounding errors fall with l_t^2
+as the steps go on, and the rest itself with l_t.
+
+>>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
+True
+>>> spanned_pays(n=600, p=784, outputs=10, bias=True, steps=50, batch=10)
+False
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from raydpfl.models.linear_stack import Layer
+from raydpfl.training.backends.base import StepNoise
+
+NORMAL = 50  # products that take as long as a normal
+EXACT = 3  # and as one of two floats in double
+MEMORY = 8  # and as reading and writing a weight
+TOGETHER = 1 << 13  # normals of steps that are drawn together
+NEAR = 1e-6  # squared share of a row outside of the span of the others
+
+
+def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
+    """Whether steps on batches of so many of n rows, of p numbers, and their noise take less time
+    in the span of the rows than by the weights; `span_pays` of kernels.c.
+    """
+    numbers = outputs * (p + bias)
+    products = n * n * (p + bias) // 2
+    weights = steps * numbers * (2 * batch + MEMORY + NORMAL)
+    span = 2 * n * numbers + steps * n * batch * outputs + EXACT * products
+    return span + (steps * n * outputs + numbers) * (NORMAL + n) < weights
+
+
+def lengths(responses: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The L2 norms of c_t and all after it, float64 [Q + 1], of c_t `responses`, [Q]."""
+    squares = np.square(np.asarray(responses, np.float64))[::-1]
+    return np.sqrt(np.append(0.0, np.cumsum(squares)))[::-1].copy()
+
+
+def triangle(x: np.ndarray) -> np.ndarray | None:
+    """L of K = X X^T, float64 [n, n], for rows `x`, float64 [n, p]; its columns are 0 for rows that
+    equal an earlier one. None where another row is nearly in the span of those before it.
+    """
+    left = x @ x.T
+    lower = np.zeros_like(left)
+    for r in range(len(x)):
+        for s in range(r):
+            top = lower[s, s]
+            lower[r, s] = (left[r, s] - lower[r, :s] @ lower[s, :s]) / top if top else 0.0
+        outside = left[r, r] - lower[r, :r] @ lower[r, :r]
+        if not outside >= NEAR * left[r, r]:
+            if not (x[:r] == x[r]).all(1).any():
+                return None
+            outside = 0.0
+        lower[r, r] = math.sqrt(outside)
+    return lower
+
+
+def step_noises(
+    noise: StepNoise, layers: Sequence[Layer], x: np.ndarray, batch: int, responses: Sequence[float]
+) -> np.ndarray:
+    """Noises of all steps that would lead the plain loop to the update of way `compiled`, of which
+    this is the plain reference.
+
+    They are those that it draws where the rows reach, and elsewhere every z_t is the part c_t B /
+    l_0^2 of B.
+
+    Args:
+        noise: of one client.
+        layers: the model's.
+        x: float32 [n, p], the rows that the client's batches take.
+        batch: rows of a batch.
+        responses: c_t of its steps, [Q].
+
+    Returns:
+        float64 [Q, d].
+    """
+    first = layers[0]
+    steps = len(responses)
+    rows = _with_ones(first, x)
+    lower = _lower(first, rows, steps, batch)
+    if lower is None:
+        return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
+    alive = np.flatnonzero(lower.diagonal())
+    basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
+    norms = lengths(responses)
+    numbers = first.outputs * rows.shape[1]
+    whole = _columns(first, norms[0] * noise.of_one(steps, numbers))
+    rest = basis @ whole
+    outside = whole - basis.T @ rest
+    found = np.empty((steps, noise.d))
+    shape = (len(x), first.outputs, noise.d - numbers)
+    for k, (c, drawn) in enumerate(zip(responses, _drawn(noise, steps, *shape), strict=True)):
+        along = c / norms[k] ** 2 * rest + norms[k + 1] / norms[k] * drawn[0][alive]
+        rest = rest - c * along
+        _place(found[k], first, basis.T @ along + c / norms[0] ** 2 * outside)
+        _spread(found[k], layers[1:], drawn[1])
+    return found
+
+
+def _with_ones(first: Layer, x: np.ndarray) -> np.ndarray:
+    """The rows, float64 [n, p (+ 1)], with a one for the bias."""
+    ones = np.ones((len(x), int(first.bias is not None)))
+    return np.concatenate([x.astype(np.float64), ones], 1)
+
+
+def _drawn(
+    noise: StepNoise, steps: int, n: int, outputs: int, others: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
+    `others`. Steps whose numbers are no more than `TOGETHER` are drawn together.
+    """
+    most = max(1, TOGETHER // (n * outputs + others))
+    for first in range(0, steps, most):
+        count = min(most, steps - first)
+        runs = min(count, steps - 1 - first)
+        drawn = noise.of_one(first, runs * n * outputs + count * others)
+        along, rest = np.split(drawn, [runs * n * outputs])
+        for nth in range(count):
+            own = along.reshape(n, runs, outputs)[:, nth] if nth < runs else np.zeros((n, outputs))
+            yield own, rest.reshape(count, others)[nth]
+
+
+def _lower(first: Layer, rows: np.ndarray, steps: int, batch: int) -> np.ndarray | None:
+    """L of the rows, where the noise on steps of the first layer is drawn in their span."""
+    shape = (len(rows), first.inputs, first.outputs, first.bias is not None)
+    return triangle(rows) if spanned_pays(*shape, steps, batch) else None
+
+
+def _columns(layer: Layer, drawn: np.ndarray) -> np.ndarray:
+    """What is drawn for the layer's weights, and then its biases, as [p (+ 1), out]."""
+    weights, biases = np.split(drawn, [layer.outputs * layer.inputs])
+    return np.concatenate([weights.reshape(layer.outputs, -1).T, biases.reshape(-1, layer.outputs)])
+
+
+def _place(flat: np.ndarray, layer: Layer, values: np.ndarray) -> None:
+    """Writes [p (+ 1), out] into the layer's places."""
+    weight, *bias = layer.views(torch.from_numpy(flat))
+    weight.copy_(torch.from_numpy(values[: layer.inputs].T))
+    for part in bias:
+        part.copy_(torch.from_numpy(values[layer.inputs :]))
+
+
+def _spread(flat: np.ndarray, layers: Sequence[Layer], drawn: np.ndarray) -> None:
+    """Writes what is drawn for these layers, one after another, into their places."""
+    for part in (each for layer in layers for each in layer.views(torch.from_numpy(flat))):
+        part.copy_(torch.from_numpy(drawn[: part.numel()]).view_as(part))
+        drawn = drawn[part.numel() :]

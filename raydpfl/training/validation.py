@@ -1,0 +1,187 @@
+"""What a module and a rule must be for what is asked of them, tried out on made-up numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raydpfl import models
+from raydpfl.core import prng
+from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.methods.local.base import Local, Step
+from raydpfl.models.tasks import Form
+
+CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that a rule is tried on
+
+
+def drawn_from(module: nn.Module, form: Form) -> str | None:
+    """The generator of the process, other than torch's, that a module in training draws from.
+
+    None where it draws from none. Other threads of the process may draw from them too at any time,
+    so only what is seen in each of a few tries is the module's.
+    """
+    found = _drawn_once(module, form)
+    for _ in range(2):
+        if found is None or _drawn_once(module, form) != found:
+            return None
+    return found
+
+
+def draws_torch(module: nn.Module, form: Form) -> bool:
+    """Whether a module in training draws from torch's generator, which is one for all threads."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        try:
+            copy.deepcopy(module).train()(_some(form, 2))
+        except RAISED:  # who knows what it would have drawn
+            return True
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _drawn_once(module: nn.Module, form: Form) -> str | None:
+    with prng.keyed_globals(0):
+        of_python = random.getstate()
+        of_numpy = pickle.dumps(np.random.get_state())
+        with contextlib.suppress(Exception):  # what it raises it will raise in training too
+            copy.deepcopy(module).train()(_some(form, 2))
+        if random.getstate() != of_python:
+            return "Python's random"
+        return "np.random" if pickle.dumps(np.random.get_state()) != of_numpy else None
+
+
+def _some(form: Form, rows: int) -> torch.Tensor:
+    """Made-up inputs, float32 [rows, *shape] of ones or int64 ones drawn."""
+    inputs = form.inputs(rows, prng.stream(0, prng.Purpose.DATA))
+    return inputs if form.tokens else torch.ones_like(inputs)
+
+
+def check_loss(module: nn.Module, form: Form) -> None:
+    """Raises `ConfigError` for a loss of the task that does not fit what the module gives, is not a
+    number for each sample, or mixes samples.
+    """
+    task = form.task
+    generator = prng.stream(0, prng.Purpose.DATA)
+    inputs = form.inputs(4, generator)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = copy.deepcopy(module).eval()(inputs)
+    except RAISED:  # it will raise in training too, and be reported with its client
+        return
+    given = tuple(outputs.shape[1:])
+    # of classes a module may know more than there are
+    y = task.made_up(generator, 4, given if form.target.classes else form.outputs)
+    accepted = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            together = task.loss(outputs, y)
+            alone = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
+    except RAISED as error:
+        raise ConfigError("data.task.kind", task.kind, f"{accepted} ({in_line(error)})") from None
+    if together.shape != (4,):
+        reason = f"for a batch of 4 it gives shape {list(together.shape)}"
+        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
+    if not torch.allclose(together, torch.cat(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        reason = "that of one does not depend on the others"
+        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
+
+
+def check_apart(module: nn.Module, form: Form) -> None:
+    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
+    another path than the noised parameters.
+    """
+    for name, layer in module.named_modules():
+        kind = type(layer).__name__
+        if isinstance(layer, _BatchNorm) and not models.is_still(layer):
+            remedy = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen"
+            raise _mixes(module, f"{name or 'it'} is a {kind} ({remedy})")
+        # of an Embedding: it shortens the rows that it is asked for
+        if getattr(layer, "max_norm", None) is not None:
+            reason = "with max_norm, which changes its weight with what it is given"
+            raise _mixes(module, f"{name or 'it'} is a {kind} {reason}")
+    tried = copy.deepcopy(module).train()
+    # what it raises it will raise in training too
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+        tried(_some(form, 2))
+    for kind, named, afterwards in (
+        ("buffer", module.named_buffers(), tried.buffers()),
+        ("parameter", module.named_parameters(), tried.parameters()),
+    ):
+        for (name, before), after in zip(named, afterwards, strict=True):
+            if not torch.equal(before, after):
+                raise _mixes(module, f"its {kind} {name} changes with what it is given")
+
+
+def _mixes(module: nn.Module, reason: str) -> ConfigError:
+    accepted = "a module that mixes no samples, as they are clipped one by one"
+    return ConfigError("model", type(module).__name__, f"{accepted}; {reason}")
+
+
+def check_rule(local: Local) -> None:
+    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a rule
+    of the user's that raises, changes what it is given, or whose step for several clients is not
+    that for each of them. What a `train` does shows when it trains.
+    """
+    rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
+    if rates[:3] != rates[3:]:
+        raise ConfigError(
+            "local.kind", local.kind, "a class whose learning_rate depends on the round alone"
+        )
+    if local.linear() is not None or local.trains:
+        return
+    drawn = prng.stream(0, prng.Purpose.DATA).standard_normal((4, 3, 7))
+    (model, *_), *gradients = torch.from_numpy(drawn).float()
+    try:
+        together = _steps(local, model, model.repeat(3, 1), gradients)
+        alone = [
+            _steps(local, model, model, [gradient[client] for gradient in gradients])
+            for client in range(3)
+        ]
+    except RAISED as error:
+        reason = f"whose step can be made; it raised {in_line(error)}"
+        raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
+    if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+        reason = "whose step for clients [C, P] is that for each of them; this one mixes clients, "
+        reason += "or draws: let it reduce along dim=-1 alone, with keepdim=True"
+        raise ConfigError("local.kind", local.kind, f"a class {reason}")
+
+
+def check_counts(local: Local, sizes: np.ndarray) -> None:
+    """Raises `ConfigError` for a rule of the user's whose batches or steps are not a matter of a
+    client's own rows, `sizes` int64 [N]: a lane would train by others than are accounted for.
+    """
+    if not local.is_own or local.trains:
+        return
+    known, whose = np.unique(sizes, return_inverse=True)
+    for name in ("batch_sizes", "step_counts"):
+        counts = getattr(local, name)
+        alone = np.concatenate([counts(known[k : k + 1]) for k in range(len(known))])
+        if not np.array_equal(counts(sizes), alone[whose]):
+            reason = f"a class whose {name} for a client depend on its own rows alone"
+            raise ConfigError("local.kind", local.kind, reason)
+
+
+def _steps(
+    local: Local, model: torch.Tensor, x: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    """x after a step along each of the gradients. Raises ValueError for what is no step."""
+    state = local.fresh(x)
+    for k, gradient in enumerate(gradients):
+        at = Step(k, local.learning_rate(0), model)
+        before = x.clone(), gradient.clone()
+        elsewhere = local.perturb(x, gradient, state, at)
+        after, state = local.step(x, gradient, state, at)
+        if not (torch.equal(x, before[0]) and torch.equal(gradient, before[1])):
+            raise ValueError("it changes what it is given in place")
+        for found in (after, elsewhere):
+            if found.shape != x.shape or found.dtype != x.dtype:
+                gives = f"{found.dtype} {list(found.shape)}"
+                raise ValueError(f"from x {list(x.shape)} it gives {gives}")
+        x = after + (elsewhere - before[0])  # so that neither may depend on other clients
+    return x
