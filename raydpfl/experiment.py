@@ -22,17 +22,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    PlainValidator,
     SerializeAsAny,
-    StrictInt,
-    field_validator,
 )
 
 from raydpfl import data, models
@@ -49,276 +46,23 @@ from raydpfl.config.registry import (
     is_path,
     load,
     unread,
-    validate,
     within,
 )
-from raydpfl.core.hardware import Precision
+from raydpfl.config.validation import validate
+from raydpfl.config.yaml import dump, parse_yaml, read
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.methods import bounding, local, noise, selection, server, weights
 from raydpfl.methods import probes as measures
 from raydpfl.methods.local import Local
 from raydpfl.models import metric_columns, tasks
-from raydpfl.models.client_histogram import Histogram
 from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.models.metrics import standing as standing_metrics
-from raydpfl.privacy import Relation, Survey, Terms, budgets
-from raydpfl.privacy.accountants import ASKED, named, standing
-from raydpfl.storage.files import read_text
+from raydpfl.privacy import Relation, Terms, budgets
+from raydpfl.privacy.accountants import standing
+from raydpfl.sections import Client, Evaluate, Privacy, _rule, whole
 
 log = logging.getLogger("raydpfl")
-
-
-def whole(value: Any) -> Any:
-    """A float without a fraction as the int that it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def asked_for(value: Any) -> str:
-    """The name of an accountant, or the import path of a user's own, which is imported where that
-    is allowed. Raises `ValueError`.
-    """
-    if isinstance(value, str) and (value in ASKED or ":" in value):
-        if value not in ASKED and imports("privacy"):
-            with renamed(lambda _: "privacy.accountants"):
-                named(value)
-        return value
-    *most, last = map(repr, ASKED)
-    known = f"{', '.join(most)} or {last}"
-    raise ValueError(f"{known}; or the import path of your own (package.module:Name)")
-
-
-Asked = Annotated[str, PlainValidator(asked_for)]
-Whole = Annotated[StrictInt, BeforeValidator(whole)]
-
-
-class Privacy(Section):
-    """Who accounts, under which neighbouring relation, and how much may be spent."""
-
-    # the first rigorous one calibrates the noise
-    accountants: tuple[Asked, ...] = ("pld", "rdp", "paper")
-    # auto: add_remove for Poisson, else replace_one
-    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"
-    # epsilon that the run stops short of exceeding
-    budget: float | None = Field(default=None, gt=0)
-
-    @field_validator("accountants", mode="before")
-    @classmethod
-    def _one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("accountants", mode="after")
-    @classmethod
-    def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError("each accountant once")
-        return value
-
-
-class Client(Section):
-    """How clients become actors, and how they train."""
-
-    # auto: in this process, until actors that start behind the rounds pay (`raydpfl.runtime.launcher`)
-    actors: Whole | Literal["auto", "per-client"] = "auto"
-    # cores of each actor, of those that Ray has, and the threads of compiled code in it
-    num_cpus: float = Field(default=1, ge=0)
-    # share of a GPU of each actor; 0: it trains on the CPU
-    num_gpus: float = Field(default=0, ge=0)
-    # what the products of training are taken in; parameters, losses and updates are float32
-    precision: Precision = "float32"
-    # clients trained at once, at most; bits depend on it. auto: some of a cohort for each core; on
-    # a GPU all of it, where half of the memory holds them, so that several actors need a number
-    lane: Whole | Literal["auto"] = "auto"
-    # how a lane trains; auto: the fastest that carries the method out
-    way: Literal[
-        "auto",
-        "compiled",
-        "sample_space",
-        "fused",
-        "convolutional",
-        "layerwise",
-        "one_batch",
-        "vmap",
-        "loop",
-        "noop",
-    ] = "auto"
-    # Seconds that an actor has for its share of a round, before it is replaced; auto: see
-    # `raydpfl.runtime.actor_pool.Patience`.
-    # Without actors nobody could take over: a number then ends the run, and auto waits.
-    timeout: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is),
-    # and its noise
-    on_error: Literal["fail", "drop"] = "fail"
-
-    @field_validator("precision", mode="after")
-    @classmethod
-    def _of_gpus(cls, value: Precision, info: Any) -> Precision:
-        if value == "tf32" and not info.data.get("num_gpus"):
-            raise ValueError("float32 or bfloat16 without a GPU (client.num_gpus is 0)")
-        return value
-
-    @field_validator("actors", "lane", mode="after")
-    @classmethod
-    def _counts(cls, value: int | str, info: Any) -> int | str:
-        least = 0 if info.field_name == "actors" else 1
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"a number of at least {least}")
-        return value
-
-
-class Stop(Section):
-    """When a run ends before its last round: once a score of rows held out is no better for long
-    enough.
-    """
-
-    metric: str = "validation_loss"  # a score of rows held out, never of the test set
-    patience: int = Field(ge=1)  # evaluations after the best one without a better one
-    # min, max: of which less, or more, is better; auto: as the metric says
-    mode: Literal["auto", "min", "max"] = "auto"
-
-    def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for a score that evaluations do not give, or of which nobody knows
-        what is better.
-        """
-        held_out = experiment.given if experiment.evaluate.validation else ()
-        known = [name for name in held_out if metric_columns.set_of(name) != metric_columns.TEST]
-        if self.metric not in known:
-            held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
-            accepted = f"a score of rows held out of training ({held})"
-            raise ConfigError("evaluate.stop.metric", self.metric, accepted)
-        if not self.sign(experiment):
-            accepted = f"min or max: nobody knows of {self.metric} whether more of it is better"
-            raise ConfigError("evaluate.stop.mode", self.mode, accepted)
-
-    def sign(self, experiment: Experiment) -> int:
-        """1: more of the score is better; -1: less of it."""
-        if self.mode == "auto":
-            return metric_columns.sign(self.metric, experiment.metrics)
-        return 1 if self.mode == "max" else -1
-
-
-def _rule(section: str, value: Any) -> Any:
-    """A local rule for personal models, by default of kind sgd; None: there is none."""
-    if isinstance(value, Mapping):
-        value = {"kind": "sgd", **value}
-    return None if value is None else choose(section, value, local.FAMILY, Local)
-
-
-class HeldOut(Section):
-    """Clients that are held out of training."""
-
-    clients: float = Field(gt=0, lt=1)  # share of them
-
-
-class Evaluate(Section):
-    """When the model is evaluated, and on what."""
-
-    every: int = Field(default=10, ge=1)  # rounds; the last round always counts
-    batch: int = Field(default=1000, ge=1)  # rows at a time
-    test: bool = True  # false: the test set is not looked at
-    # share of each client's rows that is held out of training and evaluated on; or, as in
-    # {clients: 0.1}, of the clients, with all their rows, who are no part of the population then
-    validation: Annotated[float, Field(ge=0, lt=1)] | HeldOut = 0.0
-
-    # what the model is scored by: the first is that by which a run is followed; auto: as the task
-    # says. The loss and the accuracy are always there
-    metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = "auto"
-
-    # a metric of every client, on the rows that it holds out (on those that it trains on, where
-    # none are), and what it comes to over the clients: exact, and so not private
-    per_client: SerializeAsAny[Metric] | None = None
-    # per_client as counts over bins with noise, which guarantees account for
-    histogram: Histogram | None = None
-    # per_client of a model that each client trains further, alone, by this local rule, on the rows
-    # that it trains on, and that it then forgets
-    fine_tune: SerializeAsAny[Local] | None = None
-    stop: Stop | None = None  # when the run ends early
-
-    @field_validator("fine_tune", mode="before")
-    @classmethod
-    def _fine_tune(cls, value: Any) -> Any:
-        return _rule("evaluate.fine_tune", value)
-
-    @field_validator("per_client", mode="before")
-    @classmethod
-    def _per_client(cls, value: Any) -> Any:
-        return None if value is None else parse_metrics([value], "evaluate.per_client")[0]
-
-    @field_validator("metrics", mode="before")
-    @classmethod
-    def _metrics(cls, value: Any) -> Any:
-        return value if value == "auto" else parse_metrics(value)
-
-    @property
-    def apart(self) -> float | dict[str, float]:
-        """What is held out of training, as `raydpfl.data.prepare` takes it."""
-        if isinstance(self.validation, HeldOut):
-            return {"clients": self.validation.clients}
-        return self.validation
-
-    @property
-    def survey(self) -> Survey | None:
-        """What all clients are asked for, as accountants are told; None: nothing with noise."""
-        if self.per_client is None or self.histogram is None:
-            return None
-        return Survey(self.per_client.name, self.histogram.std)
-
-    def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for what an evaluation cannot give."""
-        if self.stop:
-            self.stop.check(experiment)
-        share = self.validation if isinstance(self.validation, float) else 0.0
-        if self.fine_tune and not (self.per_client and share):
-            accepted = (
-                "none without evaluate.per_client, the metric that a client is scored by, and"
-            )
-            reason = f"{accepted} evaluate.validation, a share of its rows that it is scored on"
-            raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, reason)
-        if self.histogram is None:
-            return
-        noise = experiment.noise
-        field = "evaluate.histogram"
-        if self.per_client is None:
-            accepted = "none without evaluate.per_client, the metric whose values it is of"
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
-        if not noise.private() or noise.protects() != "client" or not noise.simulated():
-            accepted = (
-                "noise that protects the clients who are asked, on what they send or on its sum "
-                "(without noise nothing is private, and evaluate.per_client gives exact scores; at "
-                "local steps nobody adds up answers; of a virtual cohort not all answer)"
-            )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
-        if experiment.personal or experiment.model.local:
-            accepted = (
-                "none with models of clients' own (model.local, personal): who has one has taken "
-                "part, and a secret cohort would be told by the answers"
-            )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
-        if experiment.rounds % self.every:
-            accepted = (
-                f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "
-                "asked after every so many rounds, and not once more at the end"
-            )
-            raise ConfigError("rounds", experiment.rounds, accepted)
-
-    @property
-    def exclusions(self) -> tuple[str, ...]:
-        """What of it no accountant counts, in words."""
-        said: tuple[str, ...] = ()
-        if self.per_client and not self.histogram:
-            said += (
-                f"the {self.per_client.name} of every client (evaluate.per_client), its quantiles, "
-                "mean and spread are exact answers to queries on the clients' rows; no epsilon "
-                "covers them",
-            )
-        if not self.validation:
-            return said
-        return (
-            *said,
-            "the validation scores (evaluate.validation) are exact answers to queries on rows of "
-            "the clients, which were held out of training; no epsilon covers them, nor what is "
-            "chosen by them",
-        )
 
 
 # Where a run's values of the parameters of `raydpfl.privacy` come from.
@@ -584,93 +328,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "weights": {"kind": "uniform"},
     "server": {"kind": "sgd"},
 }
-
-
-DEPTH = 50  # of values within values
-_TOO_DEEP = "values within values, too deep"
-
-
-def read(path: str | Path, field: str = "config") -> Any:
-    """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError` naming `field`."""
-    try:
-        values = parse_yaml(read_text(Path(path)))
-    except yaml.YAMLError as error:
-        raise ConfigError(field, str(path), f"a YAML file ({error})") from None
-    except (OSError, ValueError) as error:  # also text that is none, and a name that none can have
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(field, str(path), f"a file that can be read ({reason})") from None
-    return {} if values is None else values
-
-
-MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e1 is a number, as in YAML 1.2, and not text as in YAML 1.1; and in which a
-    mapping has a key once, as else the last would silently count."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    told = f"the key {key.value!r} twice in one mapping"
-                    raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
-                seen.add((key.tag, key.value))
-        return node
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        super().flatten_mapping(node)
-        if len(node.value) > MERGED:
-            raise yaml.YAMLError(f"a mapping that others make larger than {MERGED:,} keys")
-
-
-class _Dumper(yaml.SafeDumper):
-    """What `_Loader` reads back: text that looks like such a number stands in quotes."""
-
-
-for _yaml in (_Loader, _Dumper):
-    _scientific = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
-    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _scientific, list("-+.0123456789"))
-
-
-def parse_yaml(text: str) -> Any:
-    """What a text in YAML says, numbers such as 1e1 being numbers.
-
-    Raises `yaml.YAMLError`, also for values nested deeper than `DEPTH`, and for aliases by which a
-    short text says more than anyone could have meant.
-    """
-    try:
-        values = yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError(_TOO_DEEP) from None
-    # as of a date or a number that is none
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:
-        raise yaml.YAMLError(str(error)) from None
-    _check_size(values, max(len(text), 10_000))
-    return values
-
-
-def _check_size(values: Any, most: int) -> None:
-    """Raises `yaml.YAMLError` for values nested deeper than `DEPTH`, or for more than `most`."""
-    left = [(values, 0)]
-    while left:
-        value, depth = left.pop()
-        most -= 1
-        if depth > DEPTH:
-            raise yaml.YAMLError(_TOO_DEEP)
-        if most < 0:
-            raise yaml.YAMLError("aliases that stand for more values than the text is long")
-        if isinstance(value, dict):
-            left += [(each, depth + 1) for pair in value.items() for each in pair]
-        elif isinstance(value, (list, tuple, set)):
-            left += [(each, depth + 1) for each in value]
-
-
-def dump(values: Any) -> str:
-    """YAML that `parse_yaml` reads back."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -20,12 +20,14 @@ from raydpfl.check.runs import carried_out
 from raydpfl.cli.app import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Sgd, Trainer, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation import export
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import frozen_base
 from raydpfl.training.layers import adapters
 from raydpfl.training.layers.adapters import adapted
+from raydpfl.training.trainer import Trainer
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
 GPT = {

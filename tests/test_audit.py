@@ -32,7 +32,6 @@ from raydpfl.core import exact_sum
 from raydpfl.core.messages import Grid
 from raydpfl.core.prng import clients_normals, normals
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Trainer
 from raydpfl.methods.noise import base as noises
 from raydpfl.methods.noise import placements
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
@@ -48,6 +47,7 @@ from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.recorder import joined
 from raydpfl.training.backends import base
+from raydpfl.training.trainer import Trainer
 
 ONE_ROUND = {  # the setting of PRIVACY.md sec. 7: one release, 1000 canaries, 7,850 parameters
     "rounds": 1,

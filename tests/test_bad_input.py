@@ -11,8 +11,8 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment
+from raydpfl.config.yaml import dump, parse_yaml
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import dump, parse_yaml
 
 # What is changed (overrides of the small experiment), and how the one line begins.
 BAD = {
@@ -117,7 +117,8 @@ BAD = {
     ),
     "class of another family": (
         ["server.kind=raydpfl.methods.bounding:Clip"],
-        "server.kind = 'raydpfl.methods.bounding:Clip': expected a subclass of raydpfl.methods.server.Server",
+        "server.kind = 'raydpfl.methods.bounding:Clip': expected a subclass of "
+        "raydpfl.methods.server.Server",
     ),
     "model that cannot be imported": (
         ["model.kind=nowhere:Net"],

@@ -16,8 +16,10 @@ from rich.console import Console
 from scipy.special import ndtr, ndtri
 
 from raydpfl import privacy
+from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling, calculator, paper_formulas
+from raydpfl.simulation import planned_guarantee
 
 CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
 SMALLER = {"population": 200, "cohort": 20}
@@ -59,7 +61,7 @@ def ask(unit, given, rounds=None, **options) -> calculator.Budget:
 
 def shown(found, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(found.render())
+    console.print(budget_display.shown(found))
     return console.file.getvalue()
 
 
@@ -326,7 +328,7 @@ def test_a_config_is_answered_as_its_run_reports(tmp_path):
     asked = experiment(
         noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]}
     )
-    found = calculator.of_config(asked)
+    found = planned_guarantee.of_config(asked)
     reported = run(asked, tmp_path / "out").guarantees
     assert list(found.guarantees) == reported
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
@@ -354,7 +356,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
         "noise": {"kind": "gaussian", **noise},
         "privacy": {"accountants": ["pld", "rdp", "paper"]},
     }
-    found = calculator.of_config(experiment(**given))
+    found = planned_guarantee.of_config(experiment(**given))
     assert list(found.guarantees) == run(experiment(**given), tmp_path / "out").guarantees
     assert (
         found.noise["std_of_the_losses"] == 4.0
@@ -375,7 +377,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
 
 def test_a_config_says_how_long_its_own_budget_lasts():
     asked = experiment(rounds=50, noise={"multiplier": 8.0}, privacy={"budget": 2.0})
-    found = calculator.of_config(asked)
+    found = planned_guarantee.of_config(asked)
     (note,) = (note for note in found.notes if note.startswith("privacy.budget"))
     lasts = privacy.rounds_for(2.0, found.mechanism, "replace_one", 1e-5, "rdp")
     assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
@@ -396,7 +398,7 @@ def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_pat
     from raydpfl import run
 
     asked = experiment(**STEPS)
-    found = calculator.of_config(asked)
+    found = planned_guarantee.of_config(asked)
     ran = run(asked, tmp_path / "out")
     assert list(found.guarantees) == ran.guarantees and found.broken is None
     assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
@@ -429,7 +431,7 @@ def test_a_config_with_noise_at_local_steps_says_how_long_its_budget_lasts():
 
     sections = {**STEPS, "rounds": 30, "noise": {"kind": "gaussian", "multiplier": 2.0}}
     curve = Plan.make(experiment(**sections)).curves()["pld"]
-    found = calculator.of_config(
+    found = planned_guarantee.of_config(
         experiment(**{**sections, "privacy": {"accountants": ["pld"], "budget": float(curve[7])}})
     )
     assert curve[8] > curve[7]
@@ -446,7 +448,7 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
         "delta": 1e-5,
         "participations": [1, 1],
     }
-    found = calculator.of_personal(
+    found = planned_guarantee.of_personal(
         privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
     )
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
@@ -459,7 +461,7 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
 
 
 def test_nobody_takes_part():
-    found = calculator.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
+    found = planned_guarantee.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
     assert found.guarantees[0].epsilon == 0 and found.rows == () and "Epsilon 0 " in shown(found)
 
 
@@ -617,7 +619,7 @@ def test_every_number_is_shown_whole_in_80_columns():
             {"weight": 0.7, "mean": 10, "std": 1},
         ],
     }
-    found = calculator.of_config(
+    found = planned_guarantee.of_config(
         experiment(
             **step,
             noise={"kind": "gaussian", "epsilon": law, "delta": 1e-3},

@@ -294,8 +294,8 @@ def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("q,c", [(0.1, 1.0), (0.3, 0.5), (0.5, 2.0)])
 def test_memory_never_costs_more_than_none_under_poisson(q, c):
-    """The theorem of raydpfl.privacy.stateful_clients by quadrature: every strategy of two rounds, both
-    directions, many epsilons.
+    """The theorem of raydpfl.privacy.stateful_clients by quadrature: every strategy of two rounds,
+    both directions, many epsilons.
     """
     strategies = {
         "forgetful": lambda coin, y: np.ones_like(y),
@@ -376,7 +376,9 @@ def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(s
 
 
 def test_noise_that_clients_remember_protects_their_sums_less_than_fresh_noise():
-    """The counterexample of `raydpfl.privacy.stateful_clients`, by least squares and by simulation."""
+    """The counterexample of `raydpfl.privacy.stateful_clients`, by least squares and by
+    simulation.
+    """
     covariance = np.array([[2.0, -1.0], [-1.0, 3.0]])
     shift = np.array([2.0, 2.0])
     assert shift @ np.linalg.solve(covariance, shift) == pytest.approx(5.6) and 5.6 > 2 * 2.0**2 / 2

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 from raydpfl import data, report, run
 from raydpfl.cli import app
+from raydpfl.config.yaml import parse_yaml
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, parse_yaml
+from raydpfl.experiment import Experiment
 from raydpfl.report import class_histogram
 
 ROWS = 120

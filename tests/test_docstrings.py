@@ -10,8 +10,9 @@ import pytest
 import raydpfl
 
 PUBLIC = (
-    "raydpfl", "raydpfl.privacy", "raydpfl.methods.selection", "raydpfl.methods.noise", "raydpfl.methods.bounding",
-    "raydpfl.methods.server", "raydpfl.methods.weights", "raydpfl.audit",
+    "raydpfl", "raydpfl.privacy", "raydpfl.methods.selection", "raydpfl.methods.noise",
+    "raydpfl.methods.bounding", "raydpfl.methods.server", "raydpfl.methods.weights",
+    "raydpfl.audit",
 )  # fmt: skip
 
 

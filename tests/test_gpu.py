@@ -35,20 +35,21 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, RunError
-from raydpfl.experiment import Client
-from raydpfl.methods import local
 from raydpfl.methods.bounding import FAMILY
 from raydpfl.methods.local import Sgd
 from raydpfl.runtime import launcher
+from raydpfl.runtime.worker import Started, ready
+from raydpfl.sections import Client
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.data_cache import Resident
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
-from raydpfl.simulation.worker import Started
 from raydpfl.training import trainer as engine
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import base, convolutional, fused, vmap
+from raydpfl.training.trainer import Trainer
 
 SEEN = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
@@ -232,8 +233,8 @@ def lane_of(name: str, clip: float | None, there: str) -> np.ndarray:
     of = form((6,), 5, tokens=11) if tokens else form((1, 16, 16))
     module = models.build(models.parse(MODELS[name]), of, 0)
     rule = Sgd(steps=2, batch=4, lr=0.1)
-    way = local.resolve(module, rule, 6, of, clip=clip, gpu=True)
-    trainer = local.Trainer(module, rule, way=way, seed=0, device=there, clip=clip, task=of.task)
+    way = resolve(module, rule, 6, of, clip=clip, gpu=True)
+    trainer = Trainer(module, rule, way=way, seed=0, device=there, clip=clip, task=of.task)
     drawn = stream(0, Purpose.DATA)
     x = of.inputs(12, drawn).view(2, 6, *of.shape)
     y = of.task.made_up(drawn, 12, of.outputs).view(2, 6)
@@ -610,7 +611,7 @@ def test_a_node_without_a_gpu_for_torch_is_named():
     plan = on_gpu()
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
     with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: expected 0; node .* has no GPU"):
-        ClientActor().ready(*given)
+        ready(ClientActor(), *given)
 
 
 def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):

@@ -27,20 +27,10 @@ from raydpfl.config.registry import choose
 from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import Purpose, stream, torch_stream
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import (
-    FAMILY,
-    Adam,
-    Local,
-    Scaffold,
-    Sgd,
-    Trainer,
-    batches,
-    picked,
-    resolve,
-    tune_allocator,
-)
+from raydpfl.methods.local import FAMILY, Adam, Local, Scaffold, Sgd
 from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, process_settings, validation
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import base as way_module
 from raydpfl.training.backends import compiled as compiled_module
 from raydpfl.training.backends import fused
@@ -48,6 +38,9 @@ from raydpfl.training.backends.compiled import Compiled
 from raydpfl.training.backends.convolutional import Convolutional, links
 from raydpfl.training.backends.fused import Fused, SampleSpace
 from raydpfl.training.backends.vmap import Vmap
+from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.process_settings import tune_allocator
+from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = (1, 6, 6)
@@ -1386,7 +1379,9 @@ HASHES = """
 import sys, hashlib, numpy as np, torch
 from raydpfl import models
 from raydpfl.models import tasks
-from raydpfl.methods.local import Sgd, Trainer, single_thread, tune_allocator
+from raydpfl.methods.local import Sgd
+from raydpfl.training.trainer import Trainer
+from raydpfl.training.process_settings import single_thread, tune_allocator
 single_thread()
 form = tasks.Form((1, 28, 28), tasks.Target((), 10), tasks.parse("classification"), 0)
 if sys.argv[1] == "tuned":

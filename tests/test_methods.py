@@ -18,15 +18,16 @@ from raydpfl import Experiment, models, privacy, run
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.methods import local
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection.power_of_choice import successive
 from raydpfl.methods.server import Server
 from raydpfl.models.tasks.regression import Regression
-from raydpfl.privacy import calculator, holding
+from raydpfl.privacy import holding
+from raydpfl.simulation import planned_guarantee
+from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.storage.run_files import load
+from raydpfl.training.minibatches import batches
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
@@ -159,7 +160,7 @@ def dpnfl_client(plan: Plan, shards: Shards, client: int, bound: float, std: flo
     x, y, _ = shards.lane([client], n)
     x = torch.from_numpy(x[0])
     y = torch.from_numpy(y[0])
-    index, _ = local.batches(e.seed, 0, [client], [0], [n], e.local)
+    index, _ = batches(e.seed, 0, [client], [0], [n], e.local)
     module = models.build(e.model, shards.form(e.data.task), e.seed)
     flat = models.flatten(module)
     for step, batch in enumerate(index[0].tolist()):
@@ -738,7 +739,7 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
     plan = Plan.make(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
-    answer = calculator.of_config(asked).answers[-1]
+    answer = planned_guarantee.of_config(asked).answers[-1]
     assert answer.noise_multiplier == pytest.approx(plan.mechanism.noise_multiplier)
 
 

@@ -28,11 +28,14 @@ from raydpfl.core.messages import Grid
 from raydpfl.core.native import build
 from raydpfl.core.prng import Purpose, clients_normals, stream, words
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.layers.pooled_convolution import Filters, Window
+from raydpfl.training.minibatches import batches
 from raydpfl.training.span_noise import spanned_pays
+from raydpfl.training.trainer import Trainer
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 1000, 2049, 7850]
 needs = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")

@@ -29,28 +29,27 @@ from raydpfl.privacy.sampling import Law
 ROOT = Path(raydpfl.__file__).parent
 # A family's own folder; a member that stands in none of them has the room that it stands in.
 FOLDERS = (
-    "bounding",
-    "noise",
-    "weights",
-    "server",
-    "selection",
-    "local",
-    "measure",
-    "privacy/laws",
+    "methods/bounding",
+    "methods/noise",
+    "methods/weights",
+    "methods/server",
+    "methods/selection",
+    "methods/local",
+    "methods/probes",
+    "privacy/sampling",
     "privacy/accountants",
     "data/sources",
     "data/partitions",
     "data/sizes",
     "data/features",
+    "models/metrics",
+    "models/tasks",
     "models",
-    "metrics",
-    "tasks",
 )
 # What reads, makes and checks members of every family, and so handles their root.
-MACHINERY = ("member", "own")
+MACHINERY = ("config/registry", "config/user_classes")
 # What members, and what only passes their answers on, are called where a name is all that is known.
-CALLED = {*(folder.split("/")[-1] for folder in FOLDERS), "law", "accountant", "member", "sampling"}
-CALLED -= {"measure", "data"}  # sections of the config with much else in them
+CALLED = {*(folder.split("/")[-1] for folder in FOLDERS), "law", "accountant", "member"}
 FIELDS = ("model_fields", "model_fields_set", "model_dump", "__dict__")
 STRINGS = ("lower", "upper", "strip", "casefold", "startswith", "endswith", "removeprefix")
 PLACEMENTS = {"client", "server", "step"}
@@ -491,4 +490,4 @@ def test_a_family_may_tell_its_own_members_apart():
     from raydpfl.methods import bounding
 
     for way in ("isinstance", "kind", "getattr of a field"):
-        assert not Asks(CHEATS[way], "bounding", {"bounding": bounding}).places()
+        assert not Asks(CHEATS[way], "methods/bounding", {"bounding": bounding}).places()

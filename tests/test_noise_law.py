@@ -20,11 +20,12 @@ from scipy.stats import chi2, kstest, norm
 
 from raydpfl.core.messages import Broadcast, Grid, Lane, Work
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.adaptive_bound import next_bound
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.trainer import Trainer
 
 FALSE_ALARM = 1e-6
 TINY = {  # 610 parameters, and clients that do not train: what they send is their noise

@@ -12,8 +12,8 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import run
+from raydpfl.config.yaml import parse_yaml
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import parse_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -337,7 +337,8 @@ def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypa
 
 def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, complain):
     (tmp_path / "quitting.py").write_text(
-        "import sys\nfrom raydpfl.methods.server import Server\nclass Own(Server):\n    kind: str = ''\n"
+        "import sys\nfrom raydpfl.methods.server import Server\n"
+        "class Own(Server):\n    kind: str = ''\n"
         "    def model_post_init(self, _):\n        sys.exit(5)\n"
         "    def direction(self, update, state):\n        return update\n"
     )

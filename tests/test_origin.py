@@ -28,10 +28,10 @@ from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
 from raydpfl.simulation import provenance
+from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.storage.run_files import load
 
 pytestmark = pytest.mark.slow
 
@@ -237,8 +237,8 @@ def mine(tmp_path, monkeypatch):
         "import math\n\ndef squash(x):\n    return math.tanh(x)\n"
     )
     (folder / "mine_origin.py").write_text(
-        "import numpy\nfrom pydantic import Field\nfrom raydpfl.methods.bounding import Bounding\nfrom "
-        "mine_helper import squash\n\n"
+        "import numpy\nfrom pydantic import Field\n"
+        "from raydpfl.methods.bounding import Bounding\nfrom mine_helper import squash\n\n"
         "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
         "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm "
         "if norm > 0 else 0.0\n"

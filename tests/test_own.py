@@ -104,7 +104,8 @@ def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):
 
 def test_a_subclass_counts_as_what_it_derives_from(mine):
     mine(
-        "from raydpfl.methods.selection import Poisson\nfrom raydpfl.methods.noise.none import NoNoise\n"
+        "from raydpfl.methods.selection import Poisson\n"
+        "from raydpfl.methods.noise.none import NoNoise\n"
         "from raydpfl.data.partitions.overlapping import Overlapping\n"
         "class Coins(Poisson):\n    pass\nclass Quiet(NoNoise):\n    pass\n"
         "class Shared(Overlapping):\n    pass"
@@ -123,79 +124,79 @@ def test_a_subclass_counts_as_what_it_derives_from(mine):
 UNREAD = {
     "a method of a local rule": (
         "local",
-        "local:Sgd",
+        "methods.local:Sgd",
         "def gradient(self, g): return g",
         "a class without gradient, which nothing",
     ),
     "a field of a noise": (
         "noise",
-        "noise:Gaussian",
+        "methods.noise:Gaussian",
         "heat: float = 1.0",
         "a class without the field heat, which none of",
     ),
     "a field of a bounding": (
         "bounding",
-        "bounding:Clip",
+        "methods.bounding:Clip",
         "soft: float = 1.0\n    def factor(self, norm, bound): return 0.0",
         "a class without the field soft",
     ),
     "a constant": (
         "server",
-        "server:Sgd",
+        "methods.server:Sgd",
         "warm: ClassVar[bool] = True",
         "a class without warm, which nothing",
     ),
     "a property": (
         "weights",
-        "weights.uniform:UniformWeights",
+        "methods.weights.uniform:UniformWeights",
         "@property\n    def power(self): return 2",
         "a class without power, which nothing",
     ),
     "a hook of another member": (
         "bounding",
-        "bounding:Clip",
+        "methods.bounding:Clip",
         "def step_noise(self, bound, below): return bound",
         "a class without step_noise",
     ),
     "a hook of another family": (
         "selection",
-        "selection:Uniform",
+        "methods.selection:Uniform",
         "def step(self): return 1",
         "without step",
     ),
     "a method only it itself calls": (
         "local",
-        "local:Sgd",
+        "methods.local:Sgd",
         "def again(self): return self.again()",
         "without again",
     ),
     "a method where a property is read": (
         "bounding",
-        "bounding:Clip",
+        "methods.bounding:Clip",
         "def sample_bound(self): return 1.0",
         "a class whose sample_bound is a property",
     ),
     "a property where a method is called": (
         "weights",
-        "weights.uniform:UniformWeights",
+        "methods.weights.uniform:UniformWeights",
         "@property\n    def of(self): return 1",
         "a class whose of is a method, of(self, sizes",
     ),
     "a method with other parameters": (
         "bounding",
-        "bounding:Clip",
+        "methods.bounding:Clip",
         "def factor(self, norm): return 0.0",
         "whose factor takes (norm, bound), not (norm)",
     ),
     "a method that is missing": (
         "bounding",
-        "bounding:Bounding",
+        "methods.bounding:Bounding",
         "bound: float",
         "a class with a method factor(norm, bound)",
     ),
     "a kind of its own": (
         "bounding",
-        "bounding:Clip",
+        "methods.bounding:Clip",
         "kind: Literal['own'] = 'own'",
         "a class without a field kind of its own",
     ),

@@ -15,8 +15,9 @@ from test_same_bits import assert_same_bits
 from raydpfl import models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.methods.local import Sgd, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
 
 pytestmark = pytest.mark.slow
 

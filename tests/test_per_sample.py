@@ -21,10 +21,13 @@ from raydpfl.check.scales import hold_samples
 from raydpfl.core import native
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Scaffold, Sgd, Trainer, batches, resolve
+from raydpfl.methods.local import Scaffold, Sgd
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import ghost_clipping, vmap
 from raydpfl.training.backends.base import LaneData
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
+from raydpfl.training.minibatches import batches
+from raydpfl.training.trainer import Trainer
 
 SHAPE = (2, 6, 6)
 CLASSES = 4

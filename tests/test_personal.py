@@ -21,7 +21,7 @@ from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 from raydpfl import run
 from raydpfl.core import prng
 from raydpfl.errors import BudgetError, ConfigError
-from raydpfl.methods.local import Sgd, batches
+from raydpfl.methods.local import Sgd
 from raydpfl.privacy import (
     Event,
     Guarantee,
@@ -39,6 +39,7 @@ from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.budgets import Law, parse
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.minibatches import batches
 
 FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
 

@@ -17,10 +17,12 @@ from raydpfl.core.messages import OWN, LaneResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
-from raydpfl.methods.local import Sgd, batches, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client_state import Memory
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
 
 NET = {"kind": "test_personal_models:normed"}
 

@@ -13,10 +13,10 @@ import pytest
 
 from raydpfl.core.messages import Lane
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Client
 from raydpfl.methods.selection import Cohort
 from raydpfl.runtime import orphan_killer, session
 from raydpfl.runtime.capacity import capacity, wanted
+from raydpfl.sections import Client
 from raydpfl.simulation import scheduler
 from raydpfl.simulation.scheduler import Costs, lanes, rows, shares, singles
 

@@ -13,11 +13,13 @@ from torch import nn
 from raydpfl import models, run
 from raydpfl.core import hardware
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Local, Sgd, Trainer, resolve
+from raydpfl.methods.local import Local, Sgd
 from raydpfl.methods.local.adam import Adam
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.trainer import Trainer
 
 FORM = Form((1, 8, 8), Target(classes=4), Classification())
 SIZES = [9, 5, 9]

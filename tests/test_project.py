@@ -96,6 +96,6 @@ def test_what_is_in_a_directory_is_left_alone(tmp_path, complain):
 
 def test_the_template_is_part_of_an_installed_package():
     told = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
-    patterns = told["tool"]["setuptools"]["package-data"]["raydpfl"]
-    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    assert {*(ROOT / "template").iterdir()} <= found
+    patterns = told["tool"]["setuptools"]["package-data"]["raydpfl.cli"]
+    found = {path for pattern in patterns for path in (ROOT / "cli").glob(pattern)}
+    assert {*(ROOT / "cli" / "template").iterdir()} <= found

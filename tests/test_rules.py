@@ -19,9 +19,12 @@ from torch import nn
 from raydpfl import models, run
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Linear, Local, Scaffold, Sgd, Step, Trainer, batches, resolve
+from raydpfl.methods.local import Linear, Local, Scaffold, Sgd, Step
 from raydpfl.methods.local.sam import Sam
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends.base import Rule, take
+from raydpfl.training.minibatches import batches
+from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -290,7 +290,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
     """
     from raydpfl import models
     from raydpfl.data import Shards
-    from raydpfl.methods import local
+    from raydpfl.training.minibatches import batches
 
     plain = experiment(
         rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
@@ -303,7 +303,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
     for client in cohort.clients:
         n = int(shards.sizes[client])
         x, y, _ = shards.lane([client], n)
-        index, _ = local.batches(plain.seed, 0, [client], [0], [n], plain.local)
+        index, _ = batches(plain.seed, 0, [client], [0], [n], plain.local)
         module = models.build(plain.model, shards.form(plain.data.task), plain.seed)
         start = models.flatten(module)
         optimizer = torch.optim.SGD(
@@ -636,7 +636,7 @@ def test_a_shown_config_is_the_experiment(tmp_path):
 
 
 def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
-    from raydpfl.storage.run_files import Checkpoint, load, save
+    from raydpfl.simulation.checkpoint import Checkpoint, load, save
 
     for t in (1, 2, 3):
         remembered = {"local": np.array([7])}, {"local": np.full((1, 4), t, np.float32)}

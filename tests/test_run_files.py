@@ -312,9 +312,9 @@ def test_a_run_that_is_broken_off_while_it_starts_leaves_nothing_behind(
         raise how("stop")
 
     place = {
-        "curves": "plan.Plan.curves",
-        "checkpoint": "coordinator.Coordinator.start",
-        "client": "placement.ClientActor",
+        "curves": "simulation.plan.Plan.curves",
+        "checkpoint": "simulation.coordinator.Coordinator.start",
+        "client": "simulation.pool.ClientActor",
     }
     with monkeypatch.context() as patch:
         patch.setattr(f"raydpfl.{place[where]}", broken)

@@ -33,12 +33,12 @@ from raydpfl.core.messages import Grid
 from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
 from raydpfl.methods.bounding import FAMILY
-from raydpfl.methods.local import WAYS
 from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import Result
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.scheduler import lanes
+from raydpfl.training.backends import WAYS
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raydpfl.methods.local import Sgd, Trainer, single_thread
+from raydpfl.methods.local import Sgd
 from raydpfl.training.backends.fused import _Loss, _target
+from raydpfl.training.process_settings import single_thread
+from raydpfl.training.trainer import Trainer
 
 single_thread()
 

@@ -26,13 +26,14 @@ from conftest import SMALL
 from rich.console import Console
 from test_same_bits import kill_tree
 
+from raydpfl.cli.study_display import Display
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.published_numbers import Printed
 from raydpfl.report.statistics import over_seeds, paired
 from raydpfl.sweep import study as room
 from raydpfl.sweep.directory import Directory
-from raydpfl.sweep.study import Course, Display, Study, builtin, reproduce
+from raydpfl.sweep.study import Course, Study, builtin, reproduce
 from raydpfl.sweep.study.identities import looked_at, words
 from raydpfl.sweep.study.progress import numbers
 from raydpfl.sweep.study.runner import OUTPUTS, Together

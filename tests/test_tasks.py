@@ -17,9 +17,12 @@ from raydpfl.check.runs import carried_out
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.trainer import Trainer
 
 SIZES = [5, 3, 0, 4]
 INPUTS = 6

@@ -16,8 +16,11 @@ from raydpfl import data, models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.trainer import Trainer
 
 PLAY = """A B:
 hello there

@@ -23,11 +23,12 @@ from raydpfl.core import exact_sum, hardware, native
 from raydpfl.core.messages import Broadcast, Grid, Work
 from raydpfl.errors import RunError
 from raydpfl.methods.bounding import FAMILY, Bounding, Clip
-from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import plan, preparation, scheduler
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
+from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 CLIENTS = 23

@@ -20,9 +20,12 @@ from raydpfl import models, run
 from raydpfl.check import check, render
 from raydpfl.core.prng import Purpose, normals, torch_stream
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Adam, AdamW, Local, Sam, Sgd, Trainer, batches, resolve
+from raydpfl.methods.local import Adam, AdamW, Local, Sam, Sgd
 from raydpfl.methods.schedules import Schedule
 from raydpfl.privacy import LocalSteps
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.trainer import Trainer
 
 COSINE = Schedule(schedule="cosine", lr_period=3, lr_last=0.2, lr_warmup=1)
 EPOCHS = {"epochs": 1.5, "batch": 4}
@@ -55,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def able(way: str, local: Local) -> bool:
-    from raydpfl.methods.local import WAYS as known
+    from raydpfl.training.backends import WAYS as known
 
     return known[way.partition(",")[0]].lacks(local, None) is None
 

@@ -23,8 +23,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from raydpfl import models
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.process_settings import single_thread, tune_allocator
+from raydpfl.training.trainer import Trainer
 
 SEED = 0
 CLASSES = 10

@@ -26,9 +26,13 @@ import torch
 import torch.nn.functional as F
 
 from raydpfl import models
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.simulation.preparation import lane_width
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.process_settings import single_thread, tune_allocator
+from raydpfl.training.trainer import Trainer
 
 SHAPE = (1, 28, 28)
 CLASSES = 10

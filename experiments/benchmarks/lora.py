@@ -26,9 +26,13 @@ from engine import Worker, distance, started, timed
 from torch import nn
 
 from raydpfl import models
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve, single_thread, tune_allocator
+from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
 from raydpfl.models.tasks import Form, Target
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.process_settings import single_thread, tune_allocator
+from raydpfl.training.trainer import Trainer
 
 SEED = 0
 LANE = 16

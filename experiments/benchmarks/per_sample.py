@@ -28,8 +28,12 @@ from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, timed, tu
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
-from raydpfl.methods.local import Sgd, Trainer, batches, resolve, tune_allocator
+from raydpfl.methods.local import Sgd
 from raydpfl.simulation.preparation import lane_width
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.minibatches import batches
+from raydpfl.training.process_settings import tune_allocator
+from raydpfl.training.trainer import Trainer
 
 WORK = {
     "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),

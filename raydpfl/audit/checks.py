@@ -101,7 +101,8 @@ def _unrecorded(record: Record) -> str:
 
 def curve(held: Sequence[Held]) -> Check | None:
     """No epsilon that is claimed is below what the accounted mechanism has, by a computation that
-    asks no accountant (`raydpfl.audit.privacy_curve`). None where that knows none of the mechanisms.
+    asks no accountant (`raydpfl.audit.privacy_curve`). None where that knows none of the
+    mechanisms.
     """
     known = [(least / claim.delta, claim) for claim, least in held if least is not None]
     if not known:
@@ -234,8 +235,8 @@ def sums(records: Sequence[Record]) -> Check:
 
 
 def grid(records: Sequence[Record]) -> Check | None:
-    """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the digits of
-    what clients send. None where nothing was sent that has random digits.
+    """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the
+    digits of what clients send. None where nothing was sent that has random digits.
     """
     each = [(coarser, count) for record in records for coarser, count in record.grids]
     if not each:

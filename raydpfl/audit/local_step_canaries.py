@@ -38,7 +38,6 @@ from raydpfl.core.messages import Lane, LaneResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Trainer
 from raydpfl.methods.selection import Cohort
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, rigorous
@@ -50,6 +49,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.training.backends.base import Block
 from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.trainer import Trainer
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
 WEAKEST = 0.3  # of the clip bound: half the difference of a canary's two gradients must reach that

@@ -27,11 +27,11 @@ from raydpfl.check.tasks import dealt
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.methods.local import resolve
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
+from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import REFERENCE, WAYS
 from raydpfl.training.validation import check_apart, drawn_from
 

@@ -15,10 +15,11 @@ from raydpfl.core.messages import check_bound
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import Bounding
-from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.local import Sgd
 from raydpfl.models import flatten
 from raydpfl.models.tasks.regression import Regression
 from raydpfl.training.backends import WAYS
+from raydpfl.training.trainer import Trainer
 
 EXPONENTS = range(-30, 31, 3)
 PARTIAL = (-30, -23, -14, 0, 9, 18)  # of inputs and of targets

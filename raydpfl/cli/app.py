@@ -245,6 +245,7 @@ def sweep(
     """
     _load()
     from raydpfl import sweep as tune
+    from raydpfl.cli import sweep_display
     from raydpfl.simulation import provenance
 
     with provenance.kept(out or config if resume else config, first=resume):
@@ -256,7 +257,7 @@ def sweep(
             out = config
         out = out or str(_new_folder(config))
         given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
-        with tune.Display(_console(quiet), asked) as display, _resumable(out, "sweep"):
+        with sweep_display.Display(_console(quiet), asked) as display, _resumable(out, "sweep"):
             result = tune.run(asked, out, on_change=display.show, **given)
     display.report(result)
     if result.problem:
@@ -312,6 +313,7 @@ def reproduce(
 ) -> None:
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
     _load()
+    from raydpfl.cli import study_display
     from raydpfl.sweep import study as room
 
     console = _console(quiet)
@@ -327,7 +329,7 @@ def reproduce(
         names = [_study_here(name, stack) for given in studies for name in room.several(given)]
         with directed("reproduce", *studies):
             asked = [room.Study.named(name, scale, seeds) for name in names]
-        display = stack.enter_context(room.Display(console, asked))
+        display = stack.enter_context(study_display.Display(console, asked))
         stack.enter_context(_resumable(out, "reproduce"))
         results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
     for result in results:
@@ -508,20 +510,22 @@ def budget(
     trust_code: Trust = False,
 ) -> None:
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
+    from raydpfl.cli import budget_display
     from raydpfl.privacy import calculator
+    from raydpfl.simulation import planned_guarantee
 
     options = {name: value for name, value in context.params.items() if name not in NO_OPTIONS}
     given = {name: value for name, value in options.items() if value is not None}
     if config:
         with _kept(config, trust_code):
             asked = _of_privacy(config, overrides, given, trust_code)
-            found = calculator.of_config(asked, data_root)
+            found = planned_guarantee.of_config(asked, data_root)
     else:
         found = calculator.from_options(**given)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(found.render())
+        Console(highlight=False).print(budget_display.shown(found))
 
 
 def _of_privacy(
@@ -795,7 +799,8 @@ def _is_config(name: str) -> bool:
 def _understood(arguments: list[str], data_root: Path | None) -> str:
     """A config for data files, with what was understood of them as its comments."""
     from raydpfl import data
-    from raydpfl.experiment import Experiment, dump, overridden
+    from raydpfl.config.yaml import dump
+    from raydpfl.experiment import Experiment, overridden
 
     files = [each for each in arguments if "=" not in each or os.path.exists(each)]
     changes = [each for each in arguments if each not in files]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,13 +11,11 @@ from rich.text import Text
 
 from raydpfl.cli import guarantee_table
 from raydpfl.privacy import Guarantee
+from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget
 from raydpfl.privacy.calculator.solve import MOST_ROUNDS
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.report.labels import accountant
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget
 
 MOST_ROWS = 5  # clients that are shown
 _PROMISED = {
@@ -25,6 +23,11 @@ _PROMISED = {
     "paper": f"by the formula of {PAPERS['003']}",
     "tcdp": f"by the formula of {PAPERS['002']} (tCDP)",
 }
+
+
+def shown(budget: Budget | PersonalBudget) -> RenderableType:
+    """A budget of sums, or of clients with noise at local steps, for a terminal."""
+    return of_personal(budget) if isinstance(budget, PersonalBudget) else of_budget(budget)
 
 
 def of_budget(budget: Budget) -> RenderableType:

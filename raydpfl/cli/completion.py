@@ -74,7 +74,7 @@ def one_of(*words: str) -> Callable[[str], list[str]]:
 
 def studies(incomplete: str) -> list[str]:
     """For `raydpfl reproduce`: the studies that come with the project, and their papers."""
-    found = (Path(raydpfl.__file__).parent / "studies").glob("*/*.yaml")
+    found = (Path(raydpfl.__file__).parent / "sweep" / "study" / "papers").glob("*/*.yaml")
     ids = sorted(f"{path.parent.name}/{path.stem}" for path in found)
     papers = dict.fromkeys(each.partition("/")[0] for each in ids)
     return [name for name in (*papers, *ids, "all") if name.startswith(incomplete)]

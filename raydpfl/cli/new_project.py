@@ -15,7 +15,7 @@ from string import Template
 
 from raydpfl.errors import ConfigError
 
-TEMPLATE = resources.files("raydpfl") / "template"
+TEMPLATE = resources.files("raydpfl.cli") / "template"
 # The line of the config that names the member of a family.
 FAMILIES = {
     "bounding": 'bounding: {kind: "mine:Tanh", bound: 1.0}',

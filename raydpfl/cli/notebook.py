@@ -107,7 +107,8 @@ def run(
     on_measure: Callable[..., object] = lambda done, of: None,
     **options: Any,
 ) -> Result:
-    """Runs an experiment: `raydpfl.runtime.runner.run`, whose arguments it takes, with its progress.
+    """Runs an experiment: `raydpfl.runtime.runner.run`, whose arguments it takes, with its
+    progress.
 
     Args:
         experiment: what to run.

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.config import defaults
+from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, dump, is_space, overridden, read
+from raydpfl.experiment import DEFAULTS, Experiment, is_space, overridden
 
 DIRECTORIES = ("config.yaml", "sweep.yaml", "study.yaml")
 
@@ -106,7 +107,7 @@ def _experiment(
         from raydpfl.sweep.estimate import measure
 
         said.append(f"That takes {measure([(experiment, 1)], root).words()}.")
-    text = defaults.marked(experiment.to_yaml(), set(defaults.keys(experiment, tree)))
+    text = defaults.marked(experiment.to_yaml(), set(defaults.keys(experiment, tree, DEFAULTS)))
     return Outline(text + _comments(said))
 
 

@@ -63,7 +63,8 @@ def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
     """What a path with these overrides, or the name of a study, stands for; None where nothing can
     be said.
     """
-    from raydpfl.experiment import overridden, read
+    from raydpfl.config.yaml import read
+    from raydpfl.experiment import overridden
     from raydpfl.sweep.spaces import find
     from raydpfl.sweep.study import builtin
 

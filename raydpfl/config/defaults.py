@@ -2,8 +2,9 @@
 them (`raydpfl show`).
 
 >>> from raydpfl import Experiment
+>>> from raydpfl.experiment import DEFAULTS
 >>> given = {"rounds": 3, "model": {"kind": "softmax"}, "local": {"kind": "sgd", "lr": 0.5}}
->>> usual = set(keys(Experiment.from_dict(given), given))
+>>> usual = set(keys(Experiment.from_dict(given), given, DEFAULTS))
 >>> ("local", "momentum") in usual, ("model", "kind") in usual, ("local", "lr") in usual
 (True, True, False)
 >>> print(marked("seed: 0\\nrounds: 3\\nlocal:\\n  lr: 0.5\\n  momentum: 0.0\\n", usual), end="")
@@ -22,24 +23,25 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from raydpfl.experiment import DEFAULTS, Experiment
-
 MARK = "# default"
 FAR = 60  # columns; a longer line does not move the marks of all others
 Key = tuple[str, ...]  # the names from the outermost section to the key
 
 
-def keys(experiment: Experiment, given: Mapping[str, Any]) -> Iterator[Key]:
+def keys(
+    experiment: BaseModel, given: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Key]:
     """The keys that a config leaves, or puts, at their defaults.
 
     Args:
         experiment: what the config says.
         given: the config's own tree, in which keys may be missing.
+        kinds: by section, the fields of its default, as `raydpfl.experiment.DEFAULTS`.
     """
     for name in type(experiment).model_fields:
         value = getattr(experiment, name)
         if isinstance(value, BaseModel):
-            yield from within(value, given.get(name), DEFAULTS.get(name, {}).get("kind"), (name,))
+            yield from within(value, given.get(name), kinds.get(name, {}).get("kind"), (name,))
         elif _at_default(experiment, name, given):
             yield (name,)
 

@@ -21,35 +21,22 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from raydpfl.config import hints, user_classes
+from raydpfl.config.validation import M, validate
 from raydpfl.errors import RAISED, ConfigError, in_line, know
 from raydpfl.storage.files import digest
 
 if TYPE_CHECKING:
     from raydpfl.experiment import Experiment
-
-
-# what pydantic's messages say, as patterns, and what is said after "expected" instead
-PYDANTICS = {
-    r"^(Value error, )?(Input )?(should be )?": "",
-    r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
-    r"^(greater|less) than": r"a number \1 than",
-    r"^(List|Tuple) should have": "a list with",
-    r"^Dictionary should have": "a mapping with",
-    r"^String should (have|match pattern)": "a text with",
-    r"a valid tuple": "a list",
-    r"a valid dictionary": "a mapping",
-}
 
 
 class Section(BaseModel):
@@ -128,7 +115,6 @@ class Member(Section):
         return cls.__name__ == "Unread"
 
 
-M = TypeVar("M", bound=BaseModel)
 K = TypeVar("K", bound="Member")
 PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
 T = TypeVar("T")
@@ -213,30 +199,6 @@ def home(cls: object, bases: Mapping[str, type]) -> str | None:
         return None
     found = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
     return next(found, None)
-
-
-def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
-    """`cls(**values)`.
-
-    Args:
-        cls: a member or a section.
-        section: its name in the config, for messages.
-        values: its keys.
-
-    Raises:
-        ConfigError: pydantic's first complaint, on the field `section.key`.
-    """
-    if not isinstance(values, Mapping):
-        raise ConfigError(section, values, "a mapping of keys to values")
-    try:
-        found = cls.model_validate(dict(values))
-    except ValidationError as error:
-        raise _complaint(cls, section, error) from None
-    for name, value in values.items():
-        # pydantic would take `yes` for 1
-        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):
-            raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
-    return found
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
@@ -390,58 +352,3 @@ def load(path: str, field: str) -> Any:
     except RAISED as error:  # a user's module may raise anything
         accepted = f"an import path package.module:Name that can be imported ({in_line(error)})"
         raise ConfigError(field, path, accepted) from None
-
-
-def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
-    errors = error.errors()
-    # a key that is misspelt is missing too: what was given is what to complain of, and of the
-    # branches of a union the one that took it furthest
-    first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
-    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-        return first["ctx"]["error"]
-    path = _path(cls, first["loc"])
-    where = ".".join([section, *path] if section else path)
-    if first["type"] == "extra_forbidden":
-        inner, path = _inner(cls, first["loc"])
-        where = ".".join([section, *path] if section else path)
-        known = ", ".join(inner.model_fields)
-        accepted = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
-        return ConfigError(where, first["input"], accepted)
-    if first["type"] == "missing":
-        return ConfigError(where, None, "a value, as it has no default")
-    messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]
-    for pattern, words in PYDANTICS.items():
-        messages = [re.sub(pattern, words, message) for message in messages]
-    return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))
-
-
-def _inner(
-    cls: type[BaseModel], location: tuple[int | str, ...]
-) -> tuple[type[BaseModel], list[str]]:
-    """The class whose keys are asked for at a location, this one or that of one of its fields; and
-    the keys up to there.
-    """
-    field = str(location[0])
-    if len(location) == 1:
-        return cls, [field]
-    inner = _sections(cls, field)
-    return (inner[0] if inner else cls), [field, str(location[-1])]
-
-
-def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
-    """The classes of sections that a field may have as its value."""
-    given = cls.model_fields[field].annotation if field in cls.model_fields else None
-    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
-    return [one for one in branches if issubclass(one, BaseModel)]
-
-
-def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys in a pydantic location, without pydantic's names for the branches of a union."""
-    known = set(cls.model_fields)
-    for inner in _sections(cls, str(location[0]) if location else ""):
-        known |= set(inner.model_fields)
-    return [
-        str(part)
-        for depth, part in enumerate(location)
-        if depth == 0 or isinstance(part, int) or part in known
-    ]

@@ -13,8 +13,9 @@ job: an archive in base64. (100 MB took 12 s within one machine. The head's log 
 printout as long as the cluster exists.)
 
 The head is not trusted with this machine. A run directory comes back to where its user says, or to
-where this machine remembers that they said. Archives and printouts are read as `raydpfl.jobs.archive`
-says. The token goes only to the address that was given, never on to where that redirects.
+where this machine remembers that they said. Archives and printouts are read as
+`raydpfl.jobs.archive` says. The token goes only to the address that was given, never on to where
+that redirects.
 
 >>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
 'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
@@ -478,7 +479,7 @@ def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> 
     """Ray's runtime environment of a job: the config, the files to send, and this package, copied
     into the folder `stage`.
     """
-    from raydpfl.experiment import dump
+    from raydpfl.config.yaml import dump
     from raydpfl.jobs import packaging
 
     work = stage / "work"
@@ -514,7 +515,8 @@ class _Asked:
 def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
     """What a config asks for. Raises `ConfigError`."""
     # they load torch, which following a job can do without
-    from raydpfl.experiment import Experiment, overridden, read
+    from raydpfl.config.yaml import read
+    from raydpfl.experiment import Experiment, overridden
     from raydpfl.sweep import Sweep
     from raydpfl.sweep.spaces import find
 

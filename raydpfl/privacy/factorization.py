@@ -8,8 +8,8 @@ lower triangle of ones. With A = B C the server releases
 
 C x + z is one Gaussian mechanism, and round t shows x_t + y_t with y = C^-1 z. Here C is
 lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
-of its own values (`raydpfl.methods.noise.banded_gaussian.Correlated`). c is chosen so that the noise in the
-sums so far is least:
+of its own values (`raydpfl.methods.noise.banded_gaussian.Correlated`). c is chosen so that the
+noise in the sums so far is least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
 >>> c.round(3)

@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, read
+from raydpfl.experiment import Experiment
 from raydpfl.privacy import RIGOROUS, Guarantee, column
 from raydpfl.report.labels import axis as axis_words
 from raydpfl.report.labels import quantity

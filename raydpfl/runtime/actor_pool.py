@@ -39,14 +39,15 @@ from raydpfl.core.hardware import cores
 from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, DeviceLost, RunError
-from raydpfl.experiment import Client, Experiment
+from raydpfl.experiment import Experiment
 from raydpfl.runtime.client_actor import ClientActor
 from raydpfl.runtime.file_transfer import RATE
 from raydpfl.runtime.shared_memory import Door, Gone, Outbox, Put, opened
+from raydpfl.runtime.worker import Started
+from raydpfl.sections import Client
 from raydpfl.simulation import evaluation
 from raydpfl.simulation.provenance import differences
 from raydpfl.simulation.scheduler import Costs, dealer, rows, singles
-from raydpfl.simulation.worker import Started
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one share of a round may cost before the run gives up

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import psutil
 
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Client
+from raydpfl.sections import Client
 
 
 def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> int:

@@ -12,12 +12,13 @@ from raydpfl.core.fast_import import quickly
 
 with quickly():
     from raydpfl.runtime import shared_memory
+    from raydpfl.runtime.worker import Started, ready
     from raydpfl.simulation.client import actor
-    from raydpfl.simulation.worker import Started
 
 
 class ClientActor:
-    """Calls on a `raydpfl.simulation.client.actor.ClientActor`, whose process starts before there is an experiment.
+    """Calls on a `raydpfl.simulation.client.actor.ClientActor`, whose process starts before there
+    is an experiment.
 
     What comes through a door holds until it is answered, and an answer until the next call.
     """
@@ -26,8 +27,8 @@ class ClientActor:
         self._client = actor.ClientActor()
 
     def begin(self, *given: Any) -> Started:
-        """As `raydpfl.simulation.worker.Process.ready`, with the address of its door."""
-        started = self._client.ready(*given)
+        """As `raydpfl.runtime.worker.ready`, with the address of its door."""
+        started = ready(self._client, *given)
         if not shared_memory.AVAILABLE:
             return started
         self._listener, address = shared_memory.listening()

@@ -9,10 +9,10 @@ from raydpfl.core.fast_import import quickly
 from raydpfl.errors import contained
 
 with quickly():
-    from raydpfl.methods.local import tune_allocator
     from raydpfl.simulation import coordinator
     from raydpfl.simulation.pool import Pool
     from raydpfl.simulation.provenance import search
+    from raydpfl.training.process_settings import tune_allocator
 
 
 class Coordinator(coordinator.Coordinator):

@@ -42,8 +42,8 @@ RATE = 10e6  # bytes per second that a network has at least
 
 
 def prepared(folder: str, node: str) -> Path:
-    """The folder of prepared data (`raydpfl.storage.files.put`) that `node` has, as this node sees it: that
-    very folder, or one of this node's cache, where it is put unless it is there.
+    """The folder of prepared data (`raydpfl.storage.files.put`) that `node` has, as this node sees
+    it: that very folder, or one of this node's cache, where it is put unless it is there.
 
     Args:
         folder: its path on `node`.

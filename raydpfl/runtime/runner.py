@@ -25,11 +25,12 @@ from filelock import Timeout
 
 from raydpfl import models, storage, tracking
 from raydpfl.config.registry import choose
+from raydpfl.config.yaml import read
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
-from raydpfl.experiment import Experiment, flat, read
+from raydpfl.experiment import Experiment, flat
 from raydpfl.methods import noise
 from raydpfl.models import metric_columns
 from raydpfl.models.tasks import Form

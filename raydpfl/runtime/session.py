@@ -3,9 +3,9 @@ used, and gone afterwards.
 
 Ray's own processes die with the one that started them, but not all of them and not soon; and a
 driver whose control store has died waits for a minute, to be aborted then. So every process of a
-Ray that was started here carries a mark, by which what is left of it is found (`raydpfl.runtime.orphan_killer`),
-and a thread looks after the control store. A joined cluster is others' too: nothing there is
-touched.
+Ray that was started here carries a mark, by which what is left of it is found
+(`raydpfl.runtime.orphan_killer`), and a thread looks after the control store. A joined cluster is
+others' too: nothing there is touched.
 """
 
 from __future__ import annotations

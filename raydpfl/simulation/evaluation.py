@@ -1,8 +1,8 @@
 """How good a model is on rows that it was not trained on, by the processes that train.
 
-A set (`raydpfl.models.metric_columns`) is evaluated a batch at a time, the batches by whoever is free; what they
-come to by each metric is added up in their order, so that a score does not depend on who evaluated
-what.
+A set (`raydpfl.models.metric_columns`) is evaluated a batch at a time, the batches by whoever is
+free; what they come to by each metric is added up in their order, so that a score does not depend
+on who evaluated what.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from raydpfl.experiment import Experiment
 from raydpfl.models import tasks, weights
 from raydpfl.models.tasks import Form, Target
 from raydpfl.simulation import provenance
+from raydpfl.simulation.checkpoint import load as checkpoint
 from raydpfl.storage.files import read_json
-from raydpfl.storage.run_files import load as checkpoint
 from raydpfl.storage.run_files import replace_file
 
 CHECKPOINTS = "checkpoints"

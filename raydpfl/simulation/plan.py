@@ -24,7 +24,6 @@ from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment, as_fields
-from raydpfl.methods import local
 from raydpfl.methods.noise.base import Facts
 from raydpfl.methods.selection import Population
 from raydpfl.privacy import Guarantee, Mechanism, Release, Sampling, Segment, Terms
@@ -32,6 +31,7 @@ from raydpfl.simulation import provenance
 from raydpfl.simulation.preparation import Parts, prepared
 from raydpfl.simulation.preparation import weights as client_weights
 from raydpfl.simulation.sampling_monitor import fingerprint
+from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
@@ -354,7 +354,7 @@ class Plan:
         """What lanes of these clients are cut by, float64 [3, r]; see
         `raydpfl.training.backends.base.Way.costs`.
         """
-        return local.costs(self.experiment, self.population.sizes[clients], self.d)
+        return backends.costs(self.experiment, self.population.sizes[clients], self.d)
 
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some

@@ -20,12 +20,12 @@ from raydpfl.core.hardware import threads
 from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
 from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
-from raydpfl.methods.local import single_thread
 from raydpfl.simulation import scheduler
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.thread_pool import Crew, Pace, timed
 from raydpfl.training.backends import WAYS
+from raydpfl.training.process_settings import single_thread
 
 
 class Pool(Protocol):
@@ -79,7 +79,8 @@ class Inline:
     """The same classes as plain objects in this process, without Ray.
 
     What compiled code does not train in threads of its own is trained in threads of Python, a lane
-    by one of them, where that is faster than by one after another (`raydpfl.simulation.thread_pool.Pace`).
+    by one of them, where that is faster than by one after another
+    (`raydpfl.simulation.thread_pool.Pace`).
     """
 
     healthy = 1

@@ -20,10 +20,11 @@ from raydpfl.core import device, hardware
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.methods import local
 from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population, Selection
 from raydpfl.models.tasks import Form
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backends import WAYS
 from raydpfl.training.validation import check_counts
 
 log = logging.getLogger("raydpfl")
@@ -106,7 +107,7 @@ def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> st
             "client.precision bfloat16 is slower than float32 here: this processor has no "
             "instructions for it"
         )
-    return local.resolve(
+    return resolve(
         module,
         experiment.local,
         rows,
@@ -138,7 +139,7 @@ def resolved(
     lane = experiment.client.lane
     if lane == "auto":
         most = held_at_once(experiment, module, shards) if experiment.client.num_gpus > 0 else LANE
-        lane = 1 if local.WAYS[way].one_by_one else lane_width(cohort, most)
+        lane = 1 if WAYS[way].one_by_one else lane_width(cohort, most)
     client = experiment.client.model_copy(update={"way": way, "lane": lane})
     model = experiment.model
     if model.init is not None:  # as actors stand in other directories

@@ -6,8 +6,8 @@ processor, or a setting that keeps libraries from using it fully (ATEN_CPU_CAPAB
 MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL, oneDNN, OpenBLAS and numpy choose
 their vector instructions at run time. `capability` says what they chose, by the names that the
 libraries give and by the bits of a fixed computation. Two processes that agree on it give the same
-bits. Clients on GPUs give the same bits where these agree too (`raydpfl.core.device.facts`): the model
-of the GPU, the versions of CUDA and cuDNN, and the workspace of cuBLAS.
+bits. Clients on GPUs give the same bits where these agree too (`raydpfl.core.device.facts`): the
+model of the GPU, the versions of CUDA and cuDNN, and the workspace of cuBLAS.
 
 >>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
 >>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
@@ -48,8 +48,9 @@ from raydpfl import models, storage
 from raydpfl.config.registry import is_path
 from raydpfl.core import device, native, prng
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.methods.local import Sgd, Trainer
+from raydpfl.methods.local import Sgd
 from raydpfl.storage.run_files import make_folder, replace_file
+from raydpfl.training.trainer import Trainer
 
 log = logging.getLogger("raydpfl")
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")

@@ -23,13 +23,14 @@ from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import column, holding, in_words
 from raydpfl.simulation import evaluation, histogram_survey
+from raydpfl.simulation.checkpoint import save
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account
 from raydpfl.simulation.provenance import capability
 from raydpfl.simulation.run_state import Position
 from raydpfl.simulation.worker import peak_rss_mb
-from raydpfl.storage.run_files import Clock, Dropped, Pace, save
+from raydpfl.storage.run_files import Clock, Dropped, Pace
 from raydpfl.storage.tables import Table, schema
 
 # What is known of every client, measured or not.

@@ -21,10 +21,11 @@ from raydpfl.errors import RunError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
+from raydpfl.simulation.checkpoint import Checkpoint, load
 from raydpfl.simulation.client_state import Memory
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.privacy_budget import ANEW, Account
-from raydpfl.storage.run_files import Checkpoint, Extent, load
+from raydpfl.storage.run_files import Extent
 from raydpfl.storage.tables import Table
 
 

@@ -7,7 +7,8 @@ would not hold. So every cohort is checked before anything is released from it:
   cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
   fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
   accountants counted those;
-- where the cohort is a secret, for what the law hardly ever gives: see `raydpfl.simulation.sampling_bets`.
+- where the cohort is a secret, for what the law hardly ever gives: see
+`raydpfl.simulation.sampling_bets`.
 
 >>> from raydpfl.methods.selection.base import Cohort, Population
 >>> from raydpfl.methods.selection.uniform import Uniform

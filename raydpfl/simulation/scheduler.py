@@ -30,7 +30,8 @@ def lanes(
     function of the cohort and the sizes, and clients of one size are cut as they stand.
 
     Lanes are of `width`, the last one filled up with empty slots. Where clients differ in what they
-    cost (`costs`, see `raydpfl.training.backends.base.Way.costs`) lanes are such that all of them cost least.
+    cost (`costs`, see `raydpfl.training.backends.base.Way.costs`) lanes are such that all of them
+    cost least.
     """
     if not len(cohort):
         return []

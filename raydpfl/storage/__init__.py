@@ -2,8 +2,8 @@
 `gs://` and whatever pyarrow.fs and fsspec reach.
 
 `at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
-whose store is kept up to it (`raydpfl.storage.synced_folder`), under a ticket against other processes
-(`raydpfl.storage.lock`). `reading` gives one to read from.
+whose store is kept up to it (`raydpfl.storage.synced_folder`), under a ticket against other
+processes (`raydpfl.storage.lock`). `reading` gives one to read from.
 
 >>> with tempfile.TemporaryDirectory() as store:
 ...     with at(f"local://{store}/run") as folder:

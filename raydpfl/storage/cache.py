@@ -2,8 +2,8 @@
 what one has prepared is put there, and each of the others fetches it once, into the cache of its
 own that lies on its disk.
 
-`whole` and `put` are those of `raydpfl.storage.files` besides. The seal of a folder is put last, and what
-is fetched is compared with it: a folder that was put in half, or is damaged, is none.
+`whole` and `put` are those of `raydpfl.storage.files` besides. The seal of a folder is put last,
+and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _fetched(there: Store, folder: Path) -> bool:
 
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which then are
-    at the address too.
+    """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which
+    then are at the address too.
 
     Raises:
         ConfigError: as `whole`.

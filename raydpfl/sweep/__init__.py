@@ -24,9 +24,8 @@ trials `asha` and `median` stop early depends on the order in which results arri
 have it.
 """
 
-from raydpfl.cli.sweep_display import Display
 from raydpfl.sweep.results import Result
 from raydpfl.sweep.runner import run
 from raydpfl.sweep.sweep import Setting, Sweep, Trial
 
-__all__ = ["Display", "Result", "Setting", "Sweep", "Trial", "run"]
+__all__ = ["Result", "Setting", "Sweep", "Trial", "run"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.experiment import read
 from raydpfl.runtime.runner import alone
 from raydpfl.storage.files import LOCK, read_text
 

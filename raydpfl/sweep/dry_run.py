@@ -10,7 +10,7 @@ from typing import Any
 
 from raydpfl.config import defaults
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, as_fields, at
+from raydpfl.experiment import DEFAULTS, Experiment, as_fields, at
 from raydpfl.models.metric_columns import named
 from raydpfl.simulation.plan import Plan, foretold
 from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
@@ -55,7 +55,7 @@ class DryRun:
         given = dict.fromkeys(search.model_fields_set)
         found = set(defaults.within(search, given, place=("sweep",)))
         for experiment in [*self.made.values()][:1]:
-            found |= set(defaults.keys(experiment, self.sweep.tree))
+            found |= set(defaults.keys(experiment, self.sweep.tree, DEFAULTS))
         spaces = [tuple(key.removesuffix(".kind").split(".")) for key in self.sweep.spaces]
         return {key for key in found if not any(key[: len(one)] == one for one in spaces)}
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import is_space, whole
+from raydpfl.experiment import is_space
+from raydpfl.sections import whole
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 

@@ -24,10 +24,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from raydpfl.config.registry import Section, validate
+from raydpfl.config.registry import Section
+from raydpfl.config.validation import validate
+from raydpfl.config.yaml import dump, read
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, at, dump, flat, overridden, read
+from raydpfl.experiment import Experiment, at, flat, overridden
 from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
 from raydpfl.sweep.directory import difference, stored
 from raydpfl.sweep.spaces import Space, find, put

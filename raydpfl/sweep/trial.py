@@ -1,9 +1,9 @@
 """The process that runs trials, one after another: starting one costs seconds of a core, so Ray
 Tune reuses it.
 
-A trial is `raydpfl.runtime.runner.run` in its own directory, in a thread of this process; `step` hands on
-what it reports. Client actors, if it has any, are placed in the placement group that the trial
-holds, and this process is their coordinator.
+A trial is `raydpfl.runtime.runner.run` in its own directory, in a thread of this process; `step`
+hands on what it reports. Client actors, if it has any, are placed in the placement group that the
+trial holds, and this process is their coordinator.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
+from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, flat, read
+from raydpfl.experiment import Experiment, flat
 from raydpfl.models import metric_columns
 from raydpfl.simulation.plan import FREE, SHOWS
 from raydpfl.storage.files import read_text

@@ -69,7 +69,8 @@ def resolve(
     Raises:
         ConfigError: for a way that does not fit and was asked for by name; for a module that has
             BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none for
-            its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none (`check_rule`).
+            its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none
+            (`check_rule`).
     """
     _check_device(way, gpu)
     check_rule(local)

@@ -4,10 +4,11 @@ Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of i
 output, is drawn so by way `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these weights
 through the outputs on the client's own rows X [n, p] alone (with a column of ones for the bias),
 and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum, decay and
-the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B ~ N(0, s^2 sum_t
-c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of each z_t the
-steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t is normal with
-mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of c_t, c_(t+1),
+the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B ~ N(0,
+s^2 sum_t c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of each
+z_t the steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t is
+normal with mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of
+c_t, c_(t+1),
 ...; so that, with K = X X^T = L L^T,
 
     X z_t = c_t / l_t^2 X R_t + l_(t+1) / l_t L a_t,    a_t [n, out] ~ N(0, s^2 I),

@@ -65,12 +65,12 @@ class Trainer:
     `ConfigError` for a way that cannot clip each sample, or cannot add the corrections that `local`
     needs. Call `single_thread` first: a number of threads that changes would change bits.
 
-    `lane` gives the clients of a lane, in its order, in blocks (`raydpfl.training.backends.base.Block`): of one
-    client where the way trains one by one, each trained when its block is asked for; else of as
-    many as lie in the cache. A client's bits depend on its rows, key and slot, the shapes C and n
-    and the steps of the lane's clients (`planned`), not on what else is in the other slots. One
-    without rows has an update of zeros and the loss NaN; a diverged update comes back as it is. Its
-    arguments:
+    `lane` gives the clients of a lane, in its order, in blocks
+    (`raydpfl.training.backends.base.Block`): of one client where the way trains one by one, each
+    trained when its block is asked for; else of as many as lie in the cache. A client's bits depend
+    on its rows, key and slot, the shapes C and n and the steps of the lane's clients (`planned`),
+    not on what else is in the other slots. One without rows has an update of zeros and the loss
+    NaN; a diverged update comes back as it is. Its arguments:
 
         parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on

@@ -2,11 +2,11 @@
 
 The first process that needs them compiles them, in some two seconds, with the C compiler of the
 machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
-source and the command (`raydpfl.core.native.build`). What another user could have written there, is not
-what was compiled, cannot be loaded, or computes something else is compiled again; where that cannot
-be kept (a folder that cannot be written to, or that nothing may be run from), the process compiles
-one for itself. Where there is no compiler `library` is None: sums then take
-numpy, with the same bits, clients' rows are read one by one, and training takes another way
+source and the command (`raydpfl.core.native.build`). What another user could have written there, is
+not what was compiled, cannot be loaded, or computes something else is compiled again; where that
+cannot be kept (a folder that cannot be written to, or that nothing may be run from), the process
+compiles one for itself. Where there is no compiler `library` is None: sums then take numpy, with
+the same bits, clients' rows are read one by one, and training takes another way
 (`raydpfl.training.backends`).
 
 The bits of what the library computes depend neither on the processor nor on who calls it, nor on
@@ -316,8 +316,8 @@ def shuffled(
     index: np.ndarray,
 ) -> bool:
     """Writes the rows that keyed words shuffle to the front, batch by batch, to `index`
-    (`raydpfl.training.minibatches`); False where nothing is compiled, or a client has more than `RANKED`
-    rows.
+    (`raydpfl.training.minibatches`); False where nothing is compiled, or a client has more than
+    `RANKED` rows.
 
     Args:
         key: seed, purpose and round.

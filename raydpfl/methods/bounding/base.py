@@ -95,8 +95,9 @@ class Bounding(Member):
         return None
 
     def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, if the server would
-        not get the mean over clients that it needs, and for queries whose answers nothing uses.
+        """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, if the server
+        would not get the mean over clients that it needs, and for queries whose answers nothing
+        uses.
         """
         for bound in (self.initial_bound, self.sample_bound):
             if bound is not None:
@@ -290,8 +291,8 @@ class Bounding(Member):
             state: the member's own, as `start` made it, to be changed in place.
 
         Returns:
-            A number within `raydpfl.core.messages.BOUNDS`, which may depend on nothing that has not been
-            released.
+            A number within `raydpfl.core.messages.BOUNDS`, which may depend on nothing that has not
+            been released.
         """
         return bound
 

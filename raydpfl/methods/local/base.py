@@ -263,9 +263,9 @@ class Local(Schedule, Member):
     ) -> torch.Tensor:
         """Where the gradient that `step` is given is taken, float32 [..., P]; here x.
 
-        A class that gives this (`raydpfl.methods.local.sam`) has a second gradient of every batch: that at
-        x, which this is given as it is, and that at what this returns, which `step` is given. The
-        arguments are those of `step`, and are not to be changed.
+        A class that gives this (`raydpfl.methods.local.sam`) has a second gradient of every batch:
+        that at x, which this is given as it is, and that at what this returns, which `step` is
+        given. The arguments are those of `step`, and are not to be changed.
         """
         return x
 

@@ -1,7 +1,7 @@
 """Drawing noise: each draw is a function of its key alone.
 
-Standard normals are drawn as one flat float32 vector (`raydpfl.core.prng.normals`, up to 7.5 standard
-deviations) and scaled in float64.
+Standard normals are drawn as one flat float32 vector (`raydpfl.core.prng.normals`, up to 7.5
+standard deviations) and scaled in float64.
 """
 
 from __future__ import annotations

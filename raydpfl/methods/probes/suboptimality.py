@@ -3,7 +3,8 @@
 f is the mean loss over all rows of all clients, with the L2 term that local training has: sum_i p_i
 f_i with p_i = n_i / sum n. Half the squared error of a linear model is a quadratic, and both
 numbers are exact. The cross-entropy of softmax regression is minimised by the solver of
-`raydpfl.methods.probes.client_optima`, to about 1e-10 of f*; without an L2 term it may have no minimiser.
+`raydpfl.methods.probes.client_optima`, to about 1e-10 of f*; without an L2 term it may have no
+minimiser.
 """
 
 from __future__ import annotations

@@ -1,1 +1,12 @@
 """The networks that a config names, a file a network."""
+
+from __future__ import annotations
+
+from raydpfl.config import registry
+from raydpfl.models.base import Model
+
+FIRST = (
+    "softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18", "linear",
+    "char_lstm", "transformer",
+)  # fmt: skip
+FAMILY: dict[str, type[Model]] = registry.family(__name__, Model, FIRST)

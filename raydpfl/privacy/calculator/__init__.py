@@ -32,18 +32,14 @@ Chen 2024 tCDP: 2.140
 Chen 2024 Theorem 5: 0.106
 Xu 2026: 2.277
 
-`of_config` answers for an experiment, with noise at local steps client by client (`of_personal`);
-`from_options` is the command line. Noise is given and found as the multiplier z = std of the noise
-on the sum / bound, and every answer says what it is for: sampling, bound, std and relation.
-
-Each file is one concept: `asked` (the question and its options), `runs` (from a config), `question`
-(the computation), `report` (the answers), `shown` (what is printed).
+`raydpfl.simulation.planned_guarantee` answers for an experiment; `from_options` is the command
+line. Noise is given and found as the multiplier z = std of the noise on the sum / bound, and every
+answer says what it is for: sampling, bound, std and relation.
 """
 
 from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget, SampleBudget
 from raydpfl.privacy.calculator.request import from_options, of_clients, of_samples
 from raydpfl.privacy.calculator.solve import MOST_ROUNDS
-from raydpfl.simulation.planned_guarantee import of_config, of_personal
 
 __all__ = [
     "MOST_ROUNDS",
@@ -53,7 +49,5 @@ __all__ = [
     "SampleBudget",
     "from_options",
     "of_clients",
-    "of_config",
-    "of_personal",
     "of_samples",
 ]

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Relation
 from raydpfl.privacy.guarantee import SHARES
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Unknown = Literal["epsilon", "noise", "rounds"]
 FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
@@ -134,14 +131,6 @@ class Budget:
             "notes": list(self.notes),
         }
 
-    def render(self) -> RenderableType:
-        """For a terminal: what is released, the answers in a table, the formulas with their
-        conditions, and the sentence.
-        """
-        from raydpfl.cli import budget_display
-
-        return budget_display.of_budget(self)
-
     def _counts(self) -> dict[str, int]:
         return {self.repeated: self.rounds}
 
@@ -238,12 +227,6 @@ class PersonalBudget:
             "sentence": self.sentence(),
             "notes": list(self.notes),
         }
-
-    def render(self) -> RenderableType:
-        """For a terminal: quantiles over the clients, those that spend most, and the sentence."""
-        from raydpfl.cli import budget_display
-
-        return budget_display.of_personal(self)
 
 
 def meaning(guarantee: Guarantee) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.experiment import read
+from raydpfl.config.yaml import read
 from raydpfl.privacy import Guarantee
 from raydpfl.report.figures import Missing, Piece, Words, parse
 from raydpfl.report.html import Page, Section, Tile

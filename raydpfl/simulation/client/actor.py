@@ -5,7 +5,8 @@ it in the same process (`client.actors: 0`); the bits are the same, because all 
 and every lane has the same shape whoever runs it:
 
 - pooled, an actor trains lanes, or parts of them where a client has the same bits in any
-  (`raydpfl.training.backends.base.Way.alone`), and returns one vector, the exact sum of what their clients send;
+  (`raydpfl.training.backends.base.Way.alone`), and returns one vector, the exact sum of what their
+  clients send;
 - per client, it trains its own client at that client's slot of the lane, the other slots standing
   empty.
 
@@ -48,7 +49,6 @@ from raydpfl.errors import (
     told,
 )
 from raydpfl.experiment import Experiment
-from raydpfl.methods.local import Trainer, batches, picked, single_thread, tune_allocator
 from raydpfl.methods.noise.monitor import numbers
 from raydpfl.methods.probes import Sent
 from raydpfl.models.hidden_state import changed, kept
@@ -58,6 +58,9 @@ from raydpfl.simulation.evaluation import Evaluator, Scored
 from raydpfl.simulation.worker import Process, Progress, any_own, own_code, peak_rss_mb
 from raydpfl.training.backends import WAYS
 from raydpfl.training.backends.base import Block, Sum
+from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.process_settings import single_thread, tune_allocator
+from raydpfl.training.trainer import Trainer
 from raydpfl.training.validation import draws_torch
 
 FAINT = 2.0**-450  # norm: squares of such numbers are far from the least of float64
@@ -261,8 +264,8 @@ class ClientActor(Process):
         return tally.result(summed, time.perf_counter() - began)
 
     def _zeros(self, d: int) -> torch.Tensor:
-        """To add up in, see `raydpfl.training.backends.base.Sum.found`; all that no thread of compiled code adds
-        up goes to the first row, which is the only one where none does.
+        """To add up in, see `raydpfl.training.backends.base.Sum.found`; all that no thread of
+        compiled code adds up goes to the first row, which is the only one where none does.
         """
         width = -(-d // native.VECTOR) * native.VECTOR
         count = native.threads() if self.trainer.adds else 1
@@ -726,7 +729,9 @@ class ClientActor(Process):
     def _again(
         self, tally: Tally, lane: Lane, slots: np.ndarray, times: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """See `raydpfl.methods.probes.Sent.again`. The lane is trained again once for all its blocks."""
+        """See `raydpfl.methods.probes.Sent.again`. The lane is trained again once for all
+        its blocks.
+        """
         if tally.again is None or tally.again[0] is not lane:
             tally.again = lane, *self._repeated(tally, lane, times)
         _, sums, squares = tally.again

@@ -2,7 +2,7 @@
 beside (Ditto), and fine-tuning.
 
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
->>> models.split.set_local(net, {"1.bias"})
+>>> models.shared_and_local.set_local(net, {"1.bias"})
 >>> personal = Personal(net)
 >>> lane = Lane(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
 >>> _, starts = personal.begun(torch.zeros(4), lane)
@@ -25,12 +25,14 @@ from raydpfl.core import device
 from raydpfl.core.messages import OWN, Lane
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
-from raydpfl.methods.local import Local, Trainer, batches, picked
+from raydpfl.methods.local import Local
 from raydpfl.models.shared_and_local import Split
 from raydpfl.simulation.client.data_cache import check
 from raydpfl.simulation.worker import own_code
 from raydpfl.training.backends import REFERENCE, lacking
 from raydpfl.training.backends.base import Block, Starts
+from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.trainer import Trainer
 
 # draws that no cohort has: of what is trained beside a round, and before an evaluation
 BESIDE = 1 << 30
@@ -39,8 +41,8 @@ STACKS = ("compiled", "sample_space", "fused")  # the ways of modules that vmap 
 
 
 class Personal:
-    """The parts of a model that are clients' own (`raydpfl.models.shared_and_local`). `module` has their
-    initial values, which a client has before its first round.
+    """The parts of a model that are clients' own (`raydpfl.models.shared_and_local`). `module` has
+    their initial values, which a client has before its first round.
     """
 
     def __init__(self, module: nn.Module):

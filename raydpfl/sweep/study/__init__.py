@@ -70,10 +70,9 @@ its outputs name.
 ['Clip data.clients=20', 'Free data.clients=20', 'Clip data.clients=40', 'Free data.clients=40']
 """
 
-from raydpfl.cli.study_display import Display
 from raydpfl.sweep.study.builtin import several
 from raydpfl.sweep.study.catalogue import catalogue
 from raydpfl.sweep.study.runner import Course, Result, reproduce
 from raydpfl.sweep.study.schema import Study
 
-__all__ = ["Course", "Display", "Result", "Study", "catalogue", "reproduce", "several"]
+__all__ = ["Course", "Result", "Study", "catalogue", "reproduce", "several"]

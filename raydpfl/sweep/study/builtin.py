@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import read
 
-ROOT = Path(__file__).parent.parent / "studies"
+ROOT = Path(__file__).with_name("papers")
 PUBLISHED = ROOT / "published"  # what the papers print, a table a file
 
 

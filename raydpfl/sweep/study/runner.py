@@ -41,8 +41,9 @@ OUTPUTS = ("study.yaml", "results.parquet", "tuning.parquet", "summary.json")
 
 @dataclass(frozen=True)
 class Result:
-    """A study that is over. `results` and `tuning` are its tables (see `raydpfl.sweep.study.tables`),
-    `summary` its summary.json; `problem` says in one line what went wrong, None if nothing did.
+    """A study that is over. `results` and `tuning` are its tables (see
+    `raydpfl.sweep.study.tables`), `summary` its summary.json; `problem` says in one line what went
+    wrong, None if nothing did.
     """
 
     study: Study

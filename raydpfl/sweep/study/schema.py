@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raydpfl.config.registry import Section, importing, validate
+from raydpfl.config.registry import Section, importing
+from raydpfl.config.validation import validate
+from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, dump, read
+from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import VALIDATION, set_of, sign
 from raydpfl.sweep.directory import stored
 from raydpfl.sweep.study import builtin

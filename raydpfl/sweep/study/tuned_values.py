@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raydpfl.config.registry import Section, validate
+from raydpfl.config.registry import Section
+from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import is_space
 from raydpfl.sweep.spaces import Options, Space, parse

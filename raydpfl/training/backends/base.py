@@ -138,8 +138,8 @@ class StepNoise:
 @dataclass(frozen=True)
 class Sum:
     """Where a way with `adds` adds up updates as soon as they are trained, while they are in the
-    cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its client's noise. An
-    update that is not finite counts as 0.
+    cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its client's
+    noise. An update that is not finite counts as 0.
     """
 
     closed: tuple[
@@ -546,8 +546,8 @@ class Way:
         return np.stack([steps, steps * cls.calls, (rows + WEIGHTS) * d]).astype(np.float64)
 
     def fits(self, clip: float | None) -> None:
-        """Raises `raydpfl.models.linear_stack.NoStack` where it can clip each sample of other models, and
-        not of this one.
+        """Raises `raydpfl.models.linear_stack.NoStack` where it can clip each sample of other
+        models, and not of this one.
         """
         return
 

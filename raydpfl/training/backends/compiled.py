@@ -1,14 +1,14 @@
 """Stacks of linear layers, client by client, in compiled code.
 
-The mathematics is that of `raydpfl.training.backends.fused`. A client whose steps are many for its rows trains
-in sample space: the first layer's weights move within the span of the rows, so that a step takes
-its outputs on these rows and the products of the rows with one another; noise on the steps is drawn
-in that span too (`raydpfl.training.span_noise`). Any other client trains the first layer as the later
-ones, by its weights. The code is `raydpfl/core/native/kernels.c`. It needs no array of a whole lane, so
-that all of a client's stay in the cache, and what a client gets depends on its own rows and batches
-alone, so that several threads take up one client after another. Where the factors of a bounding
-have a closed form, each update is added up while it is in the cache, with the client's noise; else
-Python adds up those that are done.
+The mathematics is that of `raydpfl.training.backends.fused`. A client whose steps are many for its
+rows trains in sample space: the first layer's weights move within the span of the rows, so that a
+step takes its outputs on these rows and the products of the rows with one another; noise on the
+steps is drawn in that span too (`raydpfl.training.span_noise`). Any other client trains the first
+layer as the later ones, by its weights. The code is `raydpfl/core/native/kernels.c`. It needs no
+array of a whole lane, so that all of a client's stay in the cache, and what a client gets depends
+on its own rows and batches alone, so that several threads take up one client after another. Where
+the factors of a bounding have a closed form, each update is added up while it is in the cache, with
+the client's noise; else Python adds up those that are done.
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
 'leaky_relu is not compiled'
@@ -153,7 +153,9 @@ class Compiled(Way):
         return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`. Wherever a client's rows lie, it has the same bits."""
+        """See `raydpfl.training.backends.base.Way`. Wherever a client's rows lie, it has
+        the same bits.
+        """
         return (-(-rows * features // 4) * 4,)
 
 

@@ -182,8 +182,8 @@ class OneBatch(Vmap):
         return None
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Way`. The bits of what is one product for all clients may depend
-        on their number.
+        """See `raydpfl.training.backends.base.Way`. The bits of what is one product for all clients
+        may depend on their number.
         """
         return None
 

@@ -633,7 +633,9 @@ class Fused(_Stack):
         return _Training(layers, rule, lane, y, batches, self.closed)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`. A rule of one's own has all parameters in one array."""
+        """See `raydpfl.training.backends.base.Way`. A rule of one's own has all parameters
+        in one array.
+        """
         weights = [layer.inputs * layer.outputs for layer in self.layers]
         d = sum(weights) + sum(layer.outputs for layer in self.layers if layer.bias is not None)
         ruled = [] if self.local.linear() else [d]
@@ -652,7 +654,9 @@ class SampleSpace(_Stack):
 
     @classmethod
     def lacks(cls, local: Local, clip: float | None) -> str | None:
-        """See `raydpfl.training.backends.base.Way`: what is added up by the number of steps holds for all."""
+        """See `raydpfl.training.backends.base.Way`: what is added up by the number of steps
+        holds for all.
+        """
         linear = local.linear()
         if local.epochs is not None and linear is not None and not linear.plain:
             return "momentum, decay and a proximal term where clients differ in their steps"

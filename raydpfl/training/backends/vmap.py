@@ -272,8 +272,9 @@ class Vmap(Way):
         return total, loss, torch.cat(found)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Way`. The bits of a convolution may depend on the number of
-        clients, and so may those of a product that is one for all of them, by a frozen weight.
+        """See `raydpfl.training.backends.base.Way`. The bits of a convolution may depend on the
+        number of clients, and so may those of a product that is one for all of them, by a frozen
+        weight.
         """
         if self.convolves or self.shares:
             return None
@@ -281,7 +282,9 @@ class Vmap(Way):
         return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
 
     def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`: any array may be such a one, of a batch or of parameters."""
+        """See `raydpfl.training.backends.base.Way`: any array may be such a one, of a batch
+        or of parameters.
+        """
         if self._anywhere:
             return ()
         return (batch, *(shape.numel() for shape in self.shapes))

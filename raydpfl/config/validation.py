@@ -1,0 +1,106 @@
+"""Builds a section from what a config says; its complaints name the key, the value and what is
+expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from raydpfl.config import hints
+from raydpfl.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+# what pydantic's messages say, as patterns, and what is said after "expected" instead
+PYDANTICS = {
+    r"^(Value error, )?(Input )?(should be )?": "",
+    r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
+    r"^(greater|less) than": r"a number \1 than",
+    r"^(List|Tuple) should have": "a list with",
+    r"^Dictionary should have": "a mapping with",
+    r"^String should (have|match pattern)": "a text with",
+    r"a valid tuple": "a list",
+    r"a valid dictionary": "a mapping",
+}
+
+
+def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
+    """`cls(**values)`.
+
+    Args:
+        cls: a member or a section.
+        section: its name in the config, for messages.
+        values: its keys.
+
+    Raises:
+        ConfigError: pydantic's first complaint, on the field `section.key`.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(section, values, "a mapping of keys to values")
+    try:
+        found = cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise _complaint(cls, section, error) from None
+    for name, value in values.items():
+        # pydantic would take `yes` for 1
+        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):
+            raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
+    return found
+
+
+def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
+    errors = error.errors()
+    # a key that is misspelt is missing too: what was given is what to complain of, and of the
+    # branches of a union the one that took it furthest
+    first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
+    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
+        return first["ctx"]["error"]
+    path = _path(cls, first["loc"])
+    where = ".".join([section, *path] if section else path)
+    if first["type"] == "extra_forbidden":
+        inner, path = _inner(cls, first["loc"])
+        where = ".".join([section, *path] if section else path)
+        known = ", ".join(inner.model_fields)
+        accepted = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
+        return ConfigError(where, first["input"], accepted)
+    if first["type"] == "missing":
+        return ConfigError(where, None, "a value, as it has no default")
+    messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]
+    for pattern, words in PYDANTICS.items():
+        messages = [re.sub(pattern, words, message) for message in messages]
+    return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))
+
+
+def _inner(
+    cls: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[type[BaseModel], list[str]]:
+    """The class whose keys are asked for at a location, this one or that of one of its fields; and
+    the keys up to there.
+    """
+    field = str(location[0])
+    if len(location) == 1:
+        return cls, [field]
+    inner = _sections(cls, field)
+    return (inner[0] if inner else cls), [field, str(location[-1])]
+
+
+def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    """The classes of sections that a field may have as its value."""
+    given = cls.model_fields[field].annotation if field in cls.model_fields else None
+    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
+    return [one for one in branches if issubclass(one, BaseModel)]
+
+
+def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys in a pydantic location, without pydantic's names for the branches of a union."""
+    known = set(cls.model_fields)
+    for inner in _sections(cls, str(location[0]) if location else ""):
+        known |= set(inner.model_fields)
+    return [
+        str(part)
+        for depth, part in enumerate(location)
+        if depth == 0 or isinstance(part, int) or part in known
+    ]

@@ -1,0 +1,100 @@
+"""Reads and writes YAML: numbers such as 1e1, no key twice, no bombs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raydpfl.errors import ConfigError
+from raydpfl.storage.files import read_text
+
+DEPTH = 50  # of values within values
+
+
+_TOO_DEEP = "values within values, too deep"
+
+
+def read(path: str | Path, field: str = "config") -> Any:
+    """What a YAML file holds, an empty mapping if nothing. Raises `ConfigError` naming `field`."""
+    try:
+        values = parse_yaml(read_text(Path(path)))
+    except yaml.YAMLError as error:
+        raise ConfigError(field, str(path), f"a YAML file ({error})") from None
+    except (OSError, ValueError) as error:  # also text that is none, and a name that none can have
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(field, str(path), f"a file that can be read ({reason})") from None
+    return {} if values is None else values
+
+
+MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e1 is a number, as in YAML 1.2, and not text as in YAML 1.1; and in which a
+    mapping has a key once, as else the last would silently count."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    told = f"the key {key.value!r} twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MERGED:
+            raise yaml.YAMLError(f"a mapping that others make larger than {MERGED:,} keys")
+
+
+class _Dumper(yaml.SafeDumper):
+    """What `_Loader` reads back: text that looks like such a number stands in quotes."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _scientific = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _scientific, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text in YAML says, numbers such as 1e1 being numbers.
+
+    Raises `yaml.YAMLError`, also for values nested deeper than `DEPTH`, and for aliases by which a
+    short text says more than anyone could have meant.
+    """
+    try:
+        values = yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
+    # as of a date or a number that is none
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:
+        raise yaml.YAMLError(str(error)) from None
+    _check_size(values, max(len(text), 10_000))
+    return values
+
+
+def _check_size(values: Any, most: int) -> None:
+    """Raises `yaml.YAMLError` for values nested deeper than `DEPTH`, or for more than `most`."""
+    left = [(values, 0)]
+    while left:
+        value, depth = left.pop()
+        most -= 1
+        if depth > DEPTH:
+            raise yaml.YAMLError(_TOO_DEEP)
+        if most < 0:
+            raise yaml.YAMLError("aliases that stand for more values than the text is long")
+        if isinstance(value, dict):
+            left += [(each, depth + 1) for pair in value.items() for each in pair]
+        elif isinstance(value, (list, tuple, set)):
+            left += [(each, depth + 1) for each in value]
+
+
+def dump(values: Any) -> str:
+    """YAML that `parse_yaml` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

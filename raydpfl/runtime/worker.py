@@ -1,0 +1,112 @@
+"""How the process of an actor starts on its node, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raydpfl.core import device
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.models.linear_stack import NoStack
+from raydpfl.runtime import file_transfer
+from raydpfl.runtime.session import place
+from raydpfl.simulation import provenance
+from raydpfl.simulation.worker import Process
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process says of itself once it can work."""
+
+    pid: int
+    host: str
+    node: str  # Ray's id of its node
+    # a file of that host, which holds the client in training, an int64; empty where there is none
+    progress: str
+    gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.core.device.facts` says
+    # of its door (`raydpfl.runtime.shared_memory`), for processes of its machine; empty: none
+    address: str = ""
+
+
+def ready(
+    process: Process,
+    pickled: bytes,
+    shards: str,
+    path: Sequence[str],
+    capability: Mapping[str, str] | None = None,
+    source: str = "",
+) -> Started:
+    """Where a process runs, once it can work. What its node lacks comes back as an error that names
+    both.
+
+    Args:
+        process: of this actor, not made yet.
+        pickled: the experiment.
+        shards: the folder of its data.
+        path: where the process that started the run has found modules of the user's own.
+        capability: of the run (`raydpfl.simulation.provenance.capability`), what its node has to
+            compute like, its GPU (`raydpfl.core.device.facts`), where known, and
+            `raydpfl.simulation.provenance.of_code`.
+        source: Ray's id of the node that has the data, which sends them where they are not
+            (`raydpfl.runtime.file_transfer`); empty: they are here.
+
+    Raises:
+        ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
+    """
+    provenance.search(path)
+    host = place()
+    if source:
+        shards = str(file_transfer.prepared(shards, source))
+    _check_data(shards, host)
+    experiment = _experiment(pickled, path, host, source)
+    gpus = experiment.client.num_gpus
+    device.chosen(gpus, f"node {host}")
+    _make(process, experiment, shards, host)
+    gpu = device.facts(gpus)
+    provenance.check_code(host, capability, experiment)
+    provenance.check_node(host, capability, gpu)
+    process.check()
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    return Started(os.getpid(), host, node, process.progress.path, gpu)
+
+
+def _make(process: Process, experiment: Experiment, shards: str, host: str) -> None:
+    try:
+        process.make(experiment, shards)
+    except ConfigError as error:  # where the run was started it was none
+        where = "needs the directory of your modules in PYTHONPATH"
+        accepted = f"{error.expected}; so it is on node {host}, which {where}"
+        raise ConfigError(error.field, error.value, accepted) from None
+    except NoStack as error:  # a way that the driver's machine can take, and this one cannot
+        accepted = f"another way, or what it needs on node {host}: {error}"
+        raise ConfigError("client.way", experiment.client.way, accepted) from None
+
+
+def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> Experiment:
+    """What is unpickled, with the weights that it starts from where this node has them. Raises
+    `ConfigError` for modules that the node `host` has not.
+    """
+    try:
+        experiment = pickle.loads(pickled)
+    except (ImportError, AttributeError) as error:
+        accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
+        raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+    init = experiment.model.init
+    if not (source and init):
+        return experiment
+    # a whole path: the plan has seen to that
+    model = experiment.model.model_copy(update={"init": str(file_transfer.file(init, source))})
+    return experiment.model_copy(update={"model": model})
+
+
+def _check_data(shards: str, host: str) -> None:
+    """Raises `ConfigError` where the node `host` has no prepared data in the folder `shards`."""
+    if not os.path.exists(os.path.join(shards, "data.json")):
+        accepted = f"one directory for all nodes of the cluster; on node {host} it has no "
+        accepted += "prepared data"
+        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
