@@ -375,6 +375,7 @@ SERVER = "Of the cluster's job server; default: http://127.0.0.1:8265."
 GO_ON = "Go on with what the cluster has of that run."
 FOLLOW = "Show a submitted job again, and bring its run directory back."
 STOP = "Stop a job after its round, and bring its run directory back."
+RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 
 
 @app.command()
@@ -411,13 +412,11 @@ def submit(
     except KeyboardInterrupt:
         _fail(f"{job} goes on without this terminal\n{again}", 130)
     if code and not stop:
-        resumed = f"; its run goes on with: raydpfl submit CONFIG --resume {server.run_of(job)}"
-        hint = resumed if folder and code != 2 else ""
+        hint = RESUMED.format(server.run_of(job)) if folder and code != 2 else ""
         print(f"raydpfl: {job} ended with exit code {code}{hint}", file=sys.stderr, flush=True)
-    if folder and storage.elsewhere(folder):
-        print(f"It is at: {folder}")
-    elif folder:
-        print(f"Brought back to: {os.path.abspath(folder)}")
+    if folder:
+        away = storage.elsewhere(folder)
+        print(f"It is at: {folder}" if away else f"Brought back to: {os.path.abspath(folder)}")
     if code and not stop:
         raise _Failed(code)
 

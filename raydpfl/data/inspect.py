@@ -44,6 +44,7 @@ ENCODE = "encode it as numbers, or as text: data.tokenizer"
 FRACTION = re.compile(r"-?\d+\.\d+(e-?\d+)?")  # which no column is called
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 HUGE = 1e12  # numbers beyond which gradients may overflow, however they are bounded
+LR = 0.1
 WIDE = 1e3  # numbers beyond which a column is better scaled
 
 
@@ -82,7 +83,7 @@ def understood(files: list[str], given: Mapping[str, Any], root: Path | None = N
     counted = choose("data", keys, FAMILY, Data).counted(root)
     found.notes += [f"{name}: {count:,}" for name, count in counted.items()]
     found.notes.append(f"no noise; private for each client with {PRIVATE}")
-    found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys)}
+    found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, _rate(split, found))}
     return found
 
 
@@ -487,16 +488,24 @@ def _tell_targets(split: Split, y_name: str, found: Understood) -> None:
         found.warnings.append(f"{missing} of {split.classes} classes have no training row")
 
 
-def _training(split: Split, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections that train on it, without noise and so without clipping. Inputs that are far from 1
-    have a learning rate by their squares, with which a linear model does not diverge.
+def _rate(split: Split, found: Understood) -> float:
+    """A learning rate with which a linear model does not diverge: a step of less than 2 / L, where
+    the squared error of a row x has curvature 2 (|x|^2 + 1), and so has no batch more than L.
     """
+    if split.tokens or len(split.shape) > 2:  # images are scaled
+        return LR
+    x = split.rows(0, len(split.sizes))[0].reshape(-1, math.prod(split.shape)).astype(np.float64)
+    stable = float(f"{0.5 / (np.square(x).sum(1).max() + 1):.0e}")
+    bounded = split.classes and np.abs(x).max() <= WIDE  # gradients of losses of classes are
+    if bounded or stable >= LR:
+        return LR
+    found.warnings.append(f"local.lr is {stable:g}, as inputs are large: scale them for a larger")
+    return stable
+
+
+def _training(split: Split, lr: float) -> dict[str, Any]:
+    """Sections that train on it, without noise and so without clipping."""
     clients = len(split.sizes)
-    lr = 0.1
-    if not split.tokens and len(split.shape) < 3:  # images are scaled
-        x = split.rows(0, clients)[0].reshape(-1, math.prod(split.shape)).astype(np.float64)
-        if np.abs(x).max(initial=0) > WIDE:
-            lr = float(f"{lr / np.square(x).sum(1).mean():.0e}")
     return {
         "model": _model(split, "tokenizer" in keys),
         "selection": {"kind": "uniform", "cohort": min(10, clients)},

@@ -82,24 +82,42 @@ def resolve(
     suited = _suited(module, local, rows, form, clip, gpu) if look else []
     choices = _choices(suited, asked, clip) if way == "auto" else [way]
     drawn = drawn_from(module, form)
-    choices = [_one_by_one(way, drawn)] if drawn else choices
-    slow = (f"the module draws from {drawn}", "a module that draws nothing") if drawn else None
+    if drawn:
+        choices = [_one_by_one(way, drawn)]
+    for each in choices:
+        check_way(each, *asked)
+    chosen, slow = _first_that_fits(module, local, form, way, clip, choices, known)
+    if chosen == REFERENCE:
+        log.warning(SLOW, *(slow or _hindrance(module, suited, asked, drawn)))
+    return chosen
+
+
+def _first_that_fits(
+    module: nn.Module,
+    local: Local,
+    form: Form,
+    way: str,
+    clip: float | None,
+    choices: list[str],
+    known: set[bytes] | None,
+) -> tuple[str, tuple[str, str] | None]:
+    """The first of `choices` that fits the module, else the loop; then why the others do not, and
+    what would be faster than the loop, in words (None: none was tried). Raises `ConfigError` for a
+    `way` that was asked for by name.
+    """
+    slow = None
     for chosen, other in pairwise([*choices, REFERENCE]):
-        check_way(chosen, *asked)
-        if chosen == REFERENCE:
-            break
-        if chosen == "noop":
-            return chosen
+        if chosen in (REFERENCE, "noop"):
+            return chosen, slow
         reason = mismatch(module, local, form, chosen, clip, known)
         if reason is None:
-            return chosen
+            return chosen, None
         if way != "auto":
             raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
         if other != REFERENCE:
             log.warning(SAID, other, chosen, reason)
-        slow = (f"{chosen} does not fit the model: {reason}", _without(module, chosen))
-    log.warning(SLOW, *(slow or _hindrance(module, suited, asked)))
-    return REFERENCE
+        slow = f"{chosen} does not fit the model: {reason}", _without(module, chosen)
+    return REFERENCE, slow
 
 
 def _without(module: nn.Module, way: str) -> str:
@@ -110,14 +128,20 @@ def _without(module: nn.Module, way: str) -> str:
 
 
 def _hindrance(
-    module: nn.Module, suited: list[str], asked: tuple[Local, float | None, Precision, Split]
+    module: nn.Module,
+    suited: list[str],
+    asked: tuple[Local, float | None, Precision, Split],
+    drawn: str | None,
 ) -> tuple[str, str]:
     """Why the loop trains, where no other way was tried, and what would be faster, in words.
 
     Args:
         suited: see `_suited`.
         asked: what `lacking` is called with.
+        drawn: the generator that the module draws from, other than torch's.
     """
+    if drawn:
+        return f"the module draws from {drawn}", "a module that draws nothing"
     able = [way for way in suited if not lacking(way, *asked)]
     if able and able[0] != REFERENCE:
         return "client.way asks for it", f"client.way=auto, which tries {able[0]}"
