@@ -151,20 +151,19 @@ BAD = {
     ),
     "interval of one end": (
         ["local.lr={uniform: [0.1]}"],
-        "local.lr = {'uniform': [0.1]}: expected uniform: two numbers [lowest, highest]",
+        "local.lr = {'uniform': [0.1]}: expected two numbers [lowest, highest]",
     ),
     "interval upside down": (
         ["local.lr={uniform: [2, 1]}"],
-        "local.lr = {'uniform': [2, 1]}: expected uniform: [lowest, highest], the first "
-        "below the second",
+        "local.lr = {'uniform': [2, 1]}: expected [lowest, highest], the first below the second",
     ),
     "logarithm of nothing": (
         ["local.lr={loguniform: [0, 1]}"],
-        "local.lr = {'loguniform': [0, 1]}: expected loguniform: [lowest, highest], both above 0",
+        "local.lr = {'loguniform': [0, 1]}: expected [lowest, highest], both above 0",
     ),
     "power that is no whole number": (
         ["local.lr={powers_of_two: [0.5, 2]}"],
-        "local.lr = {'powers_of_two': [0.5, 2]}: expected powers_of_two: two whole exponents",
+        "local.lr = {'powers_of_two': [0.5, 2]}: expected two whole exponents",
     ),
     "interval in a grid search": (
         ["local.lr={uniform: [1, 2]}"],

@@ -299,7 +299,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, 
     monkeypatch.setattr(runner, "replace_file", full)
     said = complain(["sweep", str(out), "--resume"])
     assert said.endswith(
-        ": a directory that can be written to (sweep.yaml cannot be written "
+        ": expected a directory that can be written to (sweep.yaml cannot be written "
         "(No space left on device))"
     )
 
@@ -489,11 +489,11 @@ BROKEN = {
     "a trial's config is empty": (trial_config(""), "seed=3; it is empty"),
     "a trial's config is a list": (
         trial_config("- 1\n"),
-        "the config of local.lr=0.1 seed=3; a mapping of sections",
+        "the config of local.lr=0.1 seed=3; expected a mapping of sections",
     ),
     "a trial's config is a sweep's": (
         lambda out: shutil.copy(out / "sweep.yaml", of(out, 0.1, 3) / "config.yaml"),
-        "no part of one run",
+        "expected none in the config of one run",
     ),
     "a trial's config is cut": (
         lambda out: cut(of(out, 0.1, 3) / "config.yaml"),
