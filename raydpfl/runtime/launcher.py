@@ -382,7 +382,7 @@ class Places:
         out: str,
         resume: bool,
         fresh_noise: bool,
-        on_stage: Callable[[str], object],
+        on_stage: Callable[[str], object] = lambda what: None,
     ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor beside this
         process, or a plain object in it. `on_stage` is called with how many client actors have
