@@ -83,7 +83,7 @@ def understood(files: list[str], given: Mapping[str, Any], root: Path | None = N
     counted = choose("data", keys, FAMILY, Data).counted(root)
     found.notes += [f"{name}: {count:,}" for name, count in counted.items()]
     found.notes.append(f"no noise; private for each client with {PRIVATE}")
-    found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, _rate(split, found))}
+    found.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys, found)}
     return found
 
 
@@ -503,13 +503,13 @@ def _rate(split: Split, found: Understood) -> float:
     return stable
 
 
-def _training(split: Split, lr: float) -> dict[str, Any]:
+def _training(split: Split, keys: Mapping[str, Any], found: Understood) -> dict[str, Any]:
     """Sections that train on it, without noise and so without clipping."""
     clients = len(split.sizes)
     return {
         "model": _model(split, "tokenizer" in keys),
         "selection": {"kind": "uniform", "cohort": min(10, clients)},
-        "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": lr},
+        "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": _rate(split, found)},
         "bounding": {"kind": "none"},
         "noise": {"kind": "none"},
     }
