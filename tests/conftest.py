@@ -24,8 +24,7 @@ from threading import Thread
 import forks
 import pytest
 
-from raydpfl.core import hardware
-from raydpfl.core.native import build
+from raydpfl.core import hardware, kernel_build
 
 gc.disable()  # until all is imported, which makes much and leaves little behind
 sys.dont_write_bytecode = False  # pytest rewrites a test file once, and not in each process
@@ -259,7 +258,7 @@ def _compile_for_workers() -> None:
     """Begins to compile what is native, in a thread that holds its lock until it is there, or until
     it is known that it cannot be: a worker then says why.
     """
-    command = build.command(hardware.vectors())
+    command = kernel_build.command(hardware.vectors())
     if command is None:
         return
     folder = Path(os.environ["RAYDPFL_CACHE"], "native")
@@ -269,7 +268,7 @@ def _compile_for_workers() -> None:
 
     def work() -> None:
         with lock, suppress(OSError, subprocess.SubprocessError):
-            build.compiled(command, build.place(build.name(command)))
+            kernel_build.compiled(command, kernel_build.place(kernel_build.name(command)))
 
     Thread(target=work, daemon=True).start()
 

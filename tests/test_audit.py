@@ -544,20 +544,20 @@ def half_the_sensitivity(patch):
 
 
 def an_unnoised_count(patch):
-    patch.setattr(placements, "query_noise", lambda *where, **which: 0.0)
+    patch.setattr(noises, "query_noise", lambda *where, **which: 0.0)
 
 
 def half_the_counts_noise(patch):
-    patch.setattr(placements, "query_noise", halved(query_noise))
+    patch.setattr(noises, "query_noise", halved(query_noise))
 
 
 def a_count_noised_elsewhere(patch):
     """What adapts the bound gets the exact sums."""
     answered = adaptive_bound._answers
 
-    def exact(plan, bound, t, cohort, columns):
+    def exact(plan, bound, t, cohort, columns, noise):
         plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
-        return answered(plan, bound, t, cohort, columns)
+        return answered(plan, bound, t, cohort, columns, noise)
 
     patch.setattr(adaptive_bound, "_answers", exact)
 
@@ -565,7 +565,7 @@ def a_count_noised_elsewhere(patch):
 def a_bound_by_something_else(patch):
     """The bound follows the exact count, and no noised sum is made."""
 
-    def exact(plan, bound, state, t, cohort, columns):
+    def exact(plan, bound, state, t, cohort, columns, noise):
         return bound * math.exp(0.5 - np.mean(columns["norm"] <= bound))
 
     patch.setattr(adaptive_bound, "next_bound", exact)
@@ -573,7 +573,7 @@ def a_bound_by_something_else(patch):
 
 def a_key_for_all_counts(patch):
     patch.setattr(
-        placements,
+        noises,
         "query_noise",
         lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more),
     )

@@ -452,7 +452,7 @@ def test_the_image_has_all_that_installing_takes_and_a_python_that_may_have_it()
     )
     version, python = re.fullmatch(r"RAY=([\d.]+)-py(\d+)", lines[0][1]).groups()
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.11" and int(python) >= 311
+    assert project["requires-python"] == ">=3.11.4" and int(python) >= 311
     assert {version} == {
         manifest("kuberay-cluster")["spec"]["rayVersion"],
         manifest("kuberay-job")["spec"]["rayClusterSpec"]["rayVersion"],

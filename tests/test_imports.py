@@ -17,13 +17,20 @@ from raydpfl.simulation.plan import Plan
 pytestmark = pytest.mark.slow
 
 NEVER = (
-    "torchvision", "matplotlib", "tensorboard", "cvxpy", "optuna", "pandas", "dp_accounting",
+    "torchvision", "matplotlib", "cvxpy", "optuna", "pandas", "dp_accounting",
     "scipy.optimize", "scipy.signal", "scipy.stats", "PIL", "raydpfl.sweep", "raydpfl.jobs.client",
     "torch._dynamo", "torch._inductor",
 )  # fmt: skip
 RAY = ("ray", "raydpfl.runtime.actor_pool")
 # what accounting, tables and pages need, and those who train do not
-ABOVE = ("scipy", "rich", "typer", "raydpfl.simulation.coordinator", "raydpfl.simulation.plan")
+ABOVE = (
+    "scipy",
+    "tensorboard",
+    "rich",
+    "typer",
+    "raydpfl.simulation.coordinator",
+    "raydpfl.simulation.plan",
+)
 COMMAND = """
 import gc, json, os, sys
 from raydpfl.cli.app import main

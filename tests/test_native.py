@@ -23,9 +23,8 @@ from conftest import experiment, form, task_of
 from torch import nn
 
 from raydpfl import models
-from raydpfl.core import exact_sum, hardware, native, prng
+from raydpfl.core import exact_sum, hardware, kernel_build, native, prng
 from raydpfl.core.messages import Grid
-from raydpfl.core.native import build
 from raydpfl.core.prng import Purpose, clients_normals, stream, words
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
@@ -340,7 +339,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     others = [trained(name=name, steps=steps) for name, steps in TRAINED]
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
-    monkeypatch.setitem(build.KINDS, "AVX512", build.KINDS["AVX2"])
+    monkeypatch.setitem(kernel_build.KINDS, "AVX512", kernel_build.KINDS["AVX2"])
     native.found.cache_clear()
     try:
         assert (trained(), trained(**noised), trained(**weights), filtered()) == expected
@@ -616,14 +615,14 @@ def compiled_here(tmp_path_factory):
 @pytest.fixture
 def quickly(monkeypatch):
     """Compiles as everyone does, but for the optimiser, which takes two thirds of the time."""
-    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
+    monkeypatch.setattr(kernel_build, "FLAGS", ("-O0", *kernel_build.FLAGS[1:]))
 
 
 def test_the_processor_is_known_before_torch_is_imported():
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("Linux does not say it here")
     kind = torch.backends.cpu.get_cpu_capability()
-    assert hardware.vectors() == (kind if kind in build.KINDS else "")
+    assert hardware.vectors() == (kind if kind in kernel_build.KINDS else "")
 
 
 @needs
@@ -632,23 +631,23 @@ def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
     no_compiler, quickly, monkeypatch
 ):
     monkeypatch.setenv("CC", "cc")
-    build.ahead()
-    build.ahead()
-    if not build._under_way:
+    kernel_build.ahead()
+    kernel_build.ahead()
+    if not kernel_build._under_way:
         pytest.skip("nobody here knows the processor before torch does")
     calls = []
-    monkeypatch.setattr(build, "_compile", lambda *given: calls.append(given))
+    monkeypatch.setattr(kernel_build, "_compile", lambda *given: calls.append(given))
     assert native.library() is not None
-    assert not calls and not build._under_way
+    assert not calls and not kernel_build._under_way
     assert sorted(each.suffix for each in (no_compiler / "native").iterdir()) == [".json", ".so"]
-    build.ahead()
-    assert not build._under_way  # it is there
+    kernel_build.ahead()
+    assert not kernel_build._under_way  # it is there
 
 
 def test_a_compiler_that_fails_ahead_is_told_of_by_whoever_needs_it(no_compiler, monkeypatch):
-    build.ahead()
+    kernel_build.ahead()
     assert "no-such-compiler" in str(native.found())
-    assert not build._under_way
+    assert not kernel_build._under_way
 
 
 @pytest.mark.slow
@@ -704,10 +703,10 @@ void __attribute__((constructor)) stray(void) { __builtin_trap(); }
 @pytest.fixture(scope="module")
 def shelved(tmp_path_factory):
     """The folder of a library that is compiled without the optimiser, and the library's name."""
-    command = build.command(torch.backends.cpu.get_cpu_capability())
+    command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     command = ["-O0" if each == "-O2" else each for each in command]
     path = tmp_path_factory.mktemp("shelf") / "native" / "kernels.so"
-    build.compiled(command, path)
+    kernel_build.compiled(command, path)
     return path
 
 
@@ -775,7 +774,7 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded(
     with monkeypatch.context() as within:
         DAMAGES[how](path, within)
         with pytest.raises(OSError):
-            build.loaded(path)
+            kernel_build.loaded(path)
 
 
 @needs
@@ -795,22 +794,22 @@ def test_it_is_compiled_again_in_its_place(how, shelved, tmp_path, monkeypatch):
             shutil.copy(shelved.parent / name, tmp_path / "made")
             os.replace(tmp_path / "made", to.parent / name)
 
-    monkeypatch.setattr(build, "compiled", again)
+    monkeypatch.setattr(kernel_build, "compiled", again)
     assert native._opened([], path.name) is not None
     assert made == [path] and native._sound(path) is not None
 
 
 @needs
 def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, monkeypatch):
-    text = build.SOURCE.read_text()
+    text = kernel_build.SOURCE.read_text()
     call = "stream_normals(names + 5 * i, stds[i],"
     assert text.count(call) == 1
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "kernels.c")
-    build.SOURCE.write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
-    command = build.command(torch.backends.cpu.get_cpu_capability())
+    monkeypatch.setattr(kernel_build, "SOURCE", tmp_path / "kernels.c")
+    kernel_build.SOURCE.write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
+    command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     path = tmp_path / "native" / "kernels.so"
-    build.compiled(["-O0" if each == "-O2" else each for each in command], path)
-    build.loaded(path)  # it is owned and sealed as it should
+    kernel_build.compiled(["-O0" if each == "-O2" else each for each in command], path)
+    kernel_build.loaded(path)  # it is owned and sealed as it should
     with pytest.raises(OSError, match="computes something else"):
         native._sound(path)
 
@@ -849,7 +848,7 @@ def test_processes_that_compile_at_once_all_get_the_library(tmp_path, monkeypatc
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     code = """
 import os
-from raydpfl.core.native import build
+from raydpfl.core import kernel_build
 from raydpfl.core import native
 
 compiling.FLAGS = ("-O0", *compiling.FLAGS[1:])

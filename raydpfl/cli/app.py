@@ -26,8 +26,7 @@ from rich.text import Text
 from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.wrong_command import directed
-from raydpfl.core import fast_import, signals
-from raydpfl.core.native import build
+from raydpfl.core import fast_import, kernel_build, signals
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
-    build.ahead()
+    kernel_build.ahead()
     _load()
     from raydpfl.cli import run_display
     from raydpfl.runtime import runner

@@ -307,8 +307,11 @@ def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
         ConfigError: another user can write them, or one that differs has been imported.
     """
     with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
-        place = (folder / KEPT).absolute()
-        _check_private([place, *place.rglob("*")] if place.is_dir() else [])
+        place = Path(os.path.abspath(folder / KEPT))
+        if not os.path.isdir(place):  # False for a name that no file can have
+            yield None
+            return
+        _check_private([place, *place.rglob("*")])
         for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
             shutil.rmtree(cache, ignore_errors=True)
         files = sorted(path for path in place.rglob("[!.]*") if path.is_file())

@@ -180,7 +180,7 @@ class _Counts(Bet):
         return _LOGS[:, None] * counts - self._scale[:, None]
 
     def settle(self) -> float:
-        held = np.flatnonzero(self.clients)
+        held = np.flatnonzero(self.clients > 0)
         logs = self.ratios(held) + np.log(self.clients[held] / self.count)
         return _log_mean([_log_sum(row) for row in (logs if self._subset else logs[_ABOVE])])
 
@@ -213,7 +213,7 @@ class _Memory(Bet):
         before = drawn.before
         if self._repeats:  # as they were before the round
             before = before[np.searchsorted(drawn.clients, drawn.clients)]
-        before = np.minimum(before - self._low, width - 1)
+        before = np.clip(before - self._low, 0, width - 1)
         if self._repeats:
             won = np.log(odds) @ np.bincount(before, minlength=width)
             self._wealth += won - len(before) * np.log(self._largest(held))
@@ -234,7 +234,7 @@ class _Memory(Bet):
         return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._most
 
     def settle(self) -> float:
-        held = np.flatnonzero(self._counts.clients)
+        held = np.flatnonzero(self._counts.clients > 0)
         self._low = int(held[0])
         high = int(held[-1])
         ratios = self._counts.ratios(np.arange(self._low, high + 8 + (high - self._low) // 4))

@@ -2,7 +2,7 @@
 
 The first process that needs them compiles them, in some two seconds, with the C compiler of the
 machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
-source and the command (`raydpfl.core.native.build`). What another user could have written there, is
+source and the command (`raydpfl.core.kernel_build`). What another user could have written there, is
 not what was compiled, cannot be loaded, or computes something else is compiled again; where that
 cannot be kept (a folder that cannot be written to, or that nothing may be run from), the process
 compiles one for itself. Where there is no compiler `library` is None: sums then take numpy, with
@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raydpfl.core.native import build
+from raydpfl.core import kernel_build
 
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
@@ -62,11 +62,11 @@ def found() -> ctypes.CDLL | str:
     """The compiled library, or why there is none and what to do: no compiler, or no kind of code
     for this processor (x86-64 from AVX2 on, and 64-bit ARM).
     """
-    command = build.command(torch.backends.cpu.get_cpu_capability())
+    command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     if command is None:
         return "no code is written for this processor"
     try:
-        return _opened(command, build.name(command))
+        return _opened(command, kernel_build.name(command))
     except (OSError, subprocess.SubprocessError) as error:
         reason = _line(error)
         remedy = "install a C compiler, or name one in CC"
@@ -88,15 +88,15 @@ def _opened(command: list[str], name: str) -> ctypes.CDLL:
     """The library, from the cache or, where it cannot be, from a folder of this process alone.
     Raises what `compiling.compiled` does.
     """
-    path = build.place(name)
+    path = kernel_build.place(name)
     with suppress(OSError):
         return _sound(path)
     with suppress(OSError):  # it is not there, or not as it was compiled
-        build.compiled(command, path)
+        kernel_build.compiled(command, path)
         return _sound(path)
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / name
-        build.compiled(command, own)
+        kernel_build.compiled(command, own)
         return _sound(own)
 
 
@@ -104,7 +104,7 @@ def _sound(path: Path) -> ctypes.CDLL:
     """What `compiling.loaded` gives, once its noise, norms and sums have been looked at (0.2 ms).
     Raises OSError.
     """
-    found = build.loaded(path)
+    found = kernel_build.loaded(path)
     names = np.arange(15, dtype=np.uint64).reshape(3, 5)
     drawn = np.empty((3, 2 * CHECKED), np.float32)
     stds = np.array([1.0, 0.5, 3.0], np.float32)

@@ -21,7 +21,7 @@ from threading import Thread
 from raydpfl.core import hardware
 from raydpfl.storage.files import cache_root, foreign, keep_json, kept_json, make, open_own
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCE = Path(__file__).with_name("native") / "kernels.c"
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
 # by what torch calls it; one by one, as compilers before 2021 know no names for them together
 AVX2 = ("-mavx2", "-mfma")
