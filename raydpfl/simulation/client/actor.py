@@ -49,7 +49,6 @@ from raydpfl.errors import (
     told,
 )
 from raydpfl.experiment import Experiment
-from raydpfl.methods.noise.monitor import numbers
 from raydpfl.methods.probes import Sent
 from raydpfl.models.hidden_state import changed, kept
 from raydpfl.simulation.client import personalization
@@ -624,6 +623,8 @@ class ClientActor(Process):
                 f"{tally.work.t}, where N(0, {std:.6g}^2) was accounted for"
             )
         if self.experiment.noise.is_own:
+            from raydpfl.methods.noise.monitor import numbers  # loads scipy
+
             hidden = sent.cpu().numpy().astype(np.float64)
             found = {**numbers(noise, std, [hidden]), "client": lane.clients[slots]}
             for name, values in {**found, "sum": noise.sum(0)}.items():
