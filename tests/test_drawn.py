@@ -23,11 +23,12 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding import Query
 from raydpfl.methods.bounding.clip import Clip
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
-from raydpfl.methods.noise import Noise, SideQuery, Source, monitor
+from raydpfl.methods.noise import Noise, SideQuery, Source
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.methods.noise.keyed_noise import query_noise, server_noise, survey_noise
 from raydpfl.runtime.runner import run
+from raydpfl.simulation import noise_monitor
 from raydpfl.simulation.plan import Plan
 
 
@@ -343,15 +344,15 @@ def test_a_resumed_run_goes_on_with_the_same_looks(tmp_path):
 
 def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
     """At a rate of 1 in 5 a run, of 60 runs: 30 or more have a probability of 1e-7 at most."""
-    monkeypatch.setattr(monitor, "FALSE_ALARM", 0.4)  # of the first kind of draws half of it
+    monkeypatch.setattr(noise_monitor, "FALSE_ALARM", 0.4)  # of the first kind of draws half of it
     alarms = 0
     for again in range(60):
-        draws = monitor.Draws("the noise", 0)
+        draws = noise_monitor.Draws("the noise", 0)
         rng = np.random.default_rng(again)
         try:
             for t in range(12):
                 z = rng.standard_normal((1, 40))
-                draws.see(t, 1.0, {**monitor.numbers(z, 1.0, [z * 0 + 1]), "z": z[0]})
+                draws.see(t, 1.0, {**noise_monitor.numbers(z, 1.0, [z * 0 + 1]), "z": z[0]})
         except RunError:
             alarms += 1
     assert alarms < 30

@@ -27,13 +27,13 @@ import torch
 from raydpfl.core.messages import Columns, Lane, LaneResult, State
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.bounding import Bounding
-from raydpfl.methods.noise.monitor import Drawing
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.simulation import adaptive_bound, histogram_survey
 from raydpfl.simulation.client.actor import ClientActor, Tally
 from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.simulation.recorder import joined

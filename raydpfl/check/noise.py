@@ -13,7 +13,7 @@ from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, hold
 from raydpfl.methods.noise import SideQuery
 from raydpfl.methods.noise.banded_gaussian import Whitening
-from raydpfl.methods.noise.monitor import products
+from raydpfl.simulation.noise_monitor import products
 
 D = 2000
 ROUNDS = 5

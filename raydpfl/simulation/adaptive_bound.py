@@ -7,8 +7,8 @@ import numpy as np
 from raydpfl.core.messages import BOUNDS, Columns, State
 from raydpfl.errors import RunError
 from raydpfl.methods.noise import SideQuery
-from raydpfl.methods.noise.monitor import Drawing
 from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raydpfl.errors import RunError
-from raydpfl.methods.noise.monitor import Drawing
+from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 
 

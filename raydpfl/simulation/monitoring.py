@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.methods.noise.monitor import Drawing
+from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.sampling_monitor import Witness, fingerprint
 

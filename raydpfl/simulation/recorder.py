@@ -17,13 +17,13 @@ from raydpfl import storage
 from raydpfl.core.messages import Columns, LaneResult
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
-from raydpfl.methods.noise.monitor import Drawing
 from raydpfl.methods.probes import Afterwards, Finished, Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import column, holding, in_words
 from raydpfl.simulation import evaluation, histogram_survey
 from raydpfl.simulation.checkpoint import save
+from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account

@@ -103,8 +103,8 @@ class Noise(Member):
     each client draws on what it sends, it is `on_clients`, `client_std` and `least`, and `drawn_by`
     is "client". Whatever is drawn must be Gaussian and have the std asked for, as accountants
     assume: a run holds every draw of a class from outside the package against that law before it is
-    released (`raydpfl.methods.noise.monitor`). The delta of its guarantees is the field `delta`, if
-    it has one, else 1e-5; or `terms` says it.
+    released (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`,
+    if it has one, else 1e-5; or `terms` says it.
 
     >>> from raydpfl.methods.noise.keyed_noise import server_noise
     >>> class Plain(Source):

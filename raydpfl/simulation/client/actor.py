@@ -81,7 +81,7 @@ class Tally:
     failed: set[tuple[int, int]] = field(default_factory=set)
     # the size of the largest coordinate that a block's clients send, where that is on a device
     largest: list[torch.Tensor] = field(default_factory=list)
-    # of noise by a class from outside, see `raydpfl.methods.noise.monitor`
+    # of noise by a class from outside, see `raydpfl.simulation.noise_monitor`
     drawn: dict[str, list[np.ndarray]] = field(default_factory=dict)
     # the lane that was trained again for its measures, and what came of it (see `_again`)
     again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
@@ -623,7 +623,7 @@ class ClientActor(Process):
                 f"{tally.work.t}, where N(0, {std:.6g}^2) was accounted for"
             )
         if self.experiment.noise.is_own:
-            from raydpfl.methods.noise.monitor import numbers  # loads scipy
+            from raydpfl.simulation.noise_monitor import numbers  # loads scipy
 
             hidden = sent.cpu().numpy().astype(np.float64)
             found = {**numbers(noise, std, [hidden]), "client": lane.clients[slots]}
