@@ -221,8 +221,9 @@ def test_every_member_of_the_docs_keeps_its_promises(text, tmp_path, monkeypatch
 
 
 EXAMPLES = {
-    "Tanh": "bounding.base", "First": "selection.base", "Signs": "local.base", "Mine": "noise.base",
-    "Nesterov": "server", "Capped": "weights", "Focal": "tasks",
+    "Tanh": "methods.bounding.base", "First": "methods.selection.base",
+    "Signs": "methods.local.base", "Mine": "methods.noise.base", "Nesterov": "methods.server",
+    "Capped": "methods.weights", "Focal": "models.tasks",
 }  # fmt: skip
 
 

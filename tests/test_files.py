@@ -342,7 +342,7 @@ def test_a_cache_at_an_address_or_none_named_is_private_too(tmp_path, monkeypatc
 
 
 def test_a_private_cache_goes_with_its_process(tmp_path):
-    code = "from raydpfl import files; print(files.cache_root())"
+    code = "from raydpfl.storage import files; print(files.cache_root())"
     tmp_path.chmod(0o777)
     environment = {**os.environ, "RAYDPFL_CACHE": str(tmp_path)}
     done = subprocess.run(

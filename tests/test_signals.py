@@ -20,9 +20,9 @@ IGNORING = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
 IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as it begins then
 # Commands whose work is a wait that says when it begins.
 WAITING = {
-    "sweep": "from raydpfl import tune as module; module.run = wait",
+    "sweep": "from raydpfl import sweep as module; module.run = wait",
     "audit": "from raydpfl import audit as module; module.audit = wait",
-    "submit": "from raydpfl import submit as module; module.JobServer = wait",
+    "submit": "from raydpfl.jobs import client as module; module.JobServer = wait",
 }
 WAIT = """
 import time
