@@ -844,9 +844,9 @@ def one_key_for_all_steps(patch):
         clients_normals = staticmethod(
             lambda *where, **name: clients_normals(*where, **{**name, "step": 0})
         )
-        normals = staticmethod(base.keys.normals)
+        normals = staticmethod(base.prng.normals)
 
-    patch.setattr(base, "keys", Keys)
+    patch.setattr(base, "prng", Keys)
 
 
 @pytest.mark.slow

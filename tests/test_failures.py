@@ -25,12 +25,13 @@ import yaml
 from conftest import experiment
 from test_same_bits import RUN
 
-from raydpfl import models, run
+from raydpfl import run
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.probes.client_optima import Heterogeneity
 from raydpfl.runtime import session
 from raydpfl.runtime.actor_pool import Patience
+from raydpfl.runtime.worker import ready
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
 
@@ -115,7 +116,7 @@ class Sleeps(nn.Module):
 def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_path, monkeypatch):
     (tmp_path / "sleeps_here.py").write_text(SLEEPS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(models, "FORWARD", 0.2)
+    monkeypatch.setattr("raydpfl.models.builder.FORWARD", 0.2)
     sleeping = experiment(
         model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}},
         client={"timeout": 0.5, "way": "loop"},
@@ -157,7 +158,7 @@ def test_the_timeout_is_no_part_of_what_a_run_computes(tmp_path):
 
 def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_path):
     with pytest.raises(ConfigError) as error:
-        ClientActor().ready(pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
+        ready(ClientActor(), pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
     assert error.value.field == "RAYDPFL_CACHE" and error.value.value == str(tmp_path)
     assert socket.gethostname() in str(error.value)
 
@@ -172,7 +173,7 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
         pickled = pickle.dumps(experiment(bounding={"kind": "only_at_home:Mine", "bound": 1.0}))
     sys.modules.pop("only_at_home")
     with pytest.raises(ConfigError, match="only_at_home") as error:
-        ClientActor().ready(pickled, shards, ("/nowhere",))
+        ready(ClientActor(), pickled, shards, ("/nowhere",))
     assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
 
 

@@ -28,6 +28,7 @@ from raydpfl.core.messages import Grid
 from raydpfl.core.prng import Purpose, clients_normals, stream, words
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
+from raydpfl.runtime.worker import ready
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backend_choice import resolve
@@ -837,7 +838,7 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(
         plan = Plan.make(experiment(client={"way": "compiled"}))
     native.found.cache_clear()
     with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
-        ClientActor().ready(pickle.dumps(plan.experiment), str(plan.shards), ())
+        ready(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())
     assert error.value.field == "client.way" and socket.gethostname() in str(error.value)
 
 
@@ -851,7 +852,7 @@ import os
 from raydpfl.core import kernel_build
 from raydpfl.core import native
 
-compiling.FLAGS = ("-O0", *compiling.FLAGS[1:])
+kernel_build.FLAGS = ("-O0", *kernel_build.FLAGS[1:])
 children = []
 while len(children) < 3:
     child = os.fork()

@@ -27,6 +27,7 @@ from raydpfl.errors import RunError
 from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
+from raydpfl.runtime.worker import ready
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.client.actor import ClientActor
@@ -152,7 +153,7 @@ def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path)
 
 
 def capability_under(**settings: str) -> dict[str, str]:
-    code = "import json; from raydpfl import origin; print(json.dumps(origin.capability()))"
+    code = "import json; from raydpfl.simulation import provenance as p; print(json.dumps(p.capability()))"
     environment = {**os.environ, **settings}
     return json.loads(
         subprocess.run(
@@ -210,7 +211,7 @@ def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
         RunError,
         match=f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY",
     ):
-        ClientActor().ready(*given)
+        ready(ClientActor(), *given)
     provenance.check_node("here", provenance.capability())
 
 

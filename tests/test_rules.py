@@ -310,7 +310,7 @@ def test_clients_of_unequal_steps_come_to_what_a_loop_does_in_whatever_order(way
             assert ours[slot][1] == pytest.approx(theirs[slot][1], rel=1e-4)
 
 
-@pytest.mark.parametrize(("file", "way", "each"), [("linear", "fused", 1), ("vmap", "vmap", 2)])
+@pytest.mark.parametrize(("file", "way", "each"), [("fused", "fused", 1), ("vmap", "vmap", 2)])
 def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
     file, way, each, monkeypatch
 ):
@@ -320,7 +320,7 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
         taken.append(len(source))
         return take(source, rows)
 
-    monkeypatch.setattr(f"raydpfl.methods.local.{file}.take", noted)
+    monkeypatch.setattr(f"raydpfl.training.backends.{file}.take", noted)
     module = made("mlp")
     rule = Sgd(epochs=1, batch=4, lr=0.1)
     sizes = np.array([13, 9, 9, 4])

@@ -282,7 +282,7 @@ WRONG = {
     "panels/data.partition": ([], r"panels\.data\.partition = {}: expected at least one label"),
     "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: expected none here"),
     "scales": ({"tiny": {}}, r"scales\.tiny = {}: expected one of smoke, small, paper"),
-    "show": ([{"tabel": "x"}], r"show\.0 = .*one of cloud, confusion, curves"),
+    "show": ([{"tabel": "x"}], r"show\.0 = .*one of confusion, curves, points"),
     "show/0/published": (
         "nothing.csv",
         r"show\.0\.published = 'nothing.csv': expected a file beside",

@@ -37,7 +37,7 @@ The parameters:
 """
 
 from raydpfl.models.base import Model
-from raydpfl.models.build import activations, build, parse
+from raydpfl.models.builder import activations, build, parse
 from raydpfl.models.lora import Lora, adapt, adapters, merged
 from raydpfl.models.networks import FAMILY
 from raydpfl.models.networks.module import Module, factory

@@ -111,6 +111,7 @@ class Bets:
             "repeats": _Repeats(count, sampling) if repeats else None,
             "client": counts,  # the last: others read the counts before the round
         }
+        self._counts = counts
         self._bets = {name: bet for name, bet in made.items() if bet is not None}
         self._rounds = 0
         self._due = 1
@@ -125,6 +126,8 @@ class Bets:
         for bet in self._bets.values():
             bet.see(drawn)
         self._rounds += 1
+        if self._counts.clients.min() < 0:  # `before` is not of the cohorts that came before
+            return "", 0.0
         if self._rounds < self._due:
             return "", 0.0
         self._due = self._rounds + 1 + self._rounds // _SETTLED
