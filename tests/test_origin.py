@@ -153,7 +153,8 @@ def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path)
 
 
 def capability_under(**settings: str) -> dict[str, str]:
-    code = "import json; from raydpfl.simulation import provenance as p; print(json.dumps(p.capability()))"
+    code = "import json; from raydpfl.simulation.provenance import capability as known"
+    code += "; print(json.dumps(known()))"
     environment = {**os.environ, **settings}
     return json.loads(
         subprocess.run(
@@ -525,7 +526,7 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, {classes}))
 tree = json.loads('''{tree}''')
 tree["bounding"], tree["model"] = Typed(), {{"kind": "__main__:net"}}
-print(json.dumps(origin.sources(Experiment.from_dict(tree))))
+print(json.dumps(provenance.sources(Experiment.from_dict(tree))))
 """
 
 
