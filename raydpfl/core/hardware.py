@@ -29,6 +29,11 @@ def _described() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+def maker() -> str:
+    """Its maker, as Linux has it: GenuineIntel, AuthenticAMD, ...; "" if unknown."""
+    return _described().get("vendor_id", "")
+
+
 def has_bfloat16() -> bool:
     """Whether it multiplies bfloat16 numbers; True where that is not known."""
     known = flags()

@@ -46,7 +46,7 @@ from torch import nn
 
 from raydpfl import models, storage
 from raydpfl.config.registry import is_path
-from raydpfl.core import device, native, prng
+from raydpfl.core import device, hardware, native, prng
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
 from raydpfl.storage.run_files import make_folder, replace_file
@@ -86,14 +86,18 @@ def capability() -> dict[str, str]:
     """How this process computes.
 
     Returns:
-        `cpu`, torch's vector instructions; `settings`, environment variables that affect products;
-        and `arithmetic`, a digest of the results of products, convolutions, sums and elementary
-        functions in float32 and float64, on one thread (about 10 ms). Where compiled code draws or
-        trains to anything but what it should (`COMPILED`), `native`, a digest of that.
+        `cpu`, torch's vector instructions; `products`, whether MKL takes the processor for Intel's;
+        `settings`, environment variables that affect products; and `arithmetic`, a digest of the
+        results of products, convolutions, sums and elementary functions in float32 and float64, on
+        one thread (about 10 ms). Where compiled code draws or trains to anything but what it should
+        (`COMPILED`), `native`, a digest of that.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     found = {
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        # MKL multiplies otherwise on processors of other makers. The names are older than that, and
+        # stay as the keys of noise are made of them.
+        "products": "torch" if hardware.maker() == "GenuineIntel" else "oneDNN",
         "arithmetic": _arithmetic(),
     }
     computed = COMPILED if native.library() is None else _digest(_compiled())
@@ -104,7 +108,7 @@ def capability() -> dict[str, str]:
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
     """The part of `of` that comes from `capability`."""
-    names = ("cpu", "arithmetic", "native", "bfloat16", "settings")
+    names = ("cpu", "products", "arithmetic", "native", "bfloat16", "settings")
     return {name: facts[name] for name in names if name in facts}
 
 
