@@ -116,10 +116,10 @@ class Sleeps(nn.Module):
 def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_path, monkeypatch):
     (tmp_path / "sleeps_here.py").write_text(SLEEPS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("raydpfl.models.builder.FORWARD", 0.2)
+    monkeypatch.setattr("raydpfl.models.builder.FORWARD", 2.0)
     sleeping = experiment(
         model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}},
-        client={"timeout": 0.5, "way": "loop"},
+        client={"timeout": 3.0, "way": "loop"},
     )
     said = {
         2: "TimeoutError",
