@@ -511,9 +511,9 @@ def _one_run(tree: Mapping[str, Any]) -> None:
         raise ConfigError("sweep", tree["sweep"], f"none in the config of one run; {sweeps}")
     unknown = [key for key in tree if key not in Experiment.model_fields]
     if unknown:
-        accepted = f"one of the sections {', '.join(Experiment.model_fields)}"
+        expected = f"one of the sections {', '.join(Experiment.model_fields)}"
         near = said(unknown[0], Experiment.model_fields)
-        raise ConfigError(unknown[0], tree[unknown[0]], f"{accepted}{near}")
+        raise ConfigError(unknown[0], tree[unknown[0]], f"{expected}{near}")
     nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]
     for path, node in nodes:
         if is_space(node):
@@ -559,5 +559,5 @@ def _refusals(experiment: Experiment, section: str, member: Member) -> None:
         except RAISED as error:
             if not user_classes.is_own(cls):
                 raise
-            accepted = f"a class whose check raises nothing but ConfigError ({in_line(error)})"
-            raise ConfigError(f"{section}.kind", member.kind, accepted) from None
+            expected = f"a class whose check raises nothing but ConfigError ({in_line(error)})"
+            raise ConfigError(f"{section}.kind", member.kind, expected) from None

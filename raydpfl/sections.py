@@ -96,9 +96,9 @@ class Client(Section):
     precision: Precision = "float32"
     # clients trained at once, at most; bits depend on it. auto: some of a cohort for each core; on
     # a GPU all of it, where half of the memory holds them, so that several actors need a number
-    lane: Whole | Literal["auto"] = "auto"
-    # how a lane trains; auto: the fastest that carries the method out
-    way: Literal[
+    chunk: Whole | Literal["auto"] = "auto"
+    # how a chunk trains; auto: the fastest that carries the method out
+    backend: Literal[
         "auto",
         "compiled",
         "sample_space",
@@ -125,7 +125,7 @@ class Client(Section):
             raise ValueError("float32 or bfloat16 without a GPU (client.num_gpus is 0)")
         return value
 
-    @field_validator("actors", "lane", mode="after")
+    @field_validator("actors", "chunk", mode="after")
     @classmethod
     def _counts(cls, value: int | str, info: Any) -> int | str:
         least = 0 if info.field_name == "actors" else 1
@@ -152,11 +152,11 @@ class Stop(Section):
         known = [name for name in held_out if metric_columns.set_of(name) != metric_columns.TEST]
         if self.metric not in known:
             held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
-            accepted = f"a score of rows held out of training ({held})"
-            raise ConfigError("evaluate.stop.metric", self.metric, accepted)
+            expected = f"a score of rows held out of training ({held})"
+            raise ConfigError("evaluate.stop.metric", self.metric, expected)
         if not self.sign(experiment):
-            accepted = f"min or max: nobody knows of {self.metric} whether more of it is better"
-            raise ConfigError("evaluate.stop.mode", self.mode, accepted)
+            expected = f"min or max: nobody knows of {self.metric} whether more of it is better"
+            raise ConfigError("evaluate.stop.mode", self.mode, expected)
 
     def sign(self, experiment: Experiment) -> int:
         """1: more of the score is better; -1: less of it."""
@@ -237,37 +237,37 @@ class Evaluate(Section):
             self.stop.check(experiment)
         share = self.validation if isinstance(self.validation, float) else 0.0
         if self.fine_tune and not (self.per_client and share):
-            accepted = (
+            expected = (
                 "none without evaluate.per_client, the metric that a client is scored by, and"
             )
-            reason = f"{accepted} evaluate.validation, a share of its rows that it is scored on"
+            reason = f"{expected} evaluate.validation, a share of its rows that it is scored on"
             raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, reason)
         if self.histogram is None:
             return
         noise = experiment.noise
         field = "evaluate.histogram"
         if self.per_client is None:
-            accepted = "none without evaluate.per_client, the metric whose values it is of"
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+            expected = "none without evaluate.per_client, the metric whose values it is of"
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
         if not noise.private() or noise.protects() != "client" or not noise.simulated():
-            accepted = (
+            expected = (
                 "noise that protects the clients who are asked, on what they send or on its sum "
                 "(without noise nothing is private, and evaluate.per_client gives exact scores; at "
                 "local steps nobody adds up answers; of a virtual cohort not all answer)"
             )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
         if experiment.personal or experiment.model.local:
-            accepted = (
+            expected = (
                 "none with models of clients' own (model.local, personal): who has one has taken "
                 "part, and a secret cohort would be told by the answers"
             )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), accepted)
+            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
         if experiment.rounds % self.every:
-            accepted = (
+            expected = (
                 f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "
                 "asked after every so many rounds, and not once more at the end"
             )
-            raise ConfigError("rounds", experiment.rounds, accepted)
+            raise ConfigError("rounds", experiment.rounds, expected)
 
     @property
     def exclusions(self) -> tuple[str, ...]:

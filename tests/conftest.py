@@ -55,7 +55,7 @@ SMALL = {
     "noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5},
     "server": {"kind": "momentum"},
     "privacy": {"accountants": ["rdp"]},
-    "client": {"actors": 0, "num_cpus": 0.01, "lane": 8},
+    "client": {"actors": 0, "num_cpus": 0.01, "chunk": 8},
     "evaluate": {"every": 2},
     "measure": [],
     "track": [],

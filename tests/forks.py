@@ -418,10 +418,10 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     _import(BASE)
     # each with its needs at once, and at the first that is asked for
-    ways = [(listeners[1], (), ()), (listeners[2], (), WORKER), (listeners[0], COMMAND, ())]
-    while len(ways) > 1 and os.fork() > 0:
-        ways.pop(0)
-    listener, now, later = ways[0]
+    backends = [(listeners[1], (), ()), (listeners[2], (), WORKER), (listeners[0], COMMAND, ())]
+    while len(backends) > 1 and os.fork() > 0:
+        backends.pop(0)
+    listener, now, later = backends[0]
     for each in listeners:
         if each is not listener:
             each.close()

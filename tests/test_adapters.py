@@ -1,4 +1,4 @@
-"""Adapters of low rank on a frozen base: what is trained, what travels, a lane as one batch."""
+"""Adapters of low rank on a frozen base: what is trained, what travels, a chunk as one batch."""
 
 from __future__ import annotations
 
@@ -175,10 +175,10 @@ def test_a_layer_whose_weights_alone_are_used_is_no_target():
     assert said.endswith("or patterns of them: last")
 
 
-# --- the lane as one batch ---
+# --- the chunk as one batch ---
 
 
-def test_the_frozen_products_are_one_for_the_whole_lane(monkeypatch):
+def test_the_frozen_products_are_one_for_the_whole_chunk(monkeypatch):
     module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
     local = Sgd(steps=3, batch=2)
     assert resolve(module, local, 5, TOKENS) == "one_batch"
@@ -196,17 +196,19 @@ def test_the_frozen_products_are_one_for_the_whole_lane(monkeypatch):
     assert set(frozen[9:]) == {(4 * 2, 6)} and len(frozen[9:]) == 3 * 9
 
 
-def train(way, module, local, clip=None, sizes=(5, 0, 3, 1), lane=(0, 1, 2, 3), task=TOKENS.task):
-    """The updates of a lane by slot, from a model none of whose matrices is 0."""
+def train(
+    backend, module, local, clip=None, sizes=(5, 0, 3, 1), chunk=(0, 1, 2, 3), task=TOKENS.task
+):
+    """The updates of a chunk by slot, from a model none of whose matrices is 0."""
     generator = np.random.default_rng(0)
     x = TOKENS.inputs(20, generator).view(4, 5, 6)
     y = task.made_up(generator, 20, TOKENS.outputs).view(4, 5, 6)
     start = models.flatten(module)
     drawn = torch.randn(len(start), generator=torch.Generator().manual_seed(1))
     start = torch.where(start == 0, 0.1 * drawn, start)
-    trainer = Trainer(module, local, way=way, seed=0, clip=clip, task=task)
-    clients = [client if client in lane else -1 for client in range(4)]
-    blocks = trainer.lane(start, x, y, sizes, t=0, clients=clients, draws=[0] * 4)
+    trainer = Trainer(module, local, backend=backend, seed=0, clip=clip, task=task)
+    clients = [client if client in chunk else -1 for client in range(4)]
+    blocks = trainer.chunk(start, x, y, sizes, t=0, clients=clients, draws=[0] * 4)
     return {slot: update for block in blocks for slot, update, _ in block.clients()}
 
 
@@ -217,7 +219,7 @@ def close(found, expected) -> bool:
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change_no_bit(
+def test_a_chunk_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change_no_bit(
     clip, monkeypatch
 ):
     module = build({**SMALL, "lora": LORA})
@@ -228,7 +230,7 @@ def test_a_lane_in_passes_of_few_clients_is_trained_alike_and_empty_slots_change
         whole = train("one_batch", module, local, clip)
         assert close(whole, loop)
         for slot in (0, 3):
-            alone = train("one_batch", module, local, clip, lane=(slot,))
+            alone = train("one_batch", module, local, clip, chunk=(slot,))
             assert torch.equal(alone[slot], whole[slot])
 
 
@@ -355,7 +357,7 @@ def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     model = {**MODELS[kind], "lora": {**LORA, "targets": targets}}
     none = {"kind": "none"}
     plan = Plan.make(asked(tmp_path, model, noise=none, bounding=none))
-    assert plan.experiment.client.way == "one_batch"
+    assert plan.experiment.client.backend == "one_batch"
     result = raydpfl.run(plan.experiment, tmp_path / "out")
     before = models.build(
         plan.experiment.model, Shards.open(plan.shards).form(plan.experiment.data.task), 3
@@ -438,7 +440,9 @@ def test_each_samples_gradient_by_the_adapters_is_clipped_and_noised(tmp_path):
     sample = {"kind": "per_sample_clip", "bound": 0.3}
     noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3}
     plan = Plan.make(asked(tmp_path, model, bounding=sample, noise=noise))
-    assert plan.experiment.client.way == "one_batch" and plan.experiment.noise.placement == "step"
+    assert (
+        plan.experiment.client.backend == "one_batch" and plan.experiment.noise.placement == "step"
+    )
     summary = raydpfl.run(plan.experiment, tmp_path / "out").summary
     assert summary["status"] == "completed" and summary["parameters"] == 2 * 2 * (8 + 24)
 

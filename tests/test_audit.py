@@ -361,10 +361,10 @@ def half_the_servers_noise(patch):
 def one_clip_skipped(patch):
     factors = ClientActor._factors
 
-    def unbounded(self, tally, lane, slots, lengths):
+    def unbounded(self, tally, chunk, slots, lengths):
         work = tally.work
-        work = replace(work, bound=1e9) if 7 in lane.clients[slots] else work
-        return factors(self, replace(tally, work=work), lane, slots, lengths)
+        work = replace(work, bound=1e9) if 7 in chunk.clients[slots] else work
+        return factors(self, replace(tally, work=work), chunk, slots, lengths)
 
     patch.setattr(ClientActor, "_factors", unbounded)
 
@@ -373,9 +373,9 @@ def one_clip_skipped_slightly(patch):
     """By so little that the norm of the sum does not show it."""
     factors = ClientActor._factors
 
-    def longer(self, tally, lane, slots, lengths):
-        found = factors(self, tally, lane, slots, lengths)
-        found[torch.from_numpy(lane.clients[slots] == 7)] *= 1.5
+    def longer(self, tally, chunk, slots, lengths):
+        found = factors(self, tally, chunk, slots, lengths)
+        found[torch.from_numpy(chunk.clients[slots] == 7)] *= 1.5
         return found
 
     patch.setattr(ClientActor, "_factors", longer)
@@ -737,7 +737,7 @@ def stepping(**changes):
             "data": {**STEPS["data"], "clients": 12, "samples": 20, "features": 60},
             "local": {**STEPS["local"], "steps": 8, "batch": 20, "momentum": 0.5},
             "selection": {"kind": "full"},
-            "client": {"way": "compiled"},
+            "client": {"backend": "compiled"},
         },
         {
             "data": {"kind": "quadratics", "clients": 12, "dimension": 100, "rank": 40},
@@ -762,7 +762,7 @@ def test_sound_runs_with_noise_at_local_steps_pass(change):
 
 
 def test_clients_with_unequal_steps_are_audited_with_each_ones_own():
-    """Epochs of clients with other numbers of rows, trained in lanes where some stand still."""
+    """Epochs of clients with other numbers of rows, trained in chunks where some stand still."""
     local = {"kind": "sgd", "epochs": 1, "batch": {"share": 0.3}, "lr": 0.01, "momentum": 0.5}
     done = audit(
         stepping(
@@ -800,10 +800,10 @@ def half_the_noise_of_steps(patch):
 def one_rounds_samples_unclipped(patch):
     train = ClientActor._train
 
-    def careless(self, tally, lane, *rest):
+    def careless(self, tally, chunk, *rest):
         clip = self.trainer.clip
         self.trainer.clip = self.trainer.clip if tally.work.t else 1e9
-        yield from train(self, tally, lane, *rest)
+        yield from train(self, tally, chunk, *rest)
         self.trainer.clip = clip
 
     patch.setattr(ClientActor, "_train", careless)
@@ -813,10 +813,10 @@ def the_last_rounds_samples_unclipped(patch):
     """Those alone that are a hundred times longer than the bound."""
     train = ClientActor._train
 
-    def careless(self, tally, lane, *rest):
+    def careless(self, tally, chunk, *rest):
         clip = self.trainer.clip
         self.trainer.clip = clip * (100 if tally.work.t == 2 else 1)
-        yield from train(self, tally, lane, *rest)
+        yield from train(self, tally, chunk, *rest)
         self.trainer.clip = clip
 
     patch.setattr(ClientActor, "_train", careless)
@@ -865,7 +865,7 @@ def one_key_for_all_steps(patch):
 )
 def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
     control(monkeypatch)
-    done = audit(stepping(client={"way": "fused"}), canaries=600)
+    done = audit(stepping(client={"backend": "fused"}), canaries=600)
     assert not done.passed and failed(done) == {noticed}
 
 

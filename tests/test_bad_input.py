@@ -246,15 +246,15 @@ BAD = {
         ["client.precision=bfloat16", "bounding={kind: per_sample_clip, bound: 1.0}"],
         "client.precision = 'bfloat16': expected float32 where every sample's gradient is clipped",
     ),
-    "way that has no bfloat16": (
-        ["client.precision=bfloat16", "client.way=sample_space"],
-        "client.way = 'sample_space': expected auto or one of convolutional, one_batch, "
+    "backend that has no bfloat16": (
+        ["client.precision=bfloat16", "client.backend=sample_space"],
+        "client.backend = 'sample_space': expected auto or one of convolutional, one_batch, "
         "vmap, loop, noop",
     ),
-    "unknown way": (["client.way=fast"], "client.way = 'fast': expected 'auto',"),
-    "way that the model cannot go": (
-        ["model.kind=cnn", "client.way=sample_space"],
-        "client.way = 'sample_space': expected ",
+    "unknown backend": (["client.backend=fast"], "client.backend = 'fast': expected 'auto',"),
+    "backend that the model cannot go": (
+        ["model.kind=cnn", "client.backend=sample_space"],
+        "client.backend = 'sample_space': expected ",
     ),
     "override without a value": (["rounds"], "override = 'rounds': expected section.key=value"),
     "override into a number": (
@@ -311,14 +311,14 @@ def test_data_that_are_not_there_leave_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
-def test_a_lane_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, complain):
+def test_a_chunk_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"noise": {"kind": "none"}}))
     said = complain(
         [
             "run",
             tmp_path / "small.yaml",
             "client.actors=0",
-            "client.lane=1000000000000000",
+            "client.chunk=1000000000000000",
             "--out",
             tmp_path / "out",
         ],
@@ -439,7 +439,7 @@ WHOLE = {
     "data.clients=1.5e2": ("data.clients", 150),
     "selection.cohort=+.1e2": ("selection.cohort", 10),
     "local.batch=5e0": ("local.batch", 5),
-    "client.lane=4e0": ("client.lane", 4),
+    "client.chunk=4e0": ("client.chunk", 4),
     "client.actors=2.0": ("client.actors", 2),
     "evaluate.every=1e0": ("evaluate.every", 1),
     "local.lr=1e-1": ("local.lr", 0.1),

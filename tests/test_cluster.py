@@ -79,7 +79,7 @@ def cluster():
 def whole(tmp_path_factory):
     """The run in one process."""
     return run(
-        experiment(**HEAVY, client={"actors": 0, "way": "fused"}),
+        experiment(**HEAVY, client={"actors": 0, "backend": "fused"}),
         tmp_path_factory.mktemp("inline") / "out",
     )
 
@@ -174,7 +174,7 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
     config = tmp_path / "config.yaml"
     config.write_text(
         yaml.safe_dump(
-            experiment(**HEAVY, client={"actors": 3, "num_cpus": 1, "way": "fused"}).to_dict()
+            experiment(**HEAVY, client={"actors": 3, "num_cpus": 1, "backend": "fused"}).to_dict()
         )
     )
     process = start(config, tmp_path / "nodes", environment, "--address", "auto")
@@ -199,7 +199,7 @@ def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gi
     out = tmp_path / "out"
     config.write_text(
         yaml.safe_dump(
-            experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "way": "fused"}).to_dict()
+            experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "backend": "fused"}).to_dict()
         )
     )
     process = start(config, out, environment, "--address", "auto")
@@ -214,7 +214,7 @@ def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gi
         and len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
     )
 
-    resumed = run(experiment(**HEAVY, client={"actors": 0, "way": "fused"}), out, resume=True)
+    resumed = run(experiment(**HEAVY, client={"actors": 0, "backend": "fused"}), out, resume=True)
     assert (
         resumed.summary["rounds"] == HEAVY["rounds"]
         and resumed.summary["model_sha256"] == whole.summary["model_sha256"]

@@ -123,7 +123,7 @@ class Among(Clip):
         return bound / torch.clamp(norms.max(), min=bound).expand_as(norms)
 
 
-class OneWay(Clip):
+class OneBackend(Clip):
     """Sends something that its inverse does not know of."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
@@ -176,7 +176,7 @@ class Growing(Server):
 
 
 class Mixing(Local):
-    """A step along the mean over all clients of a lane."""
+    """A step along the mean over all clients of a chunk."""
 
     def step(self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Any) -> Any:
         return x - at.lr * gradient.mean(0, keepdim=True).expand_as(gradient), state
@@ -271,7 +271,7 @@ class Bragging(type(LAWS["fixed"])):
 class Undeclared(Probe):
     """Gives a column that it does not declare."""
 
-    def lane(self, sent: Any) -> dict[str, np.ndarray]:
+    def chunk(self, sent: Any) -> dict[str, np.ndarray]:
         return {"first": sent.vectors[:, 0].numpy().copy()}
 
 
@@ -389,7 +389,7 @@ LIARS = {
     Leaky: "bound",
     Endless: "bound",
     Among: "each alone",
-    OneWay: "inverse",
+    OneBackend: "inverse",
     Talkative: "answers",
     Collapsing: "adapt",
     Remembering: "no hidden state",
@@ -461,8 +461,12 @@ def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
     wide = ["data.shape=[60]", "data.classes=4"]
     found = check(path, wide)
     assert all(promise.kept for promise in found), render(found)
-    ways = next(promise.finding for promise in found if promise.name == "every way")
-    assert ways.startswith("a run takes ") and "vmap" in ways and "not convolutional" in ways
+    backends = next(promise.finding for promise in found if promise.name == "every backend")
+    assert (
+        backends.startswith("a run takes ")
+        and "vmap" in backends
+        and "not convolutional" in backends
+    )
     (broken,) = (promise for promise in check(path) if not promise.kept)
     assert broken.name == "fits" and "data.shape=[60]" in broken.finding
 

@@ -1,4 +1,4 @@
-"""Threads of this process that take lanes up: the same bits as one after another, whatever happens
+"""Threads of this process that take chunks up: the same bits as one after another, whatever happens
 in them, and only where it pays.
 """
 
@@ -28,7 +28,7 @@ from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.data_cache import Rows
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
-from raydpfl.simulation.scheduler import lanes
+from raydpfl.simulation.scheduler import chunks
 from raydpfl.simulation.thread_pool import Crew, Done, Pace
 from raydpfl.training.backends import vmap
 from raydpfl.training.validation import draws_torch
@@ -69,28 +69,28 @@ def several(monkeypatch):
 MLP = {
     **TINY,
     "model": {"kind": "mlp", "hidden": [3]},
-    "client": {"lane": 3, "way": "vmap"},
+    "client": {"chunk": 3, "backend": "vmap"},
     "evaluate": {"every": 2, "batch": 9},
     "rounds": 2,
 }
 OF_EACH = {"every": 2, "batch": 9, "validation": 0.2, "per_client": "accuracy"}
 SHARED = {
     "narrow cnn": {**METHODS["narrow cnn"], "evaluate": {"every": 2, "batch": 100}},
-    "bfloat16": {**MLP, "client": {"lane": 3, "way": "vmap", "precision": "bfloat16"}},
+    "bfloat16": {**MLP, "client": {"chunk": 3, "backend": "vmap", "precision": "bfloat16"}},
     "adam, loop": {
         **MLP,
         "local": {"kind": "adam", "steps": 3, "batch": 3},
-        "client": {"lane": 3, "way": "loop"},
+        "client": {"chunk": 3, "backend": "loop"},
     },
     "layerwise": {
         **MLP,
         "bounding": SAMPLE,
         "noise": STEPS,
-        "client": {"lane": 3, "way": "layerwise"},
+        "client": {"chunk": 3, "backend": "layerwise"},
     },
-    "fused, lanes joined": {
+    "fused, chunks joined": {
         **MLP,
-        "client": {"lane": 2, "way": "fused"},
+        "client": {"chunk": 2, "backend": "fused"},
         "measure": ["clients", "bounding"],
     },
     "clients remember": {
@@ -121,7 +121,7 @@ EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for n
 
 
 @pytest.mark.parametrize("method", EACH)
-def test_lanes_in_threads_have_the_bits_of_one_after_another(method, several, tmp_path):
+def test_chunks_in_threads_have_the_bits_of_one_after_another(method, several, tmp_path):
     plan = Plan.make(experiment(**SHARED[method]))
     alone = carried_out(plan, tmp_path / "alone")
     found = several()
@@ -141,14 +141,14 @@ def test_lanes_in_threads_have_the_bits_of_one_after_another(method, several, tm
 @pytest.fixture
 def broken(monkeypatch):
     """The rows of client 5 cannot be read."""
-    lane = Rows.lane
+    chunk = Rows.chunk
 
     def read(self, clients, *given, **more):
         if 5 in clients:
             raise ValueError("not today")
-        return lane(self, clients, *given, **more)
+        return chunk(self, clients, *given, **more)
 
-    monkeypatch.setattr(Rows, "lane", read)
+    monkeypatch.setattr(Rows, "chunk", read)
 
 
 FULL = {**MLP, "selection": {"kind": "full"}, "noise": {"kind": "none"}}
@@ -195,8 +195,8 @@ def test_threads_begin_with_the_largest_clients_before_anybody_knows_what_they_t
     several()
     pool = Inline(plan.experiment, str(plan.shards))
     sizes = np.arange(1, 13)
-    cut = lanes(Cohort.of(np.arange(12)), np.ones(12), sizes, 4)
-    assert [[lane.rows for lane in share] for share in pool.shares(cut)] == [[12], [8], [4]]
+    cut = chunks(Cohort.of(np.arange(12)), np.ones(12), sizes, 4)
+    assert [[chunk.rows for chunk in share] for share in pool.shares(cut)] == [[12], [8], [4]]
     pool.close()
 
 
@@ -228,12 +228,12 @@ def test_a_client_that_hangs_in_a_thread_is_named(several, tmp_path, monkeypatch
         twins.append(twin(self))
         return twins[-1]
 
-    def hangs(self, broadcast, work, lanes):
+    def hangs(self, broadcast, work, chunks):
         if self in twins:  # all but the first thread's
-            hung.append(lanes[0].clients[0])
+            hung.append(chunks[0].clients[0])
             self.progress.at(hung[-1])
             over.wait(60)
-        return train(self, broadcast, work, lanes)
+        return train(self, broadcast, work, chunks)
 
     monkeypatch.setattr(ClientActor, "train", hangs)
     monkeypatch.setattr(ClientActor, "twin", copied)
@@ -362,7 +362,7 @@ def test_code_of_the_users_own_and_draws_of_torchs_generator_stay_on_one_thread(
     monkeypatch.setattr("raydpfl.data.shards.MADE", 0)
     for kind, twins in (("synthetic", True), (f"{__name__}:Read", False)):
         data = {"kind": kind, "clients": 20, "samples": 9, "test_samples": 9}
-        plan = Plan.make(experiment(data=data, client={"way": "vmap"}))
+        plan = Plan.make(experiment(data=data, client={"backend": "vmap"}))
         client = ClientActor(plan.experiment, str(plan.shards))
         assert isinstance(client.shards, Made) and client.has_twins() == twins
 

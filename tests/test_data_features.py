@@ -64,7 +64,7 @@ def test_nothing_is_learnt_of_rows_that_are_held_out(validation, tmp_path):
     x = np.random.default_rng(0).normal(size=(60, 5)) * [1, 2, 3, 4, 5] + 7
     described = table(tmp_path, x, features={"kind": "pca", "components": 2})
     shards = Shards.open(prepare(described, 0, cache=tmp_path / "made", validation=validation))
-    columns, _, n = shards.lane(range(shards.clients), int(shards.sizes.max()))
+    columns, _, n = shards.chunk(range(shards.clients), int(shards.sizes.max()))
     left = np.concatenate([each[:count] for each, count in zip(columns, n, strict=True)])
     assert len(left) == shards.sizes.sum() < 60
     assert np.abs(left.mean(axis=0)).max() < 1e-6

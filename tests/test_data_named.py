@@ -155,7 +155,7 @@ def test_parquet_of_jpeg_images_is_a_table_and_its_own_column_can_name_the_clien
         pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet")
     keys = {"kind": "table", "train": "train.parquet", "test": "test.parquet"}
     opened = Shards.open(prepare(data.parse(keys | {"clients": 5}), 0, tmp_path))
-    x, y, _ = opened.lane(range(5), 6)
+    x, y, _ = opened.chunk(range(5), 6)
     assert opened.shape == (3, 32, 32) and opened.classes == 10 and opened.test_size == 12
     # JPEG keeps one tone to a level or two
     np.testing.assert_allclose(np.sort(x[..., 0, 7, 7].ravel()), tones / 255, atol=2 / 255)

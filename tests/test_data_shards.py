@@ -68,24 +68,24 @@ def synthetic(**keys):
     )
 
 
-def slow_lane(described, seed, clients, rows):
+def slow_chunk(described, seed, clients, rows):
     """The reference: row by row from the split, in float64."""
     split = described.split(seed, None)
     x = np.zeros((len(clients), rows, *split.shape))
     y = np.zeros((len(clients), rows))
     n = np.zeros(len(clients), np.int64)
-    for lane, client in enumerate(clients):
+    for chunk, client in enumerate(clients):
         if client >= 0:
             own_x, own_y = split.rows(client, client + 1)
-            n[lane] = len(own_y)
+            n[chunk] = len(own_y)
             for row in range(len(own_y)):
-                x[lane, row] = own_x[row].astype(np.float64)
-                y[lane, row] = own_y[row]
+                x[chunk, row] = own_x[row].astype(np.float64)
+                y[chunk, row] = own_y[row]
                 if own_x.dtype == np.uint8:
-                    x[lane, row] /= 255
+                    x[chunk, row] /= 255
                 for channel in range(len(split.mean)):
-                    x[lane, row, channel] = (
-                        x[lane, row, channel] - split.mean[channel]
+                    x[chunk, row, channel] = (
+                        x[chunk, row, channel] - split.mean[channel]
                     ) / split.std[channel]
     return x, y, n
 
@@ -101,12 +101,12 @@ def slow_lane(described, seed, clients, rows):
     ],
     ids=["scaled", "normalized", "principal", "synthetic", "regression"],
 )
-def test_a_lane_is_the_clients_rows_padded_with_zeros(described):
+def test_a_chunk_is_the_clients_rows_padded_with_zeros(described):
     opened = Shards.open(prepare(described, seed=5))
     rows = int(opened.sizes.max()) + 1
     clients = [3, -1, 39, 0, 3, 17]
-    x, y, n = opened.lane(clients, rows)
-    slow_x, slow_y, slow_n = slow_lane(described, 5, clients, rows)
+    x, y, n = opened.chunk(clients, rows)
+    slow_x, slow_y, slow_n = slow_chunk(described, 5, clients, rows)
     assert (
         x.dtype == np.float32
         and n.dtype == np.int64
@@ -166,14 +166,14 @@ def test_samples_that_clients_share_are_kept_once_and_read_as_the_clients_rows(
     picked = [None, None, *(np.sort(generator.permutation(120)[:40]) for _ in range(4))]
     room = Room()
     for some in (None, picked):
-        found = once.lane(clients, 125, some, room)
-        assert all(map(np.array_equal, found, each.lane(clients, 125, some)))
-    x, y, _ = slow_lane(described, 5, clients, 125)
-    np.testing.assert_allclose(once.lane(clients, 125)[0], x, atol=2e-6)
-    assert np.array_equal(once.lane(clients, 125)[1], y)
+        found = once.chunk(clients, 125, some, room)
+        assert all(map(np.array_equal, found, each.chunk(clients, 125, some)))
+    x, y, _ = slow_chunk(described, 5, clients, 125)
+    np.testing.assert_allclose(once.chunk(clients, 125)[0], x, atol=2e-6)
+    assert np.array_equal(once.chunk(clients, 125)[1], y)
     once.prefetch(np.arange(70), 120)
     once.release()
-    assert np.array_equal(once.lane([5], 120)[1], each.lane([5], 120)[1])
+    assert np.array_equal(once.chunk([5], 120)[1], each.chunk([5], 120)[1])
 
 
 def test_what_is_said_of_shared_samples_is_what_is_said_of_their_rows(repeated):
@@ -200,7 +200,7 @@ def test_shared_samples_that_are_held_out_are_those_of_the_rows(form, repeated):
     read = [np.concatenate([x for x, _ in s.validation(100)]) for s in (once, each)]
     assert np.array_equal(*read) and len(read[0]) == once.validation_size > 0
     for client in (0, 33):
-        assert all(map(np.array_equal, once.lane([client], 120), each.lane([client], 120)))
+        assert all(map(np.array_equal, once.chunk([client], 120), each.chunk([client], 120)))
 
 
 def test_shared_samples_take_the_room_of_the_samples_and_not_of_the_rows(repeated):
@@ -237,10 +237,10 @@ def test_targets_of_shared_samples_are_read_from_the_file_where_they_are_many(mo
     large = Shards.open(opened.folder)
     assert large._targets is None
     picked = [None, np.array([0, 7, 119])]
-    assert np.array_equal(opened.lane([1, 2], 120, picked)[1], large.lane([1, 2], 120, picked)[1])
+    assert np.array_equal(opened.chunk([1, 2], 120, picked)[1], large.chunk([1, 2], 120, picked)[1])
 
 
-def test_a_lane_normalizes_each_channel_by_its_own_constants(tmp_path):
+def test_a_chunk_normalizes_each_channel_by_its_own_constants(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "t.npz", image=images, label=np.arange(60) % 4)
     described = data.parse(
@@ -252,13 +252,13 @@ def test_a_lane_normalizes_each_channel_by_its_own_constants(tmp_path):
             "std": [0.2, 0.3, 0.4],
         }
     )
-    x, _, _ = Shards.open(prepare(described, 0)).lane([0, 4], 9)
-    np.testing.assert_allclose(x, slow_lane(described, 0, [0, 4], 9)[0], atol=5e-6)
+    x, _, _ = Shards.open(prepare(described, 0)).chunk([0, 4], 9)
+    np.testing.assert_allclose(x, slow_chunk(described, 0, [0, 4], 9)[0], atol=5e-6)
 
 
-def test_what_a_lane_and_a_test_batch_return_may_be_written_to():
+def test_what_a_chunk_and_a_test_batch_return_may_be_written_to():
     opened = Shards.open(prepare(synthetic(), seed=0))
-    for read in (lambda: opened.lane([0, 1], 30), lambda: next(opened.test(50))):
+    for read in (lambda: opened.chunk([0, 1], 30), lambda: next(opened.test(50))):
         first = [part.copy() for part in read()]
         for part in read():
             part += 1
@@ -267,9 +267,9 @@ def test_what_a_lane_and_a_test_batch_return_may_be_written_to():
         )
 
 
-def test_a_lane_that_is_too_short_is_refused():
+def test_a_chunk_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="client 2 has 30 samples, more than the 29 rows"):
-        Shards.open(prepare(synthetic(), seed=0)).lane([2, -1], 29)
+        Shards.open(prepare(synthetic(), seed=0)).chunk([2, -1], 29)
 
 
 @pytest.mark.parametrize("near", [100, shards.NEAR])
@@ -278,9 +278,9 @@ def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, mon
     monkeypatch.setattr(shards, "NEAR", near)
     opened = Shards.open(prepare(described, seed=5))
     clients = [3, -1, 0, 17, 5]
-    whole_x, whole_y, sizes = opened.lane(clients, int(opened.sizes.max()))
+    whole_x, whole_y, sizes = opened.chunk(clients, int(opened.sizes.max()))
     picked = [np.array([1, 4]), None, np.arange(sizes[2] - 1), None, np.array([sizes[4] - 1])]
-    x, y, n = opened.lane(clients, int(sizes.max()), picked)
+    x, y, n = opened.chunk(clients, int(sizes.max()), picked)
     assert n.tolist() == [2, 0, sizes[2] - 1, sizes[3], 1]
     for slot, rows in enumerate(picked):
         rows = np.arange(n[slot]) if rows is None else rows
@@ -291,30 +291,30 @@ def test_rows_that_are_picked_are_those_of_the_whole_client(described, near, mon
 
 
 @pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
-def test_a_room_gives_the_same_lane_whatever_was_in_it_before(described):
+def test_a_room_gives_the_same_chunk_whatever_was_in_it_before(described):
     opened = Shards.open(prepare(described, seed=5))
     rows = int(opened.sizes.max()) + 1
     room = Room()
     for clients in ([3, 4, 5, 6], [9, -1, 0], [-1, -1], list(range(12)), [17]):
-        expected = opened.lane(clients, rows)
-        for found, part in zip(opened.lane(clients, rows, room=room), expected, strict=True):
+        expected = opened.chunk(clients, rows)
+        for found, part in zip(opened.chunk(clients, rows, room=room), expected, strict=True):
             assert found.dtype == part.dtype and np.array_equal(found, part)
-        for part in opened.lane(clients, rows, room=room)[:2]:
+        for part in opened.chunk(clients, rows, room=room)[:2]:
             assert part.ctypes.data % shards.ALIGN == 0
             part[...] = 7
-    first, *_ = opened.lane([1, 2], rows, room=room)
-    again, *_ = opened.lane([3, 4], rows, room=room)
+    first, *_ = opened.chunk([1, 2], rows, room=room)
+    again, *_ = opened.chunk([3, 4], rows, room=room)
     assert np.shares_memory(first, again)
 
 
 @pytest.mark.parametrize("described", [mini(), synthetic()], ids=["pixels", "floats"])
-def test_several_lanes_read_at_once_are_those_read_one_by_one(described):
+def test_several_chunks_read_at_once_are_those_read_one_by_one(described):
     opened = Shards.open(prepare(described, seed=5))
     rows = int(opened.sizes.max())
-    lanes = [[3, 8, 19], [20, 21, -1], [5, 5, 6]]
-    x, y, n = opened.lane([client for lane in lanes for client in lane], rows)
-    for part, clients in zip(range(0, 9, 3), lanes, strict=True):
-        for found, expected in zip((x, y, n), opened.lane(clients, rows), strict=True):
+    chunks = [[3, 8, 19], [20, 21, -1], [5, 5, 6]]
+    x, y, n = opened.chunk([client for chunk in chunks for client in chunk], rows)
+    for part, clients in zip(range(0, 9, 3), chunks, strict=True):
+        for found, expected in zip((x, y, n), opened.chunk(clients, rows), strict=True):
             assert np.array_equal(found[part : part + 3], expected)
 
 
@@ -330,28 +330,28 @@ def test_rows_of_a_small_file_and_of_a_large_one_are_the_same(described, monkeyp
     picked[3] = np.array([0, 2])
     for more, padded in product((None, picked), (rows, 3 * rows)):  # these client by client
         for found, expected in zip(
-            small.lane(clients, padded, more), large.lane(clients, padded, more), strict=True
+            small.chunk(clients, padded, more), large.chunk(clients, padded, more), strict=True
         ):
             assert np.array_equal(found, expected)
     small.prefetch(np.array(clients), rows)
     small.release()  # its pages stay
-    assert np.array_equal(small.lane(clients, rows)[0], large.lane(clients, rows)[0])
+    assert np.array_equal(small.chunk(clients, rows)[0], large.chunk(clients, rows)[0])
 
 
 def test_clients_who_follow_one_another_in_the_file_are_read_at_once(large, plain, monkeypatch):
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     rows = int(opened.sizes.min())
     assert rows == opened.sizes.max()
-    expected = [opened.lane([client], rows)[0][0] for client in (4, 5, 6, 7, 9)]
+    expected = [opened.chunk([client], rows)[0][0] for client in (4, 5, 6, 7, 9)]
     read = os.preadv
     calls = []
     monkeypatch.setattr(os, "preadv", lambda *given: calls.append(given) or read(*given))
-    x, y, _ = opened.lane([4, 5, 6, 7, 9], rows)
+    x, y, _ = opened.chunk([4, 5, 6, 7, 9], rows)
     assert len(calls) == 2 and np.array_equal(x, expected)  # two runs of clients
     monkeypatch.setattr(shards, "TARGETS", 0)
     again = Shards.open(opened.folder)
     calls.clear()
-    x, read_y, _ = again.lane([4, 5, 6, 7, 9], rows)
+    x, read_y, _ = again.chunk([4, 5, 6, 7, 9], rows)
     assert len(calls) == 4 and np.array_equal(x, expected)  # x and y of both
     assert np.array_equal(y, read_y)
 
@@ -371,13 +371,13 @@ def test_compiled_code_reads_all_clients_at_once_and_what_is_read_one_by_one(
     calls = []
     read = native.read
     monkeypatch.setattr(native, "read", lambda *given: calls.append(given) or read(*given))
-    found = [opened.lane(clients, rows, some) for some in (None, picked)]
+    found = [opened.chunk(clients, rows, some) for some in (None, picked)]
     assert len(calls) == 4  # x and y of both
     monkeypatch.setattr(native, "library", lambda: None)
     for (x, y, n), some in zip(found, (None, picked), strict=True):
-        expected = opened.lane(clients, rows, some)
+        expected = opened.chunk(clients, rows, some)
         assert all(map(np.array_equal, (x, y, n), expected))
-        alone = slow_lane(described, 5, clients, rows)
+        alone = slow_chunk(described, 5, clients, rows)
         assert some or (np.allclose(x, alone[0], atol=2e-6) and np.array_equal(y, alone[1]))
 
 
@@ -385,10 +385,10 @@ def test_compiled_code_reads_all_clients_at_once_and_what_is_read_one_by_one(
 def test_a_file_that_was_cut_short_is_told(large):
     opened = Shards.open(prepare(synthetic(), seed=5))
     last = int(opened.sizes.nonzero()[0][-1])
-    opened.lane([last], 30)
+    opened.chunk([last], 30)
     os.truncate(opened.folder / "train.arrow", opened._at(0, np.array([last]), 240)[0] + 1)
     with pytest.raises(OSError, match=r"train\.arrow is cut short"):
-        opened.lane([0, last], 30)
+        opened.chunk([0, last], 30)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_clients_that_are_in_memory_are_not_asked_for(large, monkeypatch):
     opened = Shards.open(prepare(synthetic(sizes={"kind": "balanced"}), seed=5))
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: asked.append(given))
-    opened.lane([3, 4], int(opened.sizes.max()))
+    opened.chunk([3, 4], int(opened.sizes.max()))
     opened.prefetch(np.array([3, -1, 4]), 40)
     assert not asked
 
@@ -429,7 +429,7 @@ def test_clients_that_are_in_memory_are_not_asked_for(large, monkeypatch):
 
 def test_a_read_that_stops_short_goes_on(large, plain, monkeypatch):
     opened = Shards.open(prepare(synthetic(), seed=5))
-    x, y, _ = opened.lane([3, 7], 30)
+    x, y, _ = opened.chunk([3, 7], 30)
     read = os.preadv
     calls = []
 
@@ -438,11 +438,11 @@ def test_a_read_that_stops_short_goes_on(large, plain, monkeypatch):
         return read(descriptor, [buffers[0][:1001]], at)
 
     monkeypatch.setattr(os, "preadv", short)
-    again_x, again_y, _ = opened.lane([3, 7], 30)
+    again_x, again_y, _ = opened.chunk([3, 7], 30)
     assert np.array_equal(again_x, x) and np.array_equal(again_y, y) and len(calls) > 4
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(OSError, match=r"train\.arrow is cut short"):
-        opened.lane([3], 30)
+        opened.chunk([3], 30)
 
 
 def test_the_sum_of_the_shards_is_the_data_set():
@@ -518,8 +518,8 @@ def test_rows_that_are_made_are_those_that_would_be_written(iid, cache, request)
     picked = [np.arange(int(size))[::2] for size in made.sizes] + [None, np.array([0])]
     for opened in (made, pickle.loads(pickle.dumps(made))):
         for chosen in (None, picked):
-            found = opened.lane(clients, most, chosen, Room())
-            wanted = written.lane(clients, most, chosen)
+            found = opened.chunk(clients, most, chosen, Room())
+            wanted = written.chunk(clients, most, chosen)
             assert all(map(np.array_equal, found, wanted))
     for x, y in zip(made.test(64), written.test(64), strict=True):
         assert all(map(np.array_equal, x, y))
@@ -554,8 +554,8 @@ def test_data_that_no_disk_holds_are_made(monkeypatch):
     clients = 200_000
     described = synthetic(clients=clients, samples=400, test_samples=100)
     opened = Shards.open(prepare(described, seed=2))
-    found = opened.lane([clients - 1], 400)
-    assert all(map(np.array_equal, found, slow_lane(described, 2, [clients - 1], 400)))
+    found = opened.chunk([clients - 1], 400)
+    assert all(map(np.array_equal, found, slow_chunk(described, 2, [clients - 1], 400)))
     with pytest.raises(ConfigError, match="MB free"):
         prepare(described, seed=2, validation=0.5)
 
@@ -624,12 +624,12 @@ def test_targets_of_a_regression_are_kept_as_numbers(tmp_path):
         prepare(data.parse(keys | {"client": "who", "partition": {"kind": "natural"}}), 0)
     )
     opened.prefetch(np.array([0, -1, 2]), 1)
-    _, lane_y, n = opened.lane([2, 0], 8)
+    _, chunk_y, n = opened.chunk([2, 0], 8)
     assert opened.classes == 0 and "classes_per_client" not in opened.describe()
     for slot, client in enumerate((2, 0)):
         assert (
-            np.array_equal(lane_y[slot, : n[slot]], y[who == client].astype(np.float32))
-            and not lane_y[slot, n[slot] :].any()
+            np.array_equal(chunk_y[slot, : n[slot]], y[who == client].astype(np.float32))
+            and not chunk_y[slot, n[slot] :].any()
         )
     assert np.array_equal(
         np.concatenate([part for _, part in opened.test(7)]), y.astype(np.float32)
@@ -664,14 +664,14 @@ class Gaps(data.Data):
 
 def test_clients_without_samples_may_stand_anywhere():
     opened = Shards.open(prepare(Gaps(), 0))
-    expected_x, expected_y, expected_n = slow_lane(Gaps(), 0, [0, 1, 2, 3], 3)
-    x, y, n = opened.lane([0, 1, 2, 3], 3)
+    expected_x, expected_y, expected_n = slow_chunk(Gaps(), 0, [0, 1, 2, 3], 3)
+    x, y, n = opened.chunk([0, 1, 2, 3], 3)
     assert (
         np.array_equal(x, expected_x)
         and np.array_equal(y, expected_y)
         and n.tolist() == expected_n.tolist() == [0, 2, 0, 3]
     )
-    assert not any(part.any() for part in opened.lane([4], 3))
+    assert not any(part.any() for part in opened.chunk([4], 3))
 
 
 @pytest.mark.parametrize(
@@ -700,7 +700,7 @@ def test_shards_are_pickled_by_their_path():
     opened = Shards.open(prepare(mini(), seed=0))
     sent = pickle.dumps(opened)
     assert len(sent) < 1000 and np.array_equal(
-        pickle.loads(sent).lane([4], 4000)[0], opened.lane([4], 4000)[0]
+        pickle.loads(sent).chunk([4], 4000)[0], opened.chunk([4], 4000)[0]
     )
 
 
@@ -711,7 +711,7 @@ def test_reading_clients_and_releasing_pages_keep_the_process_small(large):
     process = psutil.Process()
     shared = process.memory_info().shared
     for start in range(0, 2000, 100):
-        opened.lane(range(start, start + 100), 100)
+        opened.chunk(range(start, start + 100), 100)
     assert process.memory_info().shared - shared < 3e6  # of 48 MB of rows
     first = next(opened.test(50))[0]
     assert sum(len(y) for _, y in opened.test(1000)) == 100_000
@@ -841,7 +841,7 @@ def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
     assert counts.shape == (7, 4)
     assert counts.sum(1).tolist() == opened.sizes.tolist()
     for client in range(7):
-        _, y, n = opened.lane([client], 210)
+        _, y, n = opened.chunk([client], 210)
         assert counts[client].tolist() == [int((y[0, : n[0]] == each).sum()) for each in range(4)]
 
 

@@ -97,13 +97,13 @@ def apart(tmp_path_factory):
 
 def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, tmp_path):
     environment, hidden, theirs = apart
-    first = run(experiment(client={"actors": 0, "way": "fused"}), tmp_path / "first")
+    first = run(experiment(client={"actors": 0, "backend": "fused"}), tmp_path / "first")
     weights = hidden / "start.safetensors"
     shutil.copy(Path(first.out) / "model.safetensors", weights)
     told = {"model": {"kind": "softmax", "init": str(weights)}}
-    alone = run(experiment(**told, client={"actors": 0, "way": "fused"}), tmp_path / "alone")
+    alone = run(experiment(**told, client={"actors": 0, "backend": "fused"}), tmp_path / "alone")
     config = hidden / "config.yaml"
-    client = {"actors": 2, "num_cpus": 1, "way": "fused"}
+    client = {"actors": 2, "num_cpus": 1, "backend": "fused"}
     config.write_text(experiment(**told, client=client).to_yaml())
     command = [sys.executable, "-m", "raydpfl", "run", str(config), "--address", "auto"]
     command += ["--out", str(hidden / "out")]
@@ -125,7 +125,7 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     data = {"kind": "table", "train": str(hidden / "table.npz"), "x": ["x"], "y": "y"}
     tree = experiment(data={**data, "clients": 10}, selection={"cohort": 5}).to_dict()
     tree["local"]["lr"] = {"grid": [0.05]}
-    tree["client"] |= {"actors": 0, "way": "fused"}
+    tree["client"] |= {"actors": 0, "backend": "fused"}
     tree["sweep"] = {"cpus": 2}  # which the head has not
     config = hidden / "sweep.yaml"
     config.write_text(yaml.safe_dump(tree))

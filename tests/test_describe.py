@@ -482,7 +482,7 @@ def test_data_of_another_task_are_other_data(tmp_path):
     kinds = {}
     for task in ("classification", "regression"):
         shards = Shards.open(data.prepare(data.parse({**keys, "task": task}), 0, tmp_path))
-        kinds[shards.folder] = shards.lane([0], 60)[1].dtype
+        kinds[shards.folder] = shards.chunk([0], 60)[1].dtype
     assert list(kinds.values()) == [np.int64, np.float32]
 
 

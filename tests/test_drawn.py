@@ -263,9 +263,9 @@ def test_noise_of_the_server_that_is_not_what_was_accounted_for_ends_the_run(how
 @pytest.mark.parametrize(
     "how", ["declared", "none", "decays", "less after 8", "one for all", "one client", "again"]
 )
-@pytest.mark.parametrize("way", ["noop", "auto"])
-def test_noise_of_clients_that_is_not_what_was_accounted_for_ends_the_run(how, way, tmp_path):
-    client = {**TINY["client"], "way": way}
+@pytest.mark.parametrize("backend", ["noop", "auto"])
+def test_noise_of_clients_that_is_not_what_was_accounted_for_ends_the_run(how, backend, tmp_path):
+    client = {**TINY["client"], "backend": backend}
     with pytest.raises(RunError, match=r"noise\.kind .*OfClients.* in round \d+.* accounted for"):
         looked(
             "OfClients", tmp_path, 40, how=how, multiplier=2.0, placement="client", client=client

@@ -84,7 +84,7 @@ class Hangs(nn.Module):
 def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monkeypatch):
     (tmp_path / "hangs_in_actors.py").write_text(HANGS.format(here=os.getpid()))
     monkeypatch.syspath_prepend(str(tmp_path))
-    client = {"actors": 1, "timeout": 1.0, "way": "loop"}
+    client = {"actors": 1, "timeout": 1.0, "backend": "loop"}
     hanging = experiment(model={"kind": "hangs_in_actors:Hangs"}, client=client)
     with pytest.raises(
         RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs"
@@ -119,7 +119,7 @@ def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_pa
     monkeypatch.setattr("raydpfl.models.builder.FORWARD", 2.0)
     sleeping = experiment(
         model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}},
-        client={"timeout": 3.0, "way": "loop"},
+        client={"timeout": 3.0, "backend": "loop"},
     )
     said = {
         2: "TimeoutError",

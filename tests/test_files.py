@@ -42,7 +42,7 @@ def table(root: Path, fill: float, name: str = "t.npz", **keys) -> data.Data:
 
 
 def values(folder: Path) -> set[float]:
-    return set(np.unique(Shards.open(folder).lane([0, 1], 20)[0]).tolist()) - {0.0}
+    return set(np.unique(Shards.open(folder).chunk([0, 1], 20)[0]).tolist()) - {0.0}
 
 
 def small() -> data.Data:

@@ -57,9 +57,9 @@ def test_a_command_that_is_forked_finds_what_a_started_one_does(session, interru
     }
     file = tmp_path / "about.py"
     file.write_text(ABOUT)
-    ways = [["-c", ABOUT], [str(file)], ["-m", "about"]]
-    for way in ways:
-        command = [sys.executable, *way, "a", "-b"]
+    backends = [["-c", ABOUT], [str(file)], ["-m", "about"]]
+    for backend in backends:
+        command = [sys.executable, *backend, "a", "-b"]
         expected = said(command, subprocess.Popen, **options)
         assert said(command, forks.Popen, **options) == expected
         assert not expected[0] and "given" in expected[1]

@@ -55,7 +55,7 @@ SEEN = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not SEEN, reason="needs a GPU that torch can use")
 needs_none = pytest.mark.skipif(SEEN, reason="pretends a GPU where there is none")
 CLUSTER = Client(actors=2, num_gpus=1.0)
-GPU = {"actors": 0, "num_gpus": 1.0, "lane": 8}
+GPU = {"actors": 0, "num_gpus": 1.0, "chunk": 8}
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ CAPS = {
     # noise for every step, of which there are many
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
     "validation": {"waits": 1.5, "copies": 5.5},
-    "no client of a lane has rows": {"waits": 1.5, "copies": 4.5},  # lanes of two
-    # lanes of four that join no others
+    "no client of a chunk has rows": {"waits": 1.5, "copies": 4.5},  # chunks of two
+    # chunks of four that join no others
     "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
     "power of choice, noised losses": ASKED,
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
@@ -132,7 +132,7 @@ QUICK = ("clip", "vmap")
 EVERY = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name, method in METHODS.items()
-    if method.get("client", {}).get("way") != "compiled"  # is for the CPU
+    if method.get("client", {}).get("backend") != "compiled"  # is for the CPU
     and "precision" not in method.get("client", {})  # of a device; a pretended one has none
 ]
 
@@ -165,11 +165,11 @@ def test_the_path_to_a_gpu_gives_the_bits_of_the_cpu_and_seldom_waits(
 
 
 @needs_none
-def test_a_lane_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, monkeypatch):
+def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, monkeypatch):
     """For the losses and the norms of all its clients, for faults, for the sum and its range; what
     the model and an evaluation take is not counted by clients either.
     """
-    plan = on_gpu(client={"lane": 20}, evaluate={"every": 9})
+    plan = on_gpu(client={"chunk": 20}, evaluate={"every": 9})
     with device.settings_kept(), pretended(monkeypatch) as counts:
         numbers_of(plan, tmp_path)
     rounds = plan.experiment.rounds
@@ -194,8 +194,8 @@ def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
     contribute = ClientActor._contribute
 
-    def waiting(self, tally, lane, block):
-        vectors = contribute(self, tally, lane, block)
+    def waiting(self, tally, chunk, block):
+        vectors = contribute(self, tally, chunk, block)
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         return vectors
@@ -228,19 +228,19 @@ EVERY_MODEL = [
 ]
 
 
-def lane_of(name: str, clip: float | None, there: str) -> np.ndarray:
-    """What two clients of a model come to there, by the way that a GPU takes."""
+def chunk_of(name: str, clip: float | None, there: str) -> np.ndarray:
+    """What two clients of a model come to there, by the backend that a GPU takes."""
     tokens = name in ("char_lstm", "transformer", "adapters")
     of = form((6,), 5, tokens=11) if tokens else form((1, 16, 16))
     module = models.build(models.parse(MODELS[name]), of, 0)
     rule = Sgd(steps=2, batch=4, lr=0.1)
-    way = resolve(module, rule, 6, of, clip=clip, gpu=True)
-    trainer = Trainer(module, rule, way=way, seed=0, device=there, clip=clip, task=of.task)
+    backend = resolve(module, rule, 6, of, clip=clip, gpu=True)
+    trainer = Trainer(module, rule, backend=backend, seed=0, device=there, clip=clip, task=of.task)
     drawn = stream(0, Purpose.DATA)
     x = of.inputs(12, drawn).view(2, 6, *of.shape)
     y = of.task.made_up(drawn, 12, of.outputs).view(2, 6)
     sizes = {"t": 0, "clients": [0, 1], "draws": [0, 0]}
-    blocks = trainer.lane(models.trained(module), x, y, [6, 5], **sizes)
+    blocks = trainer.chunk(models.trained(module), x, y, [6, 5], **sizes)
     return torch.cat([block.updates.cpu() for block in blocks]).numpy()
 
 
@@ -252,10 +252,10 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 @needs_none
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_trains_on_a_gpu_by_what_is_deterministic_there(name, clip, monkeypatch):
-    expected = lane_of(name, clip, "cpu")
+    expected = chunk_of(name, clip, "cpu")
     with device.settings_kept(), pretended(monkeypatch):
         device.settle(torch.device("cuda"), 1.0)
-        found = lane_of(name, clip, "cuda")
+        found = chunk_of(name, clip, "cuda")
     assert apart(found, expected) <= 1e-6
 
 
@@ -319,9 +319,9 @@ class Attentive(nn.Module):
 @pytest.mark.parametrize(
     "clip", [{"kind": "none"}, pytest.param(SAMPLE, marks=pytest.mark.slow, id="samples")]
 )
-def test_a_lane_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
+def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
     sections = {"model": {"kind": f"{__name__}:Attentive"}, "rounds": 2, "bounding": clip}
-    plan = on_gpu(**sections, noise={"kind": "none"}, client={"way": "vmap"})
+    plan = on_gpu(**sections, noise={"kind": "none"}, client={"backend": "vmap"})
     with device.settings_kept(), pretended(monkeypatch):
         found = numbers_of(plan, tmp_path / "gpu")
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -354,7 +354,7 @@ def small_memory(monkeypatch, most: int) -> list[int]:
     """A device whose memory holds the training of so many clients at once; the widths that were
     tried. What an attempt had in memory must be gone when the next one begins.
     """
-    lane = engine.Trainer.lane
+    chunk = engine.Trainer.chunk
     widths = []
     held = []
 
@@ -365,20 +365,20 @@ def small_memory(monkeypatch, most: int) -> list[int]:
         held.append(weakref.ref(memory))
         if len(sizes) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        yield from lane(self, parameters, x, y, sizes, **named)
+        yield from chunk(self, parameters, x, y, sizes, **named)
 
-    monkeypatch.setattr(engine.Trainer, "lane", limited)
+    monkeypatch.setattr(engine.Trainer, "chunk", limited)
     return widths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fused", "vmap"])
-def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blamed(
-    way, tmp_path, monkeypatch
+@pytest.mark.parametrize("backend", ["fused", "vmap"])
+def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blamed(
+    backend, tmp_path, monkeypatch
 ):
     if SEEN:
         pytest.skip("pretends a GPU where there is none")
-    plan = on_gpu(client={"way": way, "on_error": "drop"})
+    plan = on_gpu(client={"backend": backend, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch):
         widths = small_memory(monkeypatch, 3)
@@ -391,7 +391,7 @@ def test_where_memory_is_short_half_a_lane_trains_at_once_and_no_client_is_blame
 def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_none(
     gpu, tmp_path, monkeypatch
 ):
-    plan = on_gpu(client={"on_error": "drop", "way": "fused"})
+    plan = on_gpu(client={"on_error": "drop", "backend": "fused"})
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     small_memory(monkeypatch, 1)
@@ -426,8 +426,8 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
 
 @needs_none
 @pytest.mark.parametrize("held", [True, False])
-def test_rows_that_a_gpu_cannot_keep_go_there_lane_by_lane(held, tmp_path, monkeypatch):
-    plan = on_gpu(local={"steps": 2, "batch": 4}, client={"lane": 20})
+def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, monkeypatch):
+    plan = on_gpu(local={"steps": 2, "batch": 4}, client={"chunk": 20})
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.settings_kept(), pretended(monkeypatch):
         if not held:
@@ -435,8 +435,8 @@ def test_rows_that_a_gpu_cannot_keep_go_there_lane_by_lane(held, tmp_path, monke
         found = numbers_of(plan, tmp_path / "gpu")
         shards = Shards.open(plan.shards)
         rows = Resident(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
-        x, y, sizes = rows.lane([3, -1, 5], 180, [np.array([2, 7]), None, None])
-        read = rows.shards.lane([3, -1, 5], 180, [np.array([2, 7]), None, None])
+        x, y, sizes = rows.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
+        read = rows.shards.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         assert ("_stored" in vars(rows)) == held
         given = (x.cpu().numpy(), y.cpu().numpy(), sizes)
     assert np.array_equal(found, expected)
@@ -444,7 +444,7 @@ def test_rows_that_a_gpu_cannot_keep_go_there_lane_by_lane(held, tmp_path, monke
 
 
 @needs_none
-def test_noise_is_drawn_by_a_thread_while_a_lane_trains(tmp_path, monkeypatch):
+def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
     threads = set()
     draw = ClientActor._draw
 
@@ -483,12 +483,12 @@ def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
 
 def test_a_gpu_trains_a_whole_cohort_at_once_and_convolutions_by_vmap(gpu):
     small = {"model": {"kind": "cnn", "width": 0.25}, "local": {"steps": 1, "batch": 4}}
-    of_gpu = Plan.make(experiment(**small, client={"num_gpus": 1, "lane": "auto"})).experiment
-    assert (of_gpu.client.way, of_gpu.client.lane) == ("vmap", 20)
-    of_cpu = Plan.make(experiment(**small, client={"lane": "auto"})).experiment
-    assert (of_cpu.client.way, of_cpu.client.lane) == ("convolutional", 1)
-    share = {"num_gpus": 0.01, "lane": "auto"}  # 86 MB
-    assert 2 <= Plan.make(experiment(**small, client=share)).experiment.client.lane < 20
+    of_gpu = Plan.make(experiment(**small, client={"num_gpus": 1, "chunk": "auto"})).experiment
+    assert (of_gpu.client.backend, of_gpu.client.chunk) == ("vmap", 20)
+    of_cpu = Plan.make(experiment(**small, client={"chunk": "auto"})).experiment
+    assert (of_cpu.client.backend, of_cpu.client.chunk) == ("convolutional", 1)
+    share = {"num_gpus": 0.01, "chunk": "auto"}  # 86 MB
+    assert 2 <= Plan.make(experiment(**small, client=share)).experiment.client.chunk < 20
 
 
 def test_on_the_cpu_a_lack_of_memory_is_what_it_was():
@@ -558,11 +558,11 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     shards = coordinator.pool.client.shards
-    lane = shards.lane
+    chunk = shards.chunk
     monkeypatch.setattr(
         type(shards),
-        "lane",
-        lambda self, *given, **named: spoilt(*lane(*given, **named), given[0] == 7),
+        "chunk",
+        lambda self, *given, **named: spoilt(*chunk(*given, **named), given[0] == 7),
     )
 
     def spoilt(x, y, sizes, of):
@@ -583,9 +583,9 @@ def test_a_row_that_is_trained_on_apart_from_the_run_is_looked_at_too(gpu, monke
     scored = {"validation": 0.2, "per_client": "accuracy", "fine_tune": tune}
     plan = on_gpu(evaluate=scored)
     client = ClientActor(plan.experiment, str(plan.shards))
-    lane = Shards.lane
+    chunk = Shards.chunk
     spoil = lambda x, y, sizes: (x, y + 10, sizes)  # noqa: E731
-    monkeypatch.setattr(Shards, "lane", lambda *given, **named: spoil(*lane(*given, **named)))
+    monkeypatch.setattr(Shards, "chunk", lambda *given, **named: spoil(*chunk(*given, **named)))
     every = range(len(client.evaluator.batches))
     with pytest.raises(IndexError, match=r"Target 1\d is out of bounds: they are"):
         client.evaluator.evaluate(np.zeros(plan.d, np.float32), 1, every, {})
@@ -879,7 +879,7 @@ def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
 
 @needs_gpu
 @pytest.mark.parametrize("method", ["clip", "DPSCAFFOLD", "per-sample clipping, cnn", "cnn, loop"])
-def test_however_lanes_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
+def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
     plan = on_gpu(**METHODS[method])
     with device.settings_kept():
         inline = numbers_of(plan, tmp_path / "inline")
@@ -901,8 +901,8 @@ def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
 
 
 @needs_gpu
-def test_a_gpu_without_memory_for_a_lane_trains_its_halves(tmp_path, monkeypatch):
-    plan = on_gpu(client={"way": "fused", "on_error": "drop"})
+def test_a_gpu_without_memory_for_a_chunk_trains_its_halves(tmp_path, monkeypatch):
+    plan = on_gpu(client={"backend": "fused", "on_error": "drop"})
     with device.settings_kept():
         expected = numbers_of(plan, tmp_path / "whole")
         widths = small_memory(monkeypatch, 4)
@@ -915,9 +915,9 @@ def test_a_gpu_without_memory_for_a_lane_trains_its_halves(tmp_path, monkeypatch
 def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rounding(name, clip):
     with device.settings_kept():
         device.settle(torch.device("cuda"), 1.0)
-        found = lane_of(name, clip, "cuda")
-        assert np.array_equal(lane_of(name, clip, "cuda"), found)
-    assert apart(found, lane_of(name, clip, "cpu")) <= 1e-3
+        found = chunk_of(name, clip, "cuda")
+        assert np.array_equal(chunk_of(name, clip, "cuda"), found)
+    assert apart(found, chunk_of(name, clip, "cpu")) <= 1e-3
 
 
 @needs_gpu

@@ -167,7 +167,7 @@ def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_
     for _ in range(5):
         steps = []
         for client, n in enumerate(shards.sizes.tolist()):
-            x, y, _ = shards.lane([client], n)
+            x, y, _ = shards.chunk([client], n)
             outputs = module(torch.from_numpy(x[0]).double())
             loss = torch.nn.functional.cross_entropy(outputs, torch.from_numpy(y[0]))
             gradients = torch.autograd.grad(loss, module.parameters())

@@ -70,11 +70,11 @@ assert gc.isenabled() and gc.get_freeze_count() > 100_000  # as in the command
 experiment, shards, d = pickle.load(open(sys.argv[1], "rb"))
 client = ClientActor(experiment, shards)
 import numpy as np
-from raydpfl.core.messages import Broadcast, Grid, Lane, Work
+from raydpfl.core.messages import Broadcast, Grid, Chunk, Work
 
 model = np.zeros(d, np.float32)
-lane = Lane(np.arange(8), np.zeros(8, int), np.ones(8), int(client.shards.sizes.max()))
-result = client.train(Broadcast(model), Work(0, 0, 1, 1.0, 0.5, Grid.of(8, 1.0, 0.5)), [lane])
+chunk = Chunk(np.arange(8), np.zeros(8, int), np.ones(8), int(client.shards.sizes.max()))
+result = client.train(Broadcast(model), Work(0, 0, 1, 1.0, 0.5, Grid.of(8, 1.0, 0.5)), [chunk])
 assert len(result.columns["norm"]) == 8
 assert client.evaluate(model, 0, [0], {})[0].rows == "test"
 print(json.dumps(sorted(sys.modules)))

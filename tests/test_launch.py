@@ -97,10 +97,10 @@ STATES = ("clip", "scaffold, clipped and noised", "banded noise", "adaptive clip
     ("method", "looks"),
     [(STATES[0], looks) for looks in (0, 1, 2, 3, 4, 7, 20)] + [(each, 4) for each in STATES[1:]],
 )
-def test_lanes_that_others_take_over_in_the_midst_of_a_round_give_the_same_bits(
+def test_chunks_that_others_take_over_in_the_midst_of_a_round_give_the_same_bits(
     method, looks, tmp_path
 ):
-    plan = Plan.make(experiment(**METHODS[method], client={"lane": 4}))
+    plan = Plan.make(experiment(**METHODS[method], client={"chunk": 4}))
     asked = []
 
     def others():
@@ -223,18 +223,18 @@ def test_a_short_run_starts_no_ray_and_its_summary_says_so(tmp_path, monkeypatch
 
 @pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 @pytest.mark.parametrize(
-    ("way", "reason"), [("compiled", launcher.NO_GAIN), ("vmap", launcher.SHORT)]
+    ("backend", "reason"), [("compiled", launcher.NO_GAIN), ("vmap", launcher.SHORT)]
 )
-def test_no_ray_is_started_for_what_trains_in_threads_here(way, reason, tmp_path, monkeypatch):
+def test_no_ray_is_started_for_what_trains_in_threads_here(backend, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "cores", lambda: 2)
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     begun = []
     monkeypatch.setattr(Places, "_begin", lambda places, what: begun.append(what))
-    found = run(experiment(client={**AUTO, "way": way}), tmp_path / "out")
+    found = run(experiment(client={**AUTO, "backend": backend}), tmp_path / "out")
     native.use(1)
     assert found.summary["ray"]["why_not"] == reason
-    assert len(begun) == (way == "vmap")  # what looks whether Ray would pay
+    assert len(begun) == (backend == "vmap")  # what looks whether Ray would pay
 
 
 def test_no_ray_is_started_once_threads_of_python_are_known_to_gain(tmp_path, monkeypatch):
@@ -244,8 +244,8 @@ def test_no_ray_is_started_once_threads_of_python_are_known_to_gain(tmp_path, mo
     for name in ("SURE", "SHORT", "FREE"):  # the first piece tells
         monkeypatch.setattr(Pace, name, 0.0)
     monkeypatch.setattr(Places, "_when_it_pays", lambda places: None)
-    found = run(experiment(client={**AUTO, "way": "vmap"}), tmp_path / "out")
-    alone = run(experiment(client={"actors": 0, "way": "vmap"}), tmp_path / "alone")
+    found = run(experiment(client={**AUTO, "backend": "vmap"}), tmp_path / "out")
+    alone = run(experiment(client={"actors": 0, "backend": "vmap"}), tmp_path / "alone")
     assert found.summary["ray"]["why_not"] == launcher.NO_GAIN
     assert found.summary["model_sha256"] == alone.summary["model_sha256"]
 

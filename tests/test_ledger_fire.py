@@ -47,7 +47,7 @@ EXPERIMENT = {
     "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5},
     "server": {"kind": "momentum"},
     "privacy": {"accountants": ["rdp"]},
-    "client": {"actors": 0, "lane": 3, "way": "fused"},
+    "client": {"actors": 0, "chunk": 3, "backend": "fused"},
     "measure": [],
 }
 

@@ -1,4 +1,4 @@
-"""Local training: every way against a plain loop of nn.Module and torch.optim.SGD, and every
+"""Local training: every backend against a plain loop of nn.Module and torch.optim.SGD, and every
 client's bits against its neighbours'.
 """
 
@@ -31,7 +31,7 @@ from raydpfl.methods.local import FAMILY, Adam, Local, Scaffold, Sgd
 from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, process_settings, validation
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import base as way_module
+from raydpfl.training.backends import base as backend_module
 from raydpfl.training.backends import compiled as compiled_module
 from raydpfl.training.backends import fused
 from raydpfl.training.backends.compiled import Compiled
@@ -177,8 +177,8 @@ SPANS = ("compiled", "sample_space")  # the first layer in the span of the rows
 STACKS = ["softmax", "softmax without bias", "mlp", "deep mlp", "functional"]
 PAIRS = [
     *(
-        (way, name)
-        for way in ("sample_space", "sample_space, picking rows", "fused")
+        (backend, name)
+        for backend in ("sample_space", "sample_space, picking rows", "fused")
         for name in STACKS
     ),
     *(("compiled", name) for name in (*STACKS[:-1], "relu mlp")),
@@ -298,18 +298,20 @@ def each(blocks):
     return [client for block in blocks for client in block.clients()]
 
 
-def train(way, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t=2, seed=4, **more):
-    way, _, picking = way.partition(", ")
+def train(
+    backend, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, t=2, seed=4, **more
+):
+    backend, _, picking = backend.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
-        # as in a lane too large to be worth taking whole, its updates formed one by one
+        # as in a chunk too large to be worth taking whole, its updates formed one by one
         if picking:
             patch.setattr(fused, "PICK", -1)
-            patch.setattr(way_module, "BLOCK", 1)
-        trainer = Trainer(module, local, way=way, seed=seed, task=task_of(y))
-        lane = trainer.lane(
+            patch.setattr(backend_module, "BLOCK", 1)
+        trainer = Trainer(module, local, backend=backend, seed=seed, task=task_of(y))
+        chunk = trainer.chunk(
             models.flatten(module), x, y, sizes, t=t, clients=clients, draws=draws, **more
         )
-        return {slot: (delta, loss) for block in lane for slot, delta, loss in block.clients()}
+        return {slot: (delta, loss) for block in chunk for slot, delta, loss in block.clients()}
 
 
 def given(name: str, method: str, regression: bool) -> tuple:
@@ -323,7 +325,7 @@ def given(name: str, method: str, regression: bool) -> tuple:
 
 @cache
 def by_the_plain_loop(name: str, method: str, regression: bool) -> dict:
-    """The update and loss of each client by the book, which every way is compared with."""
+    """The update and loss of each client by the book, which every backend is compared with."""
     module, x, y, corrections = given(name, method, regression)
     local = METHODS[method]
     index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
@@ -335,10 +337,10 @@ def by_the_plain_loop(name: str, method: str, regression: bool) -> dict:
     return found
 
 
-def check_against_the_plain_loop(way, name, method, regression=False):
+def check_against_the_plain_loop(backend, name, method, regression=False):
     module, x, y, corrections = given(name, method, regression)
     before = models.flatten(module)
-    got = train(way, module, METHODS[method], x, y, corrections=corrections)
+    got = train(backend, module, METHODS[method], x, y, corrections=corrections)
     assert torch.equal(models.flatten(module), before)
     assert list(got) == [0, 1, 2, 4]
     for slot, (delta, loss) in got.items():
@@ -350,31 +352,31 @@ def check_against_the_plain_loop(way, name, method, regression=False):
 
 
 @pytest.mark.parametrize(
-    "way,name,method",
+    "backend,name,method",
     [
-        (way, name, method)
-        for way, name in PAIRS
+        (backend, name, method)
+        for backend, name in PAIRS
         for method in LOCALS
-        if name == HARDEST[way] or method in HARD
+        if name == HARDEST[backend] or method in HARD
     ],
 )
-def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(way, name, method):
-    check_against_the_plain_loop(way, name, method)
+def test_every_way_does_what_the_plain_loop_with_an_optimizer_does(backend, name, method):
+    check_against_the_plain_loop(backend, name, method)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way,name", PAIRS)
-def test_every_way_does_regression_as_the_plain_loop_does(way, name):
+@pytest.mark.parametrize("backend,name", PAIRS)
+def test_every_way_does_regression_as_the_plain_loop_does(backend, name):
     for method in ("plain", "full gradient", "proximal and all"):
-        check_against_the_plain_loop(way, name, method, regression=True)
+        check_against_the_plain_loop(backend, name, method, regression=True)
 
 
 @pytest.mark.parametrize("method", CORRECTED)
 @pytest.mark.parametrize(
-    "way,name", [(way, name) for way, name in PAIRS if not way.startswith(SPANS)]
+    "backend,name", [(backend, name) for backend, name in PAIRS if not backend.startswith(SPANS)]
 )
-def test_every_way_that_takes_corrections_adds_them_to_every_gradient(way, name, method):
-    check_against_the_plain_loop(way, name, method)
+def test_every_way_that_takes_corrections_adds_them_to_every_gradient(backend, name, method):
+    check_against_the_plain_loop(backend, name, method)
 
 
 def put(rows, into, slot):
@@ -385,12 +387,12 @@ def put(rows, into, slot):
     return placed
 
 
-def check_bits_in_and_out_of_company(way, module, local, corrects=False, regression=False):
+def check_bits_in_and_out_of_company(backend, module, local, corrects=False, regression=False):
     x, y = rows(regression=regression)
     d = models.parameter_count(module)
     corrections = corrected(SIZES, d) if corrects else None
-    together = train(way, module, local, x, y, corrections=corrections)
-    again = train(way, module, local, x, y, corrections=corrections)
+    together = train(backend, module, local, x, y, corrections=corrections)
+    again = train(backend, module, local, x, y, corrections=corrections)
     zeros = torch.zeros_like(x), torch.zeros_like(y)
     others = rows(sizes=[13] * 5, seed=9, regression=regression)
     for slot, (delta, loss) in together.items():
@@ -404,39 +406,41 @@ def check_bits_in_and_out_of_company(way, module, local, corrects=False, regress
             none = theirs = {}
         sizes = np.where(keep, SIZES, 0)
         members = np.where(keep, CLIENTS, -1)
-        alone = train(way, module, local, *put((x, y), zeros, slot), sizes, members, **none)
+        alone = train(backend, module, local, *put((x, y), zeros, slot), sizes, members, **none)
         sizes = np.where(keep, SIZES, 13)
         members = np.where(keep, CLIENTS, np.arange(40, 45))
-        lane = put((x, y), others, slot)
-        among = train(way, module, local, *lane, sizes, members, DRAWS, **theirs)
+        chunk = put((x, y), others, slot)
+        among = train(backend, module, local, *chunk, sizes, members, DRAWS, **theirs)
         assert list(alone) == [slot]
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way,name", PAIRS)
-def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
+@pytest.mark.parametrize("backend,name", PAIRS)
+def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(backend, name):
     some = ("both", "full gradient")
-    for method in (*some, "epochs", "proximal and all") if name == HARDEST[way] else some:
-        check_bits_in_and_out_of_company(way, made(name), LOCALS[method])
+    for method in (*some, "epochs", "proximal and all") if name == HARDEST[backend] else some:
+        check_bits_in_and_out_of_company(backend, made(name), LOCALS[method])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way,name", PAIRS)
-def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_corrections(way, name):
-    check_bits_in_and_out_of_company(way, made(name, outputs=1), LOCALS["both"], regression=True)
-    if not way.startswith(SPANS):
-        check_bits_in_and_out_of_company(way, made(name), CORRECTED["all"], corrects=True)
+@pytest.mark.parametrize("backend,name", PAIRS)
+def test_a_clients_bits_depend_on_no_other_slot_in_regression_or_with_corrections(backend, name):
+    check_bits_in_and_out_of_company(
+        backend, made(name, outputs=1), LOCALS["both"], regression=True
+    )
+    if not backend.startswith(SPANS):
+        check_bits_in_and_out_of_company(backend, made(name), CORRECTED["all"], corrects=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind,n,batch,steps", [("softmax", 20, 10, 20), ("mlp", 31, 16, 6), ("mlp", 37, 16, 3)]
 )
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop"])
 def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memory(
-    way, kind, n, batch, steps
+    backend, kind, n, batch, steps
 ):
     module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
     local = Sgd(steps=steps, batch=batch, lr=0.1, weight_decay=1e-4)
@@ -448,12 +452,14 @@ def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memor
     for shift in (0, 1, 5, 12):
         x = memory[shift : shift + 8 * n * 784].reshape(8, n, 1, 28, 28)
         x[:] = np.random.default_rng(1).random(x.shape, dtype=np.float32)
-        for slot, (delta, _) in train(way, module, local, x, y, sizes, range(8), [0] * 8).items():
+        for slot, (delta, _) in train(
+            backend, module, local, x, y, sizes, range(8), [0] * 8
+        ).items():
             bits[slot].add(delta.numpy().tobytes())
     for slot in (0, 2, 7):
         clients = np.where(np.arange(8) == slot, np.arange(8), -1)
         bits[slot].add(
-            train(way, module, local, x, y, np.where(clients < 0, 0, sizes), clients, [0] * 8)[
+            train(backend, module, local, x, y, np.where(clients < 0, 0, sizes), clients, [0] * 8)[
                 slot
             ][0]
             .numpy()
@@ -504,25 +510,25 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     torch.testing.assert_close(together[2][0], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
-def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(way, monkeypatch):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
+def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(backend, monkeypatch):
     module = made("relu mlp")
     d = models.parameter_count(module)
-    for each_module in (way_module, compiled_module):
+    for each_module in (backend_module, compiled_module):
         monkeypatch.setattr(each_module, "BLOCK", 3 * d)
     clients = [9, 5, 5, 7, 3, -1, 2]
     sizes = [13, 0, 7, 0, 7, 0, 0]  # some clients without rows: within a block, first and last
     x, y = rows([13, 13, 13, 13, 13, 13, 13])
-    trainer = Trainer(module, LOCALS["plain"], way=way, seed=4)
+    trainer = Trainer(module, LOCALS["plain"], backend=backend, seed=4)
     name = {"t": 2, "clients": clients, "draws": [0, 0, 1, 0, 0, 0, 0]}
-    blocks = list(trainer.lane(models.flatten(module), x, y, sizes, **name))
+    blocks = list(trainer.chunk(models.flatten(module), x, y, sizes, **name))
     assert [slot for slot, _, _ in each(blocks)] == [0, 1, 2, 3, 4, 6]
-    assert max(len(block.slots) for block in blocks) == (1 if way == "loop" else 3)
+    assert max(len(block.slots) for block in blocks) == (1 if backend == "loop" else 3)
     for block in blocks:
         assert block.updates.shape == (len(block.slots), d) and block.losses.dtype == np.float64
     for slot, update, loss in each(blocks):
         assert np.isnan(loss) == (sizes[slot] == 0)
-        assert bool(update.any()) == (sizes[slot] > 0 and way != "noop")
+        assert bool(update.any()) == (sizes[slot] > 0 and backend != "noop")
 
 
 MERGED = {
@@ -535,12 +541,14 @@ MERGED = {
 
 
 @pytest.mark.parametrize("method", ["plain", "both", "corrected", "clipped"])
-@pytest.mark.parametrize("way,name", [(way, name) for way in MERGED for name in MERGED[way]])
-def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
+@pytest.mark.parametrize(
+    "backend,name", [(backend, name) for backend in MERGED for name in MERGED[backend]]
+)
+def test_chunks_trained_together_have_the_bits_of_each_alone(backend, name, method):
     more = {}
-    clip = 0.5 if method == "clipped" and way not in SPANS else None
+    clip = 0.5 if method == "clipped" and backend not in SPANS else None
     local = LOCALS["plain" if method == "plain" else "both"]
-    if way not in SPANS and method == "corrected":
+    if backend not in SPANS and method == "corrected":
         local = CORRECTED["all"]
     if clip is not None:
         more["stds"] = np.linspace(0.0, 0.1, 12)
@@ -550,7 +558,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
     clients = [5, 6, -1, 7, 8, 9, 9, 10, 11, 12, 30, 31]
     draws = [0] * 6 + [1] + [0] * 5
     x, y = rows(sizes)
-    trainer = Trainer(module, local, way=way, seed=4, clip=clip)
+    trainer = Trainer(module, local, backend=backend, seed=4, clip=clip)
     assert trainer.together(4, 13, 36) > 100
     if local.corrects:
         more["corrections"] = corrected(clients, d)
@@ -559,7 +567,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
         clipped = np.zeros(slots.stop - slots.start)
         parts = {key: part[slots] for key, part in more.items()}
         blocks = list(
-            trainer.lane(
+            trainer.chunk(
                 models.flatten(module), x[slots], y[slots], sizes[slots], t=2, width=width,
                 clients=clients[slots], draws=draws[slots], clipped=clipped, **parts,
             )
@@ -578,11 +586,11 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, name, method):
         np.testing.assert_equal(one, other)
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap"])
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap"])
 @pytest.mark.parametrize("kind,batch", [("softmax", 10), ("softmax", 3), ("mlp", 10)])
-def test_lanes_of_images_trained_together_have_the_bits_of_each_alone(way, kind, batch):
+def test_chunks_of_images_trained_together_have_the_bits_of_each_alone(backend, kind, batch):
     module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
-    trainer = Trainer(module, Sgd(steps=3, batch=batch, weight_decay=1e-4), way=way, seed=1)
+    trainer = Trainer(module, Sgd(steps=3, batch=batch, weight_decay=1e-4), backend=backend, seed=1)
     generator = np.random.default_rng(0)
     x = generator.random((75, 20, 1, 28, 28), dtype=np.float32)
     y = generator.integers(10, size=(75, 20))
@@ -591,76 +599,76 @@ def test_lanes_of_images_trained_together_have_the_bits_of_each_alone(way, kind,
         everyone = np.arange(75)[slots]
         name = {"t": 0, "clients": everyone, "draws": np.zeros_like(everyone), "width": width}
         sizes = np.where(everyone % 7, 20, 17)
-        blocks = trainer.lane(models.flatten(module), x[slots], y[slots], sizes, **name)
+        blocks = trainer.chunk(models.flatten(module), x[slots], y[slots], sizes, **name)
         return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
 
     apart = [trained(slice(first, first + 25), None) for first in (0, 25, 50)]
-    assert trained(slice(0, 75), 25) == [delta for lane in apart for delta in lane]
+    assert trained(slice(0, 75), 25) == [delta for chunk in apart for delta in chunk]
 
 
-def test_ways_that_train_one_by_one_or_convolve_train_every_lane_by_itself():
-    for way, name in (("loop", "mlp"), ("vmap", "cnn")):
-        assert Trainer(made(name), Sgd(), way=way, seed=0).together(4, 13, 36) == 1
-    trainer = Trainer(made("softmax"), Sgd(), way="sample_space", seed=0)
-    # of a lane's size alone, and never none
+def test_backends_that_train_one_by_one_or_convolve_train_every_chunk_by_itself():
+    for backend, name in (("loop", "mlp"), ("vmap", "cnn")):
+        assert Trainer(made(name), Sgd(), backend=backend, seed=0).together(4, 13, 36) == 1
+    trainer = Trainer(made("softmax"), Sgd(), backend="sample_space", seed=0)
+    # of a chunk's size alone, and never none
     assert trainer.together(25, 12, 36) > trainer.together(50, 12, 36) > 1
     assert trainer.together(25, 100_000, 36) == 1
-    # nor where a product would begin at another place than in a lane of its own
+    # nor where a product would begin at another place than in a chunk of its own
     assert trainer.together(25, 13, 36) == 1
 
 
 def test_an_update_that_is_handed_out_is_not_written_to_again():
     module = made("relu mlp")
     x, y = rows()
-    for way in ("compiled", "sample_space", "fused", "vmap", "loop", "noop"):
-        trainer = Trainer(module, LOCALS["plain"], way=way, seed=0)
-        lane = dict(t=0, clients=CLIENTS, draws=DRAWS)
+    for backend in ("compiled", "sample_space", "fused", "vmap", "loop", "noop"):
+        trainer = Trainer(module, LOCALS["plain"], backend=backend, seed=0)
+        chunk = dict(t=0, clients=CLIENTS, draws=DRAWS)
         held = [
-            block.updates for block in trainer.lane(models.flatten(module), x, y, SIZES, **lane)
+            block.updates for block in trainer.chunk(models.flatten(module), x, y, SIZES, **chunk)
         ]
         copies = [delta.clone() for delta in held]
-        list(trainer.lane(models.flatten(module) * 2, x, y, SIZES, **lane))
+        list(trainer.chunk(models.flatten(module) * 2, x, y, SIZES, **chunk))
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
-def test_a_diverged_client_shows_it_and_spares_the_others(way):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop"])
+def test_a_diverged_client_shows_it_and_spares_the_others(backend):
     module = made("relu mlp")
     x, y = rows()
-    healthy = train(way, module, LOCALS["plain"], x, y)
+    healthy = train(backend, module, LOCALS["plain"], x, y)
     x[2, 0] = float("inf")
     local = LOCALS["plain"].model_copy(update={"batch": "full"})
-    assert not torch.isfinite(train(way, module, local, x, y)[2][0]).all()
-    sick = train(way, module, LOCALS["plain"], x, y)
+    assert not torch.isfinite(train(backend, module, local, x, y)[2][0]).all()
+    sick = train(backend, module, LOCALS["plain"], x, y)
     assert all(torch.equal(healthy[slot][0], sick[slot][0]) for slot in (0, 1, 4))
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
-def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(way):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop"])
+def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(backend):
     local = Sgd(steps=50, batch=4, lr=1e9, weight_decay=1e-3)
     assert not any(
         torch.isfinite(delta).all()
-        for delta, _ in train(way, made("softmax"), local, *rows()).values()
+        for delta, _ in train(backend, made("softmax"), local, *rows()).values()
     )
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
-def test_a_client_without_rows_sends_nothing(way):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop", "noop"])
+def test_a_client_without_rows_sends_nothing(backend):
     module = made("relu mlp")
     x, y = rows()
-    got = train(way, module, LOCALS["both"], x, y, clients=[2, 5, 5, 7, 30])
+    got = train(backend, module, LOCALS["both"], x, y, clients=[2, 5, 5, 7, 30])
     assert list(got) == [0, 1, 2, 3, 4]
     assert torch.equal(got[3][0], torch.zeros(models.parameter_count(module))) and np.isnan(
         got[3][1]
     )
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
-def test_a_label_that_the_model_does_not_know_is_an_error(way):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop"])
+def test_a_label_that_the_model_does_not_know_is_an_error(backend):
     x, y = rows()
     y[0, 3] = CLASSES
     with pytest.raises((RuntimeError, IndexError)):
-        train(way, made("relu mlp"), LOCALS["full gradient"], x, y)
+        train(backend, made("relu mlp"), LOCALS["full gradient"], x, y)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -764,11 +772,11 @@ def test_rows_whose_numbers_take_more_bits_are_shuffled_all_the_same(sampling, m
 
 
 # ------------------------------------------------------------------------------------------------
-# which way
+# which backend
 
 
-@pytest.mark.parametrize("way", ["compiled", "sample_space", "fused", "vmap", "loop"])
-def test_rows_that_no_batch_takes_are_not_needed(way):
+@pytest.mark.parametrize("backend", ["compiled", "sample_space", "fused", "vmap", "loop"])
+def test_rows_that_no_batch_takes_are_not_needed(backend):
     sizes = np.array([40, 0, 12, 13, 7])
     clients = [5, -1, 6, 7, 8]
     draws = [0] * 5
@@ -780,7 +788,7 @@ def test_rows_that_no_batch_takes_are_not_needed(way):
     x = torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1))
     y = torch.arange(200).view(5, 40) % CLASSES
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 9), nn.ReLU(), nn.Linear(9, CLASSES))
-    trainer = Trainer(module, local, way=way, seed=4)
+    trainer = Trainer(module, local, backend=backend, seed=4)
     parameters = models.flatten(module)
     name = {"t": 2, "clients": clients, "draws": draws}
     index, batch_sizes = batches(4, sizes=sizes, local=local, rows=12, **name)
@@ -797,8 +805,8 @@ def test_rows_that_no_batch_takes_are_not_needed(way):
         few.append(len(some))
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
     drawn = places, batch_sizes, local.step_counts(sizes)
-    whole = trainer.lane(parameters, x, y, sizes, **name)
-    ours = trainer.lane(parameters, few_x, few_y, few, **name, drawn=drawn)
+    whole = trainer.chunk(parameters, x, y, sizes, **name)
+    ours = trainer.chunk(parameters, few_x, few_y, few, **name, drawn=drawn)
     for (_, delta, loss), (_, our_delta, our_loss) in zip(each(whole), each(ours), strict=True):
         torch.testing.assert_close(our_delta, delta, atol=1e-6, rtol=0)
         assert our_loss == pytest.approx(loss, abs=1e-6) and delta.norm() > 0.01
@@ -967,8 +975,8 @@ def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
         stack(module)
     local = LOCALS["both"]
     x, y = rows(sizes=[13] * 5)
-    way = resolve(module, local, 13, form(SHAPE))
-    got = train(way, module, local, x, y, [13] * 5, range(5), [0] * 5)
+    backend = resolve(module, local, 13, form(SHAPE))
+    got = train(backend, module, local, x, y, [13] * 5, range(5), [0] * 5)
     index, _ = batches(4, 2, range(5), [0] * 5, [13] * 5, local)
     if kind != "dropout":
         for slot, (delta, _) in got.items():
@@ -990,19 +998,21 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module,way",
+    "module,backend",
     [(Mixing(), "compiled"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
 )
 def test_a_way_that_would_train_a_module_wrongly_is_given_up_for_the_loop_and_says_so(
-    module, way, caplog
+    module, backend, caplog
 ):
     with caplog.at_level(logging.WARNING, "raydpfl"):
         assert resolve(module, Sgd(steps=1), 20, form(SHAPE)) == "loop"
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
-        f"clients are trained by the loop, one at a time, which is slow: {way} does not fit"
+        f"clients are trained by the loop, one at a time, which is slow: {backend} does not fit"
     )
-    for each in {way, "fused" if isinstance(module, Mixing) else way}:
-        with pytest.raises(ConfigError, match=rf"client\.way = '{each}': expected auto or loop"):
+    for each in {backend, "fused" if isinstance(module, Mixing) else backend}:
+        with pytest.raises(
+            ConfigError, match=rf"client\.backend = '{each}': expected auto or loop"
+        ):
             resolve(module, Sgd(), 20, form(SHAPE), each)
 
 
@@ -1061,7 +1071,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module,local,way,why,faster",
+    "module,local,backend,why,faster",
     [
         (OTHERS["dropout"], Sgd(), "auto", "vmap does not fit", "a model without dropout"),
         (Scanned, Sgd(), "auto", "LSTM is recurrent", "a model without recurrent layers"),
@@ -1075,33 +1085,39 @@ class Normed(nn.Module):
         ),
         (Noised, Sgd(), "auto", "the module draws from np.random", "a module that draws nothing"),
         (lambda: made("mlp"), Trained(), "auto", "a train of one's own", "a step in its place"),
-        (lambda: made("mlp"), Sgd(), "loop", "client.way asks for it", "client.way=auto, which tr"),
+        (
+            lambda: made("mlp"),
+            Sgd(),
+            "loop",
+            "client.backend asks for it",
+            "client.backend=auto, which tr",
+        ),
         (Normed, Sgd(), "auto", "buffers of the model are clients' own", "without BatchNorm"),
     ],
 )
 def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
-    module, local, way, why, faster, caplog
+    module, local, backend, why, faster, caplog
 ):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(module(), local, 20, form(SHAPE), way) == "loop"
+        assert resolve(module(), local, 20, form(SHAPE), backend) == "loop"
     (said,) = caplog.messages
     assert re.search(rf"trained by the loop, one at a time.*{why}.*; faster: .*{faster}", said)
 
 
 @pytest.mark.parametrize("name", ["mlp", "leaky mlp", "residual", "cnn"])
 def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
-    def skewed(self, parameters, lane):
-        for block in self.straight(parameters, lane):
+    def skewed(self, parameters, chunk):
+        for block in self.straight(parameters, chunk):
             yield replace(block, updates=block.updates * 1.01)
 
-    for way in (Compiled, Fused, SampleSpace, Vmap, Convolutional):
-        monkeypatch.setattr(way, "straight", way.run, raising=False)
-        monkeypatch.setattr(way, "run", skewed)
+    for backend in (Compiled, Fused, SampleSpace, Vmap, Convolutional):
+        monkeypatch.setattr(backend, "straight", backend.run, raising=False)
+        monkeypatch.setattr(backend, "run", skewed)
     assert resolve(made(name), Sgd(), 20, form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize(
-    "kind,shape,rows,local,way",
+    "kind,shape,rows,local,backend",
     [
         ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "compiled"),
         ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "compiled"),
@@ -1116,28 +1132,28 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, monkeypatch):
     ],
 )
 def test_the_way_follows_from_the_architecture_and_the_shapes(
-    kind, shape, rows, local, way, caplog
+    kind, shape, rows, local, backend, caplog
 ):
     module = models.build(models.parse({"kind": kind}), form(shape), seed=0)
-    assert resolve(module, local, rows, form(shape)) == way
+    assert resolve(module, local, rows, form(shape)) == backend
     assert not caplog.messages
     assert resolve(module, local, rows, form(shape), "loop") == "loop"
 
 
-@pytest.mark.parametrize("way", [Fused, SampleSpace, Vmap])
-def test_a_way_that_leaves_out_the_proximal_term_is_noticed(way, monkeypatch):
-    def without(self, parameters, lane):
+@pytest.mark.parametrize("backend", [Fused, SampleSpace, Vmap])
+def test_a_way_that_leaves_out_the_proximal_term_is_noticed(backend, monkeypatch):
+    def without(self, parameters, chunk):
         self.local = self.local.model_copy(update={"proximal": 0.0})
-        return straight(self, parameters, lane)
+        return straight(self, parameters, chunk)
 
-    straight = way.run
-    module = made("residual" if way is Vmap else "leaky mlp")
-    local = Sgd(steps=20 if way is SampleSpace else 1, proximal=0.1)
+    straight = backend.run
+    module = made("residual" if backend is Vmap else "leaky mlp")
+    local = Sgd(steps=20 if backend is SampleSpace else 1, proximal=0.1)
     assert (
         resolve(module, local, 20, form(SHAPE))
-        == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[way]
+        == {Fused: "fused", SampleSpace: "sample_space", Vmap: "vmap"}[backend]
     )
-    monkeypatch.setattr(way, "run", without)
+    monkeypatch.setattr(backend, "run", without)
     assert resolve(module, local, 20, form(SHAPE)) == "loop"
 
 
@@ -1161,9 +1177,9 @@ def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_
         seen.append(given)
         return steps(*given)
 
-    def asked(module, local=None, way="fused", clip=None):
+    def asked(module, local=None, backend="fused", clip=None):
         before = len(seen)
-        backend_check.mismatch(module, local or Sgd(), form(SHAPE), way, clip, known)
+        backend_check.mismatch(module, local or Sgd(), form(SHAPE), backend, clip, known)
         return len(seen) > before
 
     class Own(nn.Sequential):
@@ -1181,38 +1197,42 @@ def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_
     with torch.no_grad():
         next(other.parameters())[0, 0] += 1e-6
     assert asked(other)
-    assert asked(made("mlp"), Sgd(lr=0.2)) and asked(made("mlp"), way="vmap")
+    assert asked(made("mlp"), Sgd(lr=0.2)) and asked(made("mlp"), backend="vmap")
     assert asked(made("mlp"), clip=1.0) and not asked(made("mlp"), clip=1.0)
     assert all(asked(Own()) for _ in range(2))
     # what does not fit, however often
-    assert all(asked(OTHERS["batch norm"](), way="vmap") for _ in range(2))
+    assert all(asked(OTHERS["batch norm"](), backend="vmap") for _ in range(2))
 
 
-@pytest.mark.parametrize("way", [Fused, Vmap])
-def test_a_way_that_leaves_out_corrections_is_noticed(way, monkeypatch):
-    straight = way.run
-    module = made("residual" if way is Vmap else "mlp")
-    assert resolve(module, Scaffold(), 20, form(SHAPE)) == {Fused: "fused", Vmap: "vmap"}[way]
+@pytest.mark.parametrize("backend", [Fused, Vmap])
+def test_a_way_that_leaves_out_corrections_is_noticed(backend, monkeypatch):
+    straight = backend.run
+    module = made("residual" if backend is Vmap else "mlp")
+    assert resolve(module, Scaffold(), 20, form(SHAPE)) == {Fused: "fused", Vmap: "vmap"}[backend]
     monkeypatch.setattr(
-        way,
+        backend,
         "run",
-        lambda self, parameters, lane: straight(self, parameters, replace(lane, corrections=None)),
+        lambda self, parameters, chunk: straight(
+            self, parameters, replace(chunk, corrections=None)
+        ),
     )
     assert resolve(module, Scaffold(), 20, form(SHAPE)) == "loop"
 
 
-@pytest.mark.parametrize("way", [Fused, Vmap])
-def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(way, monkeypatch):
-    straight = way.run
-    module = made("residual" if way is Vmap else "leaky mlp", outputs=1)
+@pytest.mark.parametrize("backend", [Fused, Vmap])
+def test_a_way_that_is_slightly_wrong_in_regression_is_noticed(backend, monkeypatch):
+    straight = backend.run
+    module = made("residual" if backend is Vmap else "leaky mlp", outputs=1)
     assert (
         resolve(module, Sgd(steps=1), 20, form(SHAPE, 0, "regression"))
-        == {Fused: "fused", Vmap: "vmap"}[way]
+        == {Fused: "fused", Vmap: "vmap"}[backend]
     )
     monkeypatch.setattr(
-        way,
+        backend,
         "run",
-        lambda self, parameters, lane: straight(self, parameters, replace(lane, y=lane.y * 1.01)),
+        lambda self, parameters, chunk: straight(
+            self, parameters, replace(chunk, y=chunk.y * 1.01)
+        ),
     )
     assert resolve(module, Sgd(steps=1), 20, form(SHAPE, 0, "regression")) == "loop"
 
@@ -1225,16 +1245,16 @@ def test_corrections_are_never_trained_in_sample_space():
     )
     for refused in (
         lambda: resolve(module, Scaffold(), 20, form(SHAPE), "sample_space"),
-        lambda: Trainer(module, Scaffold(), way="sample_space", seed=0),
+        lambda: Trainer(module, Scaffold(), backend="sample_space", seed=0),
     ):
         with pytest.raises(
             ConfigError,
-            match=r"client\.way = 'sample_space': expected auto or one of fused, "
+            match=r"client\.backend = 'sample_space': expected auto or one of fused, "
             r"convolutional, one_batch, "
             r"vmap, loop",
         ):
             refused()
-    with pytest.raises(ValueError, match="this way adds no corrections"):
+    with pytest.raises(ValueError, match="this backend adds no corrections"):
         train(
             "sample_space",
             module,
@@ -1246,27 +1266,26 @@ def test_corrections_are_never_trained_in_sample_space():
         train("fused", module, Scaffold(), *rows())
 
 
-@pytest.mark.parametrize("way", ["sample_space"])
-def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(way):
+@pytest.mark.parametrize("backend", ["sample_space"])
+def test_a_way_that_clips_no_samples_is_refused_where_each_is_to_be_clipped(backend):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = '{way}': expected auto or one of .*\(local\.kind sgd: {way} "
-        rf"cannot do "
-        rf"clipping of each sample\)",
+        match=rf"client\.backend = '{backend}': expected auto or one of .*"
+        rf"\(local\.kind sgd: {backend} cannot do clipping of each sample\)",
     ):
-        Trainer(made("softmax"), Sgd(), way=way, seed=0, clip=1.0)
-    with pytest.raises(ConfigError, match=rf"client\.way = '{way}'"):
-        resolve(made("softmax"), Sgd(), 20, form(SHAPE), way, clip=1.0)
+        Trainer(made("softmax"), Sgd(), backend=backend, seed=0, clip=1.0)
+    with pytest.raises(ConfigError, match=rf"client\.backend = '{backend}'"):
+        resolve(made("softmax"), Sgd(), 20, form(SHAPE), backend, clip=1.0)
 
 
-@pytest.mark.parametrize("way", ["fused", "loop"])
-def test_noise_on_gradients_that_nothing_bounds_is_refused(way):
+@pytest.mark.parametrize("backend", ["fused", "loop"])
+def test_noise_on_gradients_that_nothing_bounds_is_refused(backend):
     with pytest.raises(ValueError, match="clipped per sample"):
-        train(way, made("softmax"), Sgd(), *rows(), stds=np.ones(5))
+        train(backend, made("softmax"), Sgd(), *rows(), stds=np.ones(5))
 
 
-@pytest.mark.parametrize("way", ["auto", "sample_space", "fused", "vmap", "loop"])
-def test_regression_needs_a_module_with_an_output_for_each_target(way):
+@pytest.mark.parametrize("backend", ["auto", "sample_space", "fused", "vmap", "loop"])
+def test_regression_needs_a_module_with_an_output_for_each_target(backend):
     for name in ("mlp", "residual"):
         with pytest.raises(
             ConfigError,
@@ -1274,16 +1293,16 @@ def test_regression_needs_a_module_with_an_output_for_each_target(way):
             r"sample of outputs "
             r"\[4, 4\] \(RuntimeError",
         ):
-            resolve(made(name), Sgd(), 20, form(SHAPE, 0, "regression"), way)
-    if way != "auto":
+            resolve(made(name), Sgd(), 20, form(SHAPE, 0, "regression"), backend)
+    if backend != "auto":
         with pytest.raises(RuntimeError):
-            train(way, made("mlp"), Sgd(), *rows(regression=True))
+            train(backend, made("mlp"), Sgd(), *rows(regression=True))
 
 
 def test_an_unknown_way_is_refused_by_name():
     with pytest.raises(
         ConfigError,
-        match=r"client\.way = 'lopo': expected auto or one of compiled, sample_space, fused",
+        match=r"client\.backend = 'lopo': expected auto or one of compiled, sample_space, fused",
     ):
         resolve(made("mlp"), Sgd(), 20, form(SHAPE), "lopo")
 
@@ -1319,15 +1338,15 @@ def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
         np.testing.assert_allclose(shared, own.mean(axis=0), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
-def test_a_clients_variate_is_the_mean_of_its_gradients(way):
+@pytest.mark.parametrize("backend", ["fused", "vmap", "loop"])
+def test_a_clients_variate_is_the_mean_of_its_gradients(backend):
     module = made("mlp")
     local = Scaffold(steps=1, batch="full", lr=0.2)
     x, y = rows()
     d = models.parameter_count(module)
     own = corrected([1] * 5, d, seed=1).double()
     shared = corrected([1], d, seed=2)[0].double()
-    got = train(way, module, local, x, y, corrections=local.correction(known(own, shared, 1.0)))
+    got = train(backend, module, local, x, y, corrections=local.correction(known(own, shared, 1.0)))
     for slot, (delta, _) in got.items():
         loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
         gradient = torch.cat(
@@ -1339,8 +1358,8 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fused", "loop"])
-def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(way):
+@pytest.mark.parametrize("backend", ["fused", "loop"])
+def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(backend):
     """Linear regression on rows of another law at each client, full gradients, full participation,
     many local steps.
     """
@@ -1355,7 +1374,7 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
     everyone = dict(clients=range(4), draws=[0] * 4)
 
     def trained(local: Sgd) -> torch.Tensor:
-        trainer = Trainer(module, local, way=way, seed=0, task=task_of(y))
+        trainer = Trainer(module, local, backend=backend, seed=0, task=task_of(y))
         model = torch.zeros(3, dtype=torch.float64)
         own = torch.zeros(4, 3, dtype=torch.float64)
         state = {"c": np.zeros(3)}
@@ -1363,7 +1382,7 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
             lr = local.learning_rate(t)
             view = known(own, torch.from_numpy(state["c"]), lr)
             more = {"corrections": local.correction(view)}
-            blocks = trainer.lane(model, x, y, [8] * 4, t=t, **everyone, **more)
+            blocks = trainer.chunk(model, x, y, [8] * 4, t=t, **everyone, **more)
             sent = torch.cat([block.updates for block in blocks]).double()
             if local.remembers:
                 own = local.remember(sent, view)
@@ -1389,17 +1408,17 @@ if sys.argv[1] == "tuned":
     waste = [torch.rand(100_003) for _ in range(7)]
 torch.manual_seed(int(sys.argv[2]))
 linear = ("compiled", "sample_space", "fused", "vmap")
-for kind, ways in {"softmax": linear, "mlp": linear, "cnn": ("convolutional", "loop")}.items():
+for kind, backends in {"softmax": linear, "mlp": linear, "cnn": ("convolutional", "loop")}.items():
     module = models.build(models.parse({"kind": kind}), form, seed=0)
     generator = np.random.default_rng(0)
     x = generator.random((3, 13, 1, 28, 28), dtype=np.float32)
     y = generator.integers(0, 10, (3, 13))
     who = {"t": 0, "clients": [1, 2, 3], "draws": [0, 0, 0]}
-    for way in ways:
-        trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), way=way, seed=1)
-        lane = trainer.lane(models.flatten(module), x, y, [13, 7, 13], **who)
-        updates = b"".join(block.updates.numpy().tobytes() for block in lane)
-        print(way, hashlib.sha256(updates).hexdigest())
+    for backend in backends:
+        trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), backend=backend, seed=1)
+        chunk = trainer.chunk(models.flatten(module), x, y, [13, 7, 13], **who)
+        updates = b"".join(block.updates.numpy().tobytes() for block in chunk)
+        print(backend, hashlib.sha256(updates).hexdigest())
 """
 
 
@@ -1450,7 +1469,7 @@ def test_a_batch_by_share_is_that_share_of_every_clients_rows(share):
     assert (np.diff(found) >= 0).all()
     assert np.abs(found - share * sizes)[round(1 / share) :].max(initial=0) <= 0.5 + 1e-9
     assert [local.batch_size(rows) for rows in (1, 60, 199)] == found[[1, 60, 199]].tolist()
-    # a lane is as wide as the largest batch of those that may be in it
+    # a chunk is as wide as the largest batch of those that may be in it
     assert local.batch_size(int(local.rows_used(sizes).max())) == found.max()
 
 

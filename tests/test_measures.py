@@ -256,7 +256,7 @@ def softmax_loss(w: np.ndarray, shards: Shards, clients: list[int]) -> tuple[flo
     gradient = 0.01 * w
     rows = sum(int(shards.sizes[i]) for i in clients)
     for i in clients:
-        x, y, n = shards.lane([i], int(shards.sizes[i]))
+        x, y, n = shards.chunk([i], int(shards.sizes[i]))
         x = x[0].astype(float)
         y = y[0]
         z = x @ weight.T + bias
@@ -337,8 +337,8 @@ class DrawnLabels:
     def __getattr__(self, name):
         return getattr(self.shards, name)
 
-    def lane(self, clients, rows):
-        x, _, n = self.shards.lane(clients, rows)
+    def chunk(self, clients, rows):
+        x, _, n = self.shards.chunk(clients, rows)
         drawn = [np.random.default_rng([self.seed, i]).integers(3, size=rows) for i in clients]
         return x, np.array(drawn), n
 
@@ -354,7 +354,7 @@ def test_clients_without_a_minimum_are_left_out_and_counted(features, bias):
     found = heterogeneity_of(module, task, shards, models.flatten(module).numpy())
     exist = []
     for client, n in enumerate(shards.sizes.tolist()):
-        x, y, _ = shards.lane([client], n)
+        x, y, _ = shards.chunk([client], n)
         rows = np.hstack([x[0], np.ones((n, int(bias)))]).astype(float)
         exist.append(has_minimum(rows, y[0], 3))
     rows = found["clients"]
@@ -389,7 +389,7 @@ STEPPED = {
 
 def rows_of(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     """All rows of all clients, in float64."""
-    every = [shards.lane([i], int(n)) for i, n in enumerate(shards.sizes)]
+    every = [shards.chunk([i], int(n)) for i, n in enumerate(shards.sizes)]
     x = np.concatenate([each[0][0] for each in every]).astype(float)
     return x, np.concatenate([each[1][0] for each in every]).astype(float)
 

@@ -157,7 +157,7 @@ def dpnfl_client(plan: Plan, shards: Shards, client: int, bound: float, std: flo
     """The local steps of a client in round 0, float32 [d], sample by sample."""
     e = plan.experiment
     n = int(shards.sizes[client])
-    x, y, _ = shards.lane([client], n)
+    x, y, _ = shards.chunk([client], n)
     x = torch.from_numpy(x[0])
     y = torch.from_numpy(y[0])
     index, _ = batches(e.seed, 0, [client], [0], [n], e.local)
@@ -192,7 +192,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
         rounds=1,
         data={"clients": 300, "sizes": {"kind": "spread"}},
         selection={"cohort": 5},
-        client={"way": "fused"},  # which draws the noise on all weights for every client
+        client={"backend": "fused"},  # which draws the noise on all weights for every client
     )
     result = run(plain, tmp_path / "out")
     plan = Plan.make(plain)
@@ -404,7 +404,7 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
     candidates = chosen.selection.exposed(chosen.seed, 0, plan.population)
     losses = {}
     for client in candidates.tolist():
-        x, y, _ = shards.lane([client], int(shards.sizes[client]))
+        x, y, _ = shards.chunk([client], int(shards.sizes[client]))
         losses[client] = torch.nn.functional.cross_entropy(
             module(torch.from_numpy(x[0])), torch.from_numpy(y[0])
         ).item()
@@ -425,7 +425,7 @@ def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, flo
     models.load(module, torch.tensor(model))
     found = {}
     for client in chosen.selection.exposed(chosen.seed, t, plan.population).tolist():
-        x, y, _ = shards.lane([client], int(shards.sizes[client]))
+        x, y, _ = shards.chunk([client], int(shards.sizes[client]))
         each = torch.nn.functional.cross_entropy(
             module(torch.from_numpy(x[0])), torch.from_numpy(y[0]), reduction="none"
         )

@@ -431,7 +431,7 @@ def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):
         rows = before - shards.sizes
     else:
         rows = np.array(shards.sizes)
-        every = [shards.lane([client], int(rows[client])) for client in range(12)]
+        every = [shards.chunk([client], int(rows[client])) for client in range(12)]
         x = np.concatenate([each[0][0] for each in every])
         y = np.concatenate([each[1][0] for each in every])
     ends = np.cumsum(rows)

@@ -323,9 +323,9 @@ def trained(
     local = Sgd(steps=steps, batch=5, lr=0.2, momentum=0.5, weight_decay=0.01, proximal=0.1)
     x = torch.randn(4, 11, next(module.parameters()).shape[1])
     y = torch.randint(0, 7, (4, 11))
-    trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
+    trainer = Trainer(module, local, backend="compiled", seed=1, clip=clip)
     given = (models.flatten(module), x, y, [11, 4, 0, 9])
-    blocks = trainer.lane(*given, t=0, clients=range(4), draws=[0] * 4, **noise)
+    blocks = trainer.chunk(*given, t=0, clients=range(4), draws=[0] * 4, **noise)
     return b"".join(block.updates.numpy().tobytes() + block.losses.tobytes() for block in blocks)
 
 
@@ -352,12 +352,12 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
         native.found.cache_clear()
 
 
-def steps_of(way: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torch.Tensor, list]:
-    """Updates, [C, d], and mean losses, where clients train by a way."""
+def steps_of(backend: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torch.Tensor, list]:
+    """Updates, [C, d], and mean losses, where clients train by a backend."""
     clients = range(len(sizes))
-    trainer = Trainer(module, local, way=way, seed=1)
+    trainer = Trainer(module, local, backend=backend, seed=1)
     given = (models.flatten(module), x, y, sizes)
-    blocks = list(trainer.lane(*given, t=0, clients=clients, draws=[0] * len(sizes)))
+    blocks = list(trainer.chunk(*given, t=0, clients=clients, draws=[0] * len(sizes)))
     losses = [loss for block in blocks for loss in block.losses]
     return torch.cat([block.updates for block in blocks]), losses
 
@@ -388,10 +388,10 @@ def test_a_clients_own_rows_tell_whether_its_first_layer_is_in_their_span(featur
     index = np.zeros((6, 6, 2), np.int64)
     index[:, :, 1] = 1
     drawn = index, np.full(6, 2), np.full(6, 6)
-    trainer = Trainer(module, Sgd(steps=6, batch=2), way="compiled", seed=0)
+    trainer = Trainer(module, Sgd(steps=6, batch=2), backend="compiled", seed=0)
     who = {"t": 0, "clients": range(6), "draws": [0] * 6, "drawn": drawn}
-    lane = trainer.lane(models.flatten(module), x, y, sizes, **who)
-    found = torch.cat([block.updates for block in lane]).isnan().any(1).tolist()
+    chunk = trainer.chunk(models.flatten(module), x, y, sizes, **who)
+    found = torch.cat([block.updates for block in chunk]).isnan().any(1).tolist()
     assert found == [in_span(size, features, 5, 2, 6) for size in sizes]
     assert len(set(found)) == 2
 
@@ -450,13 +450,15 @@ def test_clients_with_steps_of_their_own_train_as_the_loop_has_them_trained(samp
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def private_steps(way: str, module: nn.Module, local: Sgd, x, y, sizes, stds):
+def private_steps(backend: str, module: nn.Module, local: Sgd, x, y, sizes, stds):
     """Updates and losses of the clients with rows, and each one's share of clipped gradients."""
-    trainer = Trainer(module, local, way=way, seed=1, clip=0.8)
+    trainer = Trainer(module, local, backend=backend, seed=1, clip=0.8)
     clipped = np.empty(len(sizes))
     who = {"clients": [3, 1, -1, 7], "draws": [0, 1, 0, 0]}
-    lane = trainer.lane(models.flatten(module), x, y, sizes, t=0, **who, stds=stds, clipped=clipped)
-    trained = [each for block in lane for each in block.clients() if sizes[each[0]]]
+    chunk = trainer.chunk(
+        models.flatten(module), x, y, sizes, t=0, **who, stds=stds, clipped=clipped
+    )
+    trained = [each for block in chunk for each in block.clients() if sizes[each[0]]]
     losses = [loss for _, _, loss in trained]
     return torch.stack([update for _, update, _ in trained]), losses, clipped[np.array(sizes) > 0]
 
@@ -502,11 +504,11 @@ def activated_by(layer: nn.Module, z: torch.Tensor, weight: float) -> torch.Tens
     nn.init.zeros_(module[2].bias)
     y = module(torch.ones(1, 1, 1)).detach().view(1, 1) - 1
     local = Sgd(steps=1, batch=1, lr=1.0)
-    trainer = Trainer(module, local, way="compiled", seed=1, task=task_of(y))
-    lane = trainer.lane(
+    trainer = Trainer(module, local, backend="compiled", seed=1, task=task_of(y))
+    chunk = trainer.chunk(
         models.flatten(module), torch.ones(1, 1, 1), y, [1], t=0, clients=[0], draws=[0]
     )
-    return torch.cat([block.updates for block in lane])[0]
+    return torch.cat([block.updates for block in chunk])[0]
 
 
 @needs
@@ -835,11 +837,11 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(
     with monkeypatch.context() as home:
         home.setenv("CC", "cc")
         native.found.cache_clear()
-        plan = Plan.make(experiment(client={"way": "compiled"}))
+        plan = Plan.make(experiment(client={"backend": "compiled"}))
     native.found.cache_clear()
     with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
         ready(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())
-    assert error.value.field == "client.way" and socket.gethostname() in str(error.value)
+    assert error.value.field == "client.backend" and socket.gethostname() in str(error.value)
 
 
 @needs

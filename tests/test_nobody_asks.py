@@ -472,22 +472,22 @@ INNOCENT = {
 }
 
 
-@pytest.mark.parametrize("way", CHEATS)
-def test_every_way_of_asking_is_seen(way):
+@pytest.mark.parametrize("backend", CHEATS)
+def test_every_way_of_asking_is_seen(backend):
     from raydpfl.methods import bounding
 
-    assert Asks(CHEATS[way], "coordinator", {"bounding": bounding}).places()
+    assert Asks(CHEATS[backend], "coordinator", {"bounding": bounding}).places()
 
 
-@pytest.mark.parametrize("way", INNOCENT)
-def test_what_asks_no_member_is_left_alone(way):
+@pytest.mark.parametrize("backend", INNOCENT)
+def test_what_asks_no_member_is_left_alone(backend):
     from raydpfl.methods import bounding
 
-    assert not Asks(INNOCENT[way], "coordinator", {"bounding": bounding}).places()
+    assert not Asks(INNOCENT[backend], "coordinator", {"bounding": bounding}).places()
 
 
 def test_a_family_may_tell_its_own_members_apart():
     from raydpfl.methods import bounding
 
-    for way in ("isinstance", "kind", "getattr of a field"):
-        assert not Asks(CHEATS[way], "methods/bounding", {"bounding": bounding}).places()
+    for backend in ("isinstance", "kind", "getattr of a field"):
+        assert not Asks(CHEATS[backend], "methods/bounding", {"bounding": bounding}).places()

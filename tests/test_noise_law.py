@@ -18,7 +18,7 @@ import torch
 from conftest import experiment
 from scipy.stats import chi2, kstest, norm
 
-from raydpfl.core.messages import Broadcast, Grid, Lane, Work
+from raydpfl.core.messages import Broadcast, Chunk, Grid, Work
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
@@ -40,7 +40,7 @@ TINY = {  # 610 parameters, and clients that do not train: what they send is the
     "selection": {"kind": "uniform", "cohort": 8},
     "noise": {"kind": "gaussian", "placement": "client", "multiplier": 3.0, "delta": 1e-5},
     "bounding": {"kind": "clip", "bound": 0.5},
-    "client": {"actors": 0, "lane": 4, "way": "noop"},
+    "client": {"actors": 0, "chunk": 4, "backend": "noop"},
 }
 
 
@@ -116,13 +116,13 @@ def test_noise_that_leaves_clients(tmp_path):
     for t in range(7):
         clients = np.append(np.arange(30), 29)
         draws = np.append(np.zeros(30, int), 1)
-        lane = Lane(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
+        chunk = Chunk(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
         work = Work(t, plan.seed, plan.noise_seed, 0.5, std, Grid.of(31, 0.5, std))
         tally = actor._tally(Broadcast(np.zeros(plan.d, np.float32)), work)
-        for block in actor._trained(tally, lane):
+        for block in actor._trained(tally, chunk):
             for alone in block.apart():
                 sent = torch.zeros(plan.d, dtype=torch.float64)
-                actor._send(tally, lane, alone, sent)
+                actor._send(tally, chunk, alone, sent)
                 rows.append(sent.numpy() / std)
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))
@@ -209,8 +209,8 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
-def test_noise_of_local_steps(way):
+@pytest.mark.parametrize("backend", ["fused", "vmap", "loop"])
+def test_noise_of_local_steps(backend):
     """Of 20 clients, each with a std of its own, in 3 rounds of 3 steps: what the q-th step adds to
     the update. Gradients are clipped away.
     """
@@ -224,11 +224,11 @@ def test_noise_of_local_steps(way):
             trainer = Trainer(
                 torch.nn.Linear(60, 10),
                 Sgd(steps=steps, batch=4, lr=1.0),
-                way=way,
+                backend=backend,
                 seed=3,
                 clip=1e-9,
             )
-            lane = trainer.lane(
+            chunk = trainer.chunk(
                 torch.zeros(610),
                 x,
                 y,
@@ -238,6 +238,6 @@ def test_noise_of_local_steps(way):
                 draws=[0] * 20,
                 stds=stds,
             )
-            updates.append(torch.cat([block.updates for block in lane]).double().numpy())
+            updates.append(torch.cat([block.updates for block in chunk]).double().numpy())
         rows += [(before - after) / stds[:, None] for before, after in pairwise(updates)]
     check_law(np.concatenate(rows))

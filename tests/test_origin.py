@@ -68,7 +68,7 @@ def unchanged(sections: str) -> np.ndarray:
         {"local": {"lr": 0.2}},
         {"bounding": {"bound": 1.1}},
         {"server": {"kind": "sgd", "lr": 1.5}},
-        {"client": {"lane": 7}},
+        {"client": {"chunk": 7}},
     ],
 )
 def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, tmp_path):
@@ -116,9 +116,9 @@ def test_any_other_release_has_other_noise():
         {"model": {"kind": "mlp", "hidden": [8]}},
         {"selection": {"kind": "uniform", "cohort": 19}},
         {"weights": {"kind": "data"}},
-        {"client": {"lane": 4}},
+        {"client": {"chunk": 4}},
         {"server": {"kind": "momentum", "lr": 0.5}},
-        {"client": {"way": "loop"}},
+        {"client": {"backend": "loop"}},
         {"client": {"on_error": "drop"}},
     ]
     seeds = [Plan.make(experiment(**change)).noise_seed for change in changes]

@@ -201,14 +201,16 @@ def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path)
 @pytest.mark.parametrize("actors", [None, 2])
 def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actors, tmp_path):
     with pytest.raises(RunError, match=f"model.kind own_modules:{name} keeps something"):
-        carried_out(Plan.make(of(name, client={"way": "loop"})), tmp_path / "out", actors)
+        carried_out(Plan.make(of(name, client={"backend": "loop"})), tmp_path / "out", actors)
 
 
-def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_lane_at_once():
+def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_chunk_at_once():
     module = models.build(of("Numpy").model, form((1, 28, 28)), 0)
     assert resolve(module, Sgd(), 10, form((1, 28, 28))) == "loop"
-    with pytest.raises(ConfigError, match=r"client.way = 'vmap': expected .* draws from np.random"):
-        resolve(module, Sgd(), 10, form((1, 28, 28)), way="vmap")
+    with pytest.raises(
+        ConfigError, match=r"client.backend = 'vmap': expected .* draws from np.random"
+    ):
+        resolve(module, Sgd(), 10, form((1, 28, 28)), backend="vmap")
 
 
 def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):

@@ -1,5 +1,5 @@
-"""Per-sample clipping and noise at every local step: every way against autograd, one sample at a
-time, and what privacy rests on.
+"""Per-sample clipping and noise at every local step: every backend against autograd, one sample at
+a time, and what privacy rests on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import ghost_clipping, vmap
-from raydpfl.training.backends.base import LaneData
+from raydpfl.training.backends.base import ChunkData
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
@@ -263,12 +263,12 @@ compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compi
 MODULES = {**STACKS, **LAYERS, **OTHERS}
 BY_HAND = ("bare parameter", "tied by hand")  # used by no layer of their own
 POOLED = pytest.param("convolutional", "pooled", marks=compiled)
-WAYS = [
+BACKENDS = [
     POOLED,
     *(("fused", name) for name in STACKS),
     *(("layerwise", name) for name in {**STACKS, **LAYERS}),
     *(("one_batch", name) for name in MODULES if name not in BY_HAND),
-    *((way, name) for way in ("vmap", "loop") for name in MODULES),
+    *((backend, name) for backend in ("vmap", "loop") for name in MODULES),
 ]
 
 
@@ -384,23 +384,23 @@ def noise_and_corrections(module: nn.Module) -> tuple[np.ndarray, torch.Tensor]:
     return np.array([0.01, 0.0, 0.02, 0.0, 0.005]), corrections
 
 
-def train(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
-    trainer = Trainer(module, local, way=way, seed=SEED, clip=clip, task=task_of(y))
-    lane = trainer.lane(
+def train(backend, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
+    trainer = Trainer(module, local, backend=backend, seed=SEED, clip=clip, task=task_of(y))
+    chunk = trainer.chunk(
         models.flatten(module), x, y, sizes, t=ROUND, clients=clients, draws=draws, **more
     )
-    return {slot: (delta, loss) for block in lane for slot, delta, loss in block.clients()}
+    return {slot: (delta, loss) for block in chunk for slot, delta, loss in block.clients()}
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("way,name", WAYS)
-def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
+@pytest.mark.parametrize("backend,name", BACKENDS)
+def test_every_way_clips_each_sample_as_autograd_by_the_book_does(backend, name):
     module = made(name)
     before = models.flatten(module)
     stds, corrections = noise_and_corrections(module)
     for method in LOCALS if name in ("mlp", "channels last", "bare parameter") else ("all terms",):
         got = train(
-            way,
+            backend,
             module,
             LOCALS[method],
             median_norm(name),
@@ -415,7 +415,7 @@ def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
 
 
 @pytest.mark.parametrize(
-    "way,name",
+    "backend,name",
     [
         pytest.param("compiled", "relu mlp", marks=compiled),
         ("fused", "softmax"),
@@ -425,25 +425,25 @@ def test_every_way_clips_each_sample_as_autograd_by_the_book_does(way, name):
         ("loop", "mlp"),
     ],
 )
-def test_the_loss_is_the_mean_over_the_batches_rows_unclipped(way, name):
+def test_the_loss_is_the_mean_over_the_batches_rows_unclipped(backend, name):
     module = made(name)
     local = Sgd(steps=1, batch=4)
     x, y = rows()
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    for slot, (_, loss) in train(way, module, local, 1e-3, x, y).items():
+    for slot, (_, loss) in train(backend, module, local, 1e-3, x, y).items():
         batch = index[slot, 0, : batch_sizes[slot]]
         assert loss == pytest.approx(
             F.cross_entropy(module(x[slot, batch]), y[slot, batch]).item(), rel=1e-5
         )
 
 
-@pytest.mark.parametrize("way", ["fused", "layerwise", "vmap", "loop"])
-def test_regression_is_clipped_too(way):
+@pytest.mark.parametrize("backend", ["fused", "layerwise", "vmap", "loop"])
+def test_regression_is_clipped_too(backend):
     module = nn.Sequential(nn.Flatten(), nn.Linear(72, 9), nn.Tanh(), nn.Linear(9, 1))
     x, y = rows(regression=True)
     clip = float(gradients(module, x[0], y[0]).norm(dim=1).median())
     local = Sgd(steps=1, batch="full", lr=1.0)
-    for slot, (delta, loss) in train(way, module, local, clip, x, y).items():
+    for slot, (delta, loss) in train(backend, module, local, clip, x, y).items():
         size = SIZES[slot]
         each = gradients(module, x[slot, :size], y[slot, :size])
         mean = (each * (clip / each.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
@@ -540,32 +540,32 @@ CLIPPING = [
 ]
 
 
-@pytest.mark.parametrize("way", CLIPPING)
-def test_a_bound_on_samples_holds_for_inputs_and_errors_of_every_size_or_is_refused(way):
+@pytest.mark.parametrize("backend", CLIPPING)
+def test_a_bound_on_samples_holds_for_inputs_and_errors_of_every_size_or_is_refused(backend):
     for exponent in range(-12, 16, 3):
-        hold_samples(way, 10.0**exponent)
+        hold_samples(backend, 10.0**exponent)
     for bound in (1e-30, 1e-25, 0.9e-12, 1.1e15, 1e30, float("nan")):
         with pytest.raises(ConfigError, match=r"bounding.bound = .*from 1e-12 to 1e\+15"):
-            hold_samples(way, bound)
+            hold_samples(backend, bound)
 
 
 @pytest.mark.parametrize(
-    "way,module,name",
+    "backend,module,name",
     [("layerwise", ghost_clipping, "channels last"), ("vmap", vmap, "bare parameter")],
 )
-def test_a_batch_that_takes_too_much_memory_is_cut(way, module, name, monkeypatch):
+def test_a_batch_that_takes_too_much_memory_is_cut(backend, module, name, monkeypatch):
     shares = np.empty(5)
     shares_cut = np.empty(5)
-    whole = train(way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares)
+    whole = train(backend, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares)
     calls = []
-    spied = {"layerwise": (Layerwise, "_forward"), "vmap": (vmap.Vmap, "_loss")}[way]
+    spied = {"layerwise": (Layerwise, "_forward"), "vmap": (vmap.Vmap, "_loss")}[backend]
     inner = getattr(*spied)
     monkeypatch.setattr(
         *spied, lambda self, *arguments: (calls.append(1), inner(self, *arguments))[1]
     )
     monkeypatch.setattr(module, "LIMIT", 1)
     for slot, (delta, loss) in train(
-        way, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares_cut
+        backend, made(name), LOCALS["plain"], median_norm(name), *rows(), clipped=shares_cut
     ).items():
         assert (delta - whole[slot][0]).norm() <= 1e-5 * delta.norm() and loss == pytest.approx(
             whole[slot][1]
@@ -585,15 +585,15 @@ PRIVATE = [
 ]
 
 
-SAMPLED = [  # with ways that add no corrections
+SAMPLED = [  # with backends that add no corrections
     *PRIVATE,
     pytest.param("compiled", "softmax", marks=compiled),
     pytest.param("compiled", "relu mlp", marks=compiled),
 ]
 
 
-@pytest.mark.parametrize("way,name", SAMPLED)
-def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
+@pytest.mark.parametrize("backend,name", SAMPLED)
+def test_no_sample_moves_a_step_by_more_than_the_bound(backend, name):
     """One row a step, with a learning rate of 1: the update is minus the clipped gradient."""
     module = made(name)
     generator = np.random.default_rng(0)
@@ -604,7 +604,7 @@ def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
         x *= torch.from_numpy(10 ** generator.uniform(-3, 3, (5, 1, 1, 1, 1)).astype(np.float32))
         clip = float(10 ** generator.uniform(-2, 2))
         for slot, (delta, _) in train(
-            way, module, local, clip, x, y, [1] * 5, range(5), [0] * 5
+            backend, module, local, clip, x, y, [1] * 5, range(5), [0] * 5
         ).items():
             raw = gradients(module, x[slot], y[slot])[0]
             rounding = 1e-6 * float(models.flatten(module).norm())
@@ -618,9 +618,9 @@ def test_no_sample_moves_a_step_by_more_than_the_bound(way, name):
     assert free >= 10 and clipped >= 10
 
 
-@pytest.mark.parametrize("way,name", SAMPLED)
+@pytest.mark.parametrize("backend,name", SAMPLED)
 def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound_over_the_batch(
-    way, name
+    backend, name
 ):
     module = made(name)
     clip = 0.5 * median_norm(name)
@@ -629,15 +629,16 @@ def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound
     other = x.clone()
     other[:, 2] = 50 * torch.flip(x[:, 2], (1,))
     before, after = (
-        train(way, module, local, clip, each, y, [5] * 5, range(5), [0] * 5) for each in (x, other)
+        train(backend, module, local, clip, each, y, [5] * 5, range(5), [0] * 5)
+        for each in (x, other)
     )
     for slot in range(5):
         moved = (before[slot][0] - after[slot][0]).norm()
         assert 0 < moved <= 2 * clip / 5 * (1 + 1e-4) + 1e-6 * models.flatten(module).norm()
 
 
-@pytest.mark.parametrize("way,name", PRIVATE)
-def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, name):
+@pytest.mark.parametrize("backend,name", PRIVATE)
+def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(backend, name):
     """Not divided by the batch, whatever its size; each step its own. Kolmogorov-Smirnov;
     false-alarm rate 1e-4.
     """
@@ -646,8 +647,8 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, nam
     d = models.parameter_count(module)
     clip = 1e-6
     stds = np.array([0.5, 1.0, 2.0, 9.0, 4.0])
-    quiet = train(way, module, local, clip, *rows())
-    noised = train(way, module, local, clip, *rows(), stds=stds)
+    quiet = train(backend, module, local, clip, *rows())
+    noised = train(backend, module, local, clip, *rows(), stds=stds)
     drawn = {}
     for slot in quiet:
         drawn[slot] = (quiet[slot][0] - noised[slot][0]) / (0.5 * stds[slot])
@@ -659,15 +660,15 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(way, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way,name", PRIVATE)
-def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
+@pytest.mark.parametrize("backend,name", PRIVATE)
+def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(backend, name):
     module = made(name)
     local = LOCALS["all terms"]
     clip = median_norm(name)
     x, y = rows()
     stds, corrections = noise_and_corrections(module)
-    together = train(way, module, local, clip, x, y, stds=stds, corrections=corrections)
-    again = train(way, module, local, clip, x, y, stds=stds, corrections=corrections)
+    together = train(backend, module, local, clip, x, y, stds=stds, corrections=corrections)
+    again = train(backend, module, local, clip, x, y, stds=stds, corrections=corrections)
     for slot, (delta, loss) in together.items():
         assert torch.equal(delta, again[slot][0])
         keep = np.arange(5) == slot
@@ -680,27 +681,29 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(way, name):
         sizes = np.where(keep, SIZES, 0)
         members = np.where(keep, CLIENTS, -1)
         added = {"stds": stds, "corrections": corrections}
-        alone = train(way, module, local, clip, alone_x, alone_y, sizes, members, **added)
+        alone = train(backend, module, local, clip, alone_x, alone_y, sizes, members, **added)
         sizes = np.where(keep, SIZES, 7)
         members = np.where(keep, CLIENTS, np.arange(40, 45))
         added = {
             "stds": np.where(keep, stds, 3.0),
             "corrections": torch.where(torch.from_numpy(keep)[:, None], corrections, 1.0),
         }
-        among = train(way, module, local, clip, others_x, others_y, sizes, members, **added)
+        among = train(backend, module, local, clip, others_x, others_y, sizes, members, **added)
         for other_delta, other_loss in (alone[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss
 
 
-@pytest.mark.parametrize("way,name", PRIVATE)
-def test_the_share_clipped_counts_samples_and_steps_with_gradients_longer_than_the_bound(way, name):
+@pytest.mark.parametrize("backend,name", PRIVATE)
+def test_the_share_clipped_counts_samples_and_steps_with_gradients_longer_than_the_bound(
+    backend, name
+):
     module = made(name)
     clip = median_norm(name)
     stds, corrections = noise_and_corrections(module)
     for method in LOCALS:
         clipped = np.zeros(5)
         seen = {}
-        trainer = Trainer(module, LOCALS[method], way=way, seed=SEED, clip=clip)
+        trainer = Trainer(module, LOCALS[method], backend=backend, seed=SEED, clip=clip)
         x, y = rows()
         keyed = {
             "t": ROUND,
@@ -709,7 +712,7 @@ def test_the_share_clipped_counts_samples_and_steps_with_gradients_longer_than_t
             "stds": stds,
             "corrections": corrections,
         }
-        for block in trainer.lane(models.flatten(module), x, y, SIZES, **keyed, clipped=clipped):
+        for block in trainer.chunk(models.flatten(module), x, y, SIZES, **keyed, clipped=clipped):
             for slot in block.slots.tolist():
                 seen[slot] = clipped[slot]  # there once the slot is yielded
         norms = {slot: norms for slot, (_, norms) in expected(name, method).items()}
@@ -721,23 +724,23 @@ def test_the_share_clipped_counts_samples_and_steps_with_gradients_longer_than_t
         assert any(0 < share < 1 for share in seen.values()) and np.isnan(clipped[3])
 
 
-@pytest.mark.parametrize("way,name", SAMPLED)
+@pytest.mark.parametrize("backend,name", SAMPLED)
 def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_that_is_not_finite(
-    way, name
+    backend, name
 ):
     module = made(name)
     (x, y) = rows()
     local = Sgd(steps=1, batch="full")
     clipped = np.empty(5)
     for clip, share in ((1e9, 0.0), (1e-9, 1.0)):
-        train(way, module, LOCALS["epochs"], clip, x, y, clipped=clipped)
+        train(backend, module, LOCALS["epochs"], clip, x, y, clipped=clipped)
         np.testing.assert_array_equal(clipped, [share, share, share, np.nan, share])
     for value in (float("nan"), float("inf")):
         x[2, 3] = value
-        train(way, module, local, 1e-9, x, y, clipped=clipped)
+        train(backend, module, local, 1e-9, x, y, clipped=clipped)
         np.testing.assert_array_equal(clipped, [1.0, 1.0, 0.8, np.nan, 1.0])
-    if way != "layerwise":
-        train(way, module, local, None, *rows(), clipped=clipped)
+    if backend != "layerwise":
+        train(backend, module, local, None, *rows(), clipped=clipped)
         assert np.isnan(clipped).all()
 
 
@@ -750,7 +753,7 @@ def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
     y = torch.zeros(2, 4)
     sizes = np.array([4, 3])
     batch_sizes = np.array([3, 1])
-    lane = LaneData(
+    chunk = ChunkData(
         x,
         y,
         sizes,
@@ -763,21 +766,21 @@ def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
         clip=1.0,
         clipped=np.empty(2),
     )
-    lane.count_clipped(list(factors))
-    np.testing.assert_array_equal(lane.clipped, [4 / 6, 1 / 2])
+    chunk.count_clipped(list(factors))
+    np.testing.assert_array_equal(chunk.clipped, [4 / 6, 1 / 2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("way,name", SAMPLED)
+@pytest.mark.parametrize("backend,name", SAMPLED)
 def test_a_gradient_that_is_not_finite_shows_in_its_clients_update_and_in_no_other(
-    way, name, value
+    backend, name, value
 ):
     module = made(name)
     local = Sgd(steps=1, batch="full", lr=0.1)
     x, y = rows()
-    healthy = train(way, module, local, 1.0, x, y)
+    healthy = train(backend, module, local, 1.0, x, y)
     x[2, 3] = value
-    sick = train(way, module, local, 1.0, x, y)
+    sick = train(backend, module, local, 1.0, x, y)
     assert torch.isfinite(healthy[2][0]).all() and not torch.isfinite(sick[2][0]).all()
     assert all(torch.equal(healthy[slot][0], sick[slot][0]) for slot in (0, 1, 4))
 
@@ -786,9 +789,9 @@ def test_a_finite_gradient_whose_norm_overflows_is_not_dropped():
     module = made("softmax")
     x, y = rows()
     x[2, 3] = 1e30
-    for way in ("compiled", "fused", "layerwise", "vmap", "loop"):
+    for backend in ("compiled", "fused", "layerwise", "vmap", "loop"):
         assert not torch.isfinite(
-            train(way, module, Sgd(steps=1, batch="full"), 1.0, x, y)[2][0]
+            train(backend, module, Sgd(steps=1, batch="full"), 1.0, x, y)[2][0]
         ).all()
 
 
@@ -797,35 +800,35 @@ def test_scaffold_trains_with_clipping_and_noise():
     local = Scaffold(steps=2, batch=4, lr=0.3)
     stds, corrections = noise_and_corrections(module)
     got = {
-        way: train(way, module, local, 1.0, *rows(), stds=stds, corrections=corrections)
-        for way in ("layerwise", "vmap", "loop")
+        backend: train(backend, module, local, 1.0, *rows(), stds=stds, corrections=corrections)
+        for backend in ("layerwise", "vmap", "loop")
     }
     for slot, (delta, _) in got["loop"].items():
-        for way in ("layerwise", "vmap"):
-            assert (got[way][slot][0] - delta).norm() <= 2e-5 * delta.norm()
+        for backend in ("layerwise", "vmap"):
+            assert (got[backend][slot][0] - delta).norm() <= 2e-5 * delta.norm()
 
 
 # ------------------------------------------------------------------------------------------------
-# which way
+# which backend
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_way_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        way = resolve(made(name), Sgd(), 20, form(SHAPE), clip=1.0)
+        backend = resolve(made(name), Sgd(), 20, form(SHAPE), clip=1.0)
     stacked = "fused" if name == "leaky mlp" or native.library() is None else "compiled"
     by_hand = native.library() is not None and name == "pooled"
     layerwise = "convolutional" if by_hand else "layerwise"
     if name == "frozen":
         layerwise = "one_batch"
-    assert way == (stacked if name in STACKS else layerwise if name in LAYERS else "vmap")
+    assert backend == (stacked if name in STACKS else layerwise if name in LAYERS else "vmap")
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "clients are trained by vmap"
-    ] * (way == "vmap")
+    ] * (backend == "vmap")
 
 
 @pytest.mark.parametrize(
-    "kind,way",
+    "kind,backend",
     [
         ("softmax", "compiled"),
         ("mlp", "compiled"),
@@ -833,11 +836,11 @@ def test_the_way_follows_from_the_architecture(name, caplog):
         ("dp_cnn", "layerwise"),
     ],
 )
-def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
+def test_the_models_of_the_papers_have_a_fast_way(kind, backend, caplog):
     module = models.build(models.parse({"kind": kind}), form((1, 12, 12)), seed=0)
     found = resolve(module, Sgd(), 100, form((1, 12, 12)), clip=1.0)
     if native.library() is not None:
-        assert found == way and not caplog.messages
+        assert found == backend and not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -852,7 +855,7 @@ def test_the_models_of_the_papers_have_a_fast_way(kind, way, caplog):
 def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name, reason):
     with pytest.raises(
         ConfigError,
-        match=rf"client\.way = 'layerwise': expected auto or loop; this way "
+        match=rf"client\.backend = 'layerwise': expected auto or loop; this backend "
         rf"does not fit the model: {reason}",
     ):
         resolve(made(name), Sgd(), 20, form(SHAPE), "layerwise", clip=1.0)
@@ -1006,22 +1009,22 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
     normed = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
     )
-    for way in ("auto", "layerwise", "vmap", "loop"):
+    for backend in ("auto", "layerwise", "vmap", "loop"):
         with pytest.raises(
             ConfigError,
             match=r"model = 'Sequential': expected a module that mixes no samples.*1 is a "
             r"BatchNorm2d "
             r".*group_norm",
         ):
-            resolve(normed, Sgd(), 20, form(SHAPE), way, clip=1.0)
+            resolve(normed, Sgd(), 20, form(SHAPE), backend, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
         Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
     assert resolve(normed, Sgd(), 20, form(SHAPE)) == "loop"
 
 
-@pytest.mark.parametrize("way,name", PRIVATE[:-1])
+@pytest.mark.parametrize("backend,name", PRIVATE[:-1])
 @pytest.mark.parametrize("fault", ["a norm too small", "a bound of the mean gradient"])
-def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatch):
+def test_a_way_that_clips_slightly_wrong_is_noticed(backend, name, fault, monkeypatch):
     from raydpfl.training import backend_check
     from raydpfl.training.backends import convolutional, fused, ghost_clipping
 
@@ -1031,10 +1034,10 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(way, name, fault, monkeypatc
         if fault == "a norm too small"
         else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
     )
-    assert backend_check.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0) is None
+    assert backend_check.mismatch(made(name), Sgd(), form(SHAPE), backend, 1.0) is None
     for each in (convolutional, ghost_clipping, fused, vmap):
         monkeypatch.setattr(each, "clip_factors", wrong)
-    assert "off by" in backend_check.mismatch(made(name), Sgd(), form(SHAPE), way, 1.0)
+    assert "off by" in backend_check.mismatch(made(name), Sgd(), form(SHAPE), backend, 1.0)
 
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():

@@ -966,8 +966,8 @@ class AsTheLeast(Sgd):
         return np.full(len(sizes), max(1, int(sizes.min()) // 2))
 
 
-def test_steps_that_depend_on_who_else_is_in_a_lane_are_refused():
-    """Of all clients the smallest has fewer rows than that of a lane, which would make more steps
+def test_steps_that_depend_on_who_else_is_in_a_chunk_are_refused():
+    """Of all clients the smallest has fewer rows than that of a chunk, which would make more steps
     than are accounted for.
     """
     with pytest.raises(ConfigError, match=r"local\.kind = .*AsTheLeast.* step_counts .*own rows"):

@@ -13,7 +13,7 @@ from torch import nn
 import raydpfl
 from raydpfl import models
 from raydpfl.check.runs import carried_out
-from raydpfl.core.messages import OWN, LaneResult
+from raydpfl.core.messages import OWN, ChunkResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
@@ -104,7 +104,7 @@ def by_hand(plan: Plan, own: str, rounds: int) -> tuple[torch.Tensor, list[nn.Mo
             net.load_state_dict({**net.state_dict(), **shared})
             net.train()
             optimizer = torch.optim.SGD(net.parameters(), lr=e.local.learning_rate(t))
-            x, y, sizes = shards.lane([client], int(shards.sizes[client]))
+            x, y, sizes = shards.chunk([client], int(shards.sizes[client]))
             drawn, _ = batches(e.seed, t, [client], [0], sizes, e.local)
             for rows in drawn[0]:
                 optimizer.zero_grad()
@@ -134,16 +134,16 @@ def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "own", "way"),
+    ("model", "own", "backend"),
     [
         ({**NET, "local": ["2.*"]}, "2.", "loop"),  # FedBN
         ({"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "3.", "vmap"),  # FedPer
         ({"kind": "cnn", "width": 0.1, "local": ["9.*"]}, "9.", "convolutional"),
     ],
 )
-def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, way):
+def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend):
     plan = Plan.make(experiment(**{**PLAIN, "model": model}))
-    assert plan.experiment.client.way == way
+    assert plan.experiment.client.backend == backend
     run = carried_out(plan, tmp_path)
     shared, clients, norms = by_hand(plan, own, 3)
     assert plan.d == len(shared) and torch.allclose(
@@ -230,7 +230,7 @@ def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
     columns = {"client": np.array([4, 4]), "draw": np.arange(2)}
     parts = np.array([[1.0, 3.0], [2.0, 5.0]], np.float32)
     for _ in range(2):
-        memory.keep([LaneResult(np.zeros(1), columns, {OWN: parts})])
+        memory.keep([ChunkResult(np.zeros(1), columns, {OWN: parts})])
         assert memory.own[4].tolist() == [1.5, 4.0]
 
 
@@ -277,7 +277,7 @@ def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
     shards = Shards.open(plan.shards)
     rule = plan.experiment.evaluate.fine_tune
     net = copy.deepcopy(net).train()
-    x, y, _ = shards.lane([client], int(shards.sizes[client]))
+    x, y, _ = shards.chunk([client], int(shards.sizes[client]))
     optimizer = torch.optim.SGD(net.parameters(), lr=rule.lr)
     for _ in range(rule.steps):
         optimizer.zero_grad()
@@ -290,7 +290,7 @@ def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"client": {"way": "compiled"}},  # which the tuning of a softmax takes too
+        {"client": {"backend": "compiled"}},  # which the tuning of a softmax takes too
         {"model": {**NET, "local": ["2.*"]}, "evaluate": {**TUNED, "test": False}},
     ],
 )
@@ -330,7 +330,7 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
     shards = Shards.open(plan.shards)
     net = models.build(e.model, shards.form(e.data.task), e.seed)
     model = copy.deepcopy(net)
-    x, y, sizes = shards.lane([client], int(shards.sizes[client]))
+    x, y, sizes = shards.chunk([client], int(shards.sizes[client]))
     optimizer = torch.optim.SGD(net.parameters(), lr=e.personal.lr)
     for t, flat in enumerate(received):
         models.load(model, flat)
@@ -470,7 +470,7 @@ OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate
             {"measure": [{"kind": "heterogeneity"}]},
             "measure = 'heterogeneity': expected no measure of",
         ),
-        ({"client": {"way": "fused"}}, "client.way = 'fused': expected auto or one of"),
+        ({"client": {"backend": "fused"}}, "client.backend = 'fused': expected auto or one of"),
         (
             {"evaluate": {**SCORED, "fine_tune": TUNE}},
             "evaluate.fine_tune = 'sgd': expected none without evaluate.per_client, the metric",

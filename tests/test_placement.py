@@ -1,4 +1,4 @@
-"""Which actors run which lanes, and what the machine is asked for before anything starts."""
+"""Which actors run which chunks, and what the machine is asked for before anything starts."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 import psutil
 import pytest
 
-from raydpfl.core.messages import Lane
+from raydpfl.core.messages import Chunk
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort
 from raydpfl.runtime import orphan_killer, session
 from raydpfl.runtime.capacity import capacity, wanted
 from raydpfl.sections import Client
 from raydpfl.simulation import scheduler
-from raydpfl.simulation.scheduler import Costs, lanes, rows, shares, singles
+from raydpfl.simulation.scheduler import Costs, chunks, rows, shares, singles
 
 
-def cut(sizes, width) -> list[Lane]:
+def cut(sizes, width) -> list[Chunk]:
     sizes = np.asarray(sizes)
     clients = np.arange(len(sizes)) * 3
-    return lanes(Cohort.of(clients), np.ones(len(sizes)), sizes, width, stds=sizes / 10)
+    return chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, width, stds=sizes / 10)
 
 
-def test_lanes_hold_every_client_once_are_cut_by_size_and_are_padded_to_one_width():
+def test_chunks_hold_every_client_once_are_cut_by_size_and_are_padded_to_one_width():
     made = cut([4, 9, 2, 7, 5], 2)
-    assert [lane.clients.tolist() for lane in made] == [[0, 6], [9, 12], [3, -1]]
-    assert [lane.rows for lane in made] == [4, 7, 9]
-    assert all(len(lane.weights) == len(lane.draws) == 2 for lane in made)
-    assert [lane.stds.tolist() for lane in made] == [[0.4, 0.2], [0.7, 0.5], [0.9, 0.0]]
+    assert [chunk.clients.tolist() for chunk in made] == [[0, 6], [9, 12], [3, -1]]
+    assert [chunk.rows for chunk in made] == [4, 7, 9]
+    assert all(len(chunk.weights) == len(chunk.draws) == 2 for chunk in made)
+    assert [chunk.stds.tolist() for chunk in made] == [[0.4, 0.2], [0.7, 0.5], [0.9, 0.0]]
 
 
 def test_clients_of_one_size_are_cut_as_they_stand_in_the_cohort():
     made = cut([6] * 7, 3)
-    assert [lane.clients.tolist() for lane in made] == [[0, 3, 6], [9, 12, 15], [18, -1, -1]]
+    assert [chunk.clients.tolist() for chunk in made] == [[0, 3, 6], [9, 12, 15], [18, -1, -1]]
 
 
-def test_lanes_of_unequal_clients_hardly_pad():
+def test_chunks_of_unequal_clients_hardly_pad():
     drawn = np.random.default_rng(0).lognormal(np.log(50), 1.0, 320).astype(int) + 1
     sizes = np.minimum(drawn, 200)  # of 20 steps of 10, no more rows are used
     made = cut(sizes, 16)
@@ -49,7 +49,7 @@ def test_lanes_of_unequal_clients_hardly_pad():
 
 
 def every_cut(count: int, width: int):
-    """The widths of all lanes, in all ways to cut so many clients."""
+    """The widths of all chunks, in all ways to cut so many clients."""
     if not count:
         yield []
     for last in range(1, min(width, count) + 1):
@@ -58,7 +58,7 @@ def every_cut(count: int, width: int):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lanes_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
+def test_chunks_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
     generator = np.random.default_rng(seed)
     sizes = generator.permutation(9) + 1
     steps = generator.integers(1, 5, 9) if seed % 2 else np.ones(9)
@@ -67,41 +67,41 @@ def test_lanes_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
 
     def cost(widths: list[int]) -> float:
         ends = np.cumsum(widths)
-        _, lane, step = costs[:, order[ends - 1]]
+        _, chunk, step = costs[:, order[ends - 1]]
         made = np.add.reduceat(steps[order], ends - widths)
-        return float((lane + made * step).sum())
+        return float((chunk + made * step).sum())
 
-    made = lanes(Cohort.of(np.arange(9)), np.ones(9), sizes, 4, costs=costs)
-    widths = [len(lane.clients) for lane in made]
+    made = chunks(Cohort.of(np.arange(9)), np.ones(9), sizes, 4, costs=costs)
+    widths = [len(chunk.clients) for chunk in made]
     assert cost(widths) == pytest.approx(min(map(cost, every_cut(9, 4))))
     ends = np.cumsum(widths)
-    for lane, end in zip(made, ends, strict=True):
-        own = order[end - len(lane.clients) : end]
+    for chunk, end in zip(made, ends, strict=True):
+        own = order[end - len(chunk.clients) : end]
         most_first = sorted(own, key=lambda client: (-steps[client], client))
-        assert lane.clients.tolist() == most_first and lane.rows == sizes[own[-1]]
+        assert chunk.clients.tolist() == most_first and chunk.rows == sizes[own[-1]]
 
 
-def test_clients_that_cost_the_same_are_cut_into_lanes_of_one_width():
+def test_clients_that_cost_the_same_are_cut_into_chunks_of_one_width():
     costs = np.array([[3.0] * 5, [5.0] * 5, [2.0] * 5])
     sizes = np.array([4, 9, 2, 7, 5])
-    made = lanes(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
-    assert [lane.clients.tolist() for lane in made] == [[0, 6], [9, 12], [3, -1]]
+    made = chunks(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
+    assert [chunk.clients.tolist() for chunk in made] == [[0, 6], [9, 12], [3, -1]]
 
 
-def test_where_a_lane_takes_as_long_as_its_largest_client_lanes_have_one_width_most_steps_first():
+def test_where_a_chunk_takes_as_long_as_its_largest_client_chunks_have_one_width_most_steps_first():
     sizes = np.array([2, 9, 4, 5, 7])
     costs = np.array([sizes, sizes, np.zeros(5)])  # as on a GPU
-    made = lanes(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
-    assert [lane.clients.tolist() for lane in made] == [[6, 0], [12, 9], [3, -1]]
+    made = chunks(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
+    assert [chunk.clients.tolist() for chunk in made] == [[6, 0], [12, 9], [3, -1]]
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
-def test_shares_deal_every_lane_once_to_no_more_actors_than_there_are(actors):
+def test_shares_deal_every_chunk_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     dealt = shares(made, actors, Costs().of(made))
     assert len(dealt) <= actors
-    firsts = [lane.clients.tolist() for lane in made]
-    given = [[firsts.index(lane.clients.tolist()) for lane in share] for share in dealt]
+    firsts = [chunk.clients.tolist() for chunk in made]
+    given = [[firsts.index(chunk.clients.tolist()) for chunk in share] for share in dealt]
     assert sorted(index for share in given for index in share) == list(range(len(made)))
     assert all(share == sorted(share) for share in given)
 
@@ -115,45 +115,45 @@ def test_shares_have_about_the_same_number_of_rows():
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 95])
-def test_lanes_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
+def test_chunks_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     costs = Costs().of(made)
     dealt = scheduler.cut(made, actors, costs)
     assert len(dealt) <= actors and all(dealt)
-    clients = [lane.clients.tolist() for share in dealt for lane in share]
-    everyone = np.concatenate([lane.clients[lane.clients >= 0] for lane in made])
+    clients = [chunk.clients.tolist() for share in dealt for chunk in share]
+    everyone = np.concatenate([chunk.clients[chunk.clients >= 0] for chunk in made])
     assert np.concatenate(clients).tolist() == everyone.tolist()
     loads = [rows(share) for share in dealt]
-    one = max(lane.rows for lane in made)
+    one = max(chunk.rows for chunk in made)
     assert max(loads) <= sum(loads) / actors + one
     assert actors == 95 or min(loads) >= sum(loads) / actors - one
     assert scheduler.cut([], 2, np.zeros(0)) == []
 
 
-def test_a_part_of_a_lane_has_what_its_own_clients_remember():
+def test_a_part_of_a_chunk_has_what_its_own_clients_remember():
     memory = {"bounding": {slot: np.full(2, slot) for slot in (0, 2, 3)}}
-    lane = Lane(np.arange(4), np.zeros(4, int), np.ones(4), rows=1, memory=memory)
-    parts = [lane.part(slice(0, 2)), lane.part(slice(2, 4))]
+    chunk = Chunk(np.arange(4), np.zeros(4, int), np.ones(4), rows=1, memory=memory)
+    parts = [chunk.part(slice(0, 2)), chunk.part(slice(2, 4))]
     held = [{k: v.tolist() for k, v in part.memory["bounding"].items()} for part in parts]
     assert held == [{0: [0, 0]}, {0: [2, 2], 1: [3, 3]}]
-    joined = Lane.joined([parts[0], lane.part(slice(1, 2)), parts[1]])
+    joined = Chunk.joined([parts[0], chunk.part(slice(1, 2)), parts[1]])
     assert sorted(joined.memory["bounding"]) == [0, 3, 4]
 
 
-def test_what_lanes_cost_is_learned_from_the_rounds():
+def test_what_chunks_cost_is_learned_from_the_rounds():
     generator = np.random.default_rng(2)
     costs = Costs()
     made = cut(generator.lognormal(4, 1, 200).astype(int) + 1, 8)
-    assert not costs.known and costs.of(made).tolist() == [rows([lane]) for lane in made]
+    assert not costs.known and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
     for _ in range(40):
         some = [made[index] for index in generator.permutation(len(made))[:10]]
-        clients = sum(int((lane.clients >= 0).sum()) for lane in some)
+        clients = sum(int((chunk.clients >= 0).sum()) for chunk in some)
         costs.took(some, 0.002 * clients + 0.0001 * rows(some))
-    expected = [0.002 * 8 + 0.0001 * rows([lane]) for lane in made]
+    expected = [0.002 * 8 + 0.0001 * rows([chunk]) for chunk in made]
     assert costs.of(made) == pytest.approx(expected, rel=1e-6)
 
 
-def test_lanes_of_one_size_alone_tell_what_a_client_costs_all_in_all():
+def test_chunks_of_one_size_alone_tell_what_a_client_costs_all_in_all():
     costs = Costs()
     made = cut([10] * 64, 4)
     costs.took(made[:4], 0.4)
@@ -165,7 +165,7 @@ def test_an_empty_cohort_has_no_shares():
     assert shares([], 2, np.zeros(0)) == [] and singles([]) == []
 
 
-def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
+def test_singles_are_one_client_each_in_the_slot_it_has_in_its_chunk():
     made = cut([4, 9, 2], 2)
     assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [
         ([0, 6], 0),
@@ -175,8 +175,8 @@ def test_singles_are_one_client_each_in_the_slot_it_has_in_its_lane():
 
 
 def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
-    lane = replace(cut([4, 9], 2)[0], memory={"local": {0: np.ones(3), 1: np.zeros(3)}})
-    assert [list(share[0].memory["local"]) for share in singles([lane])] == [[0], [1]]
+    chunk = replace(cut([4, 9], 2)[0], memory={"local": {0: np.ones(3), 1: np.zeros(3)}})
+    assert [list(share[0].memory["local"]) for share in singles([chunk])] == [[0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_capacity_packs_gpu_fractions_per_device_and_cpus_per_node(cpus, gpus, n
     assert capacity(cpus, gpus, nodes) == held
 
 
-def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_lanes():
+def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
     assert wanted(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
     assert wanted(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
     assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2

@@ -38,43 +38,43 @@ def mlp() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 4))
 
 
-WAYS = [("convolutional", net), ("loop", net), ("loop", mlp), ("vmap", mlp)]
+BACKENDS = [("convolutional", net), ("loop", net), ("loop", mlp), ("vmap", mlp)]
 
 
-def updates(way, module, local, precision, members=(0, 1, 2)) -> torch.Tensor:
+def updates(backend, module, local, precision, members=(0, 1, 2)) -> torch.Tensor:
     """Float32 [3, d]; of the members alone."""
     generator = np.random.default_rng(0)
     x = generator.random((3, 9, 1, 8, 8), dtype=np.float32)
     y = generator.integers(4, size=(3, 9))
     here = np.isin(np.arange(3), members)
-    trainer = Trainer(module, local, way=way, seed=0, precision=precision)
+    trainer = Trainer(module, local, backend=backend, seed=0, precision=precision)
     who = {"t": 0, "clients": np.where(here, [7, 8, 9], -1), "draws": [0, 0, 0]}
-    blocks = trainer.lane(models.flatten(module), x, y, np.where(here, SIZES, 0), **who)
+    blocks = trainer.chunk(models.flatten(module), x, y, np.where(here, SIZES, 0), **who)
     found = torch.zeros(3, models.parameter_count(module))
     for block in blocks:
         found[torch.from_numpy(block.slots)] = block.updates
     return found
 
 
-@pytest.mark.parametrize("way,made", WAYS)
+@pytest.mark.parametrize("backend,made", BACKENDS)
 @pytest.mark.parametrize("local", [Sgd(steps=1, batch=4, lr=1e-4), Adam(steps=1, batch=4, lr=1e-4)])
-def test_products_alone_are_in_bfloat16_and_small_steps_are_not_lost(way, made, local):
+def test_products_alone_are_in_bfloat16_and_small_steps_are_not_lost(backend, made, local):
     module = made()
-    exact, low = (updates(way, module, local, each) for each in ("float32", "bfloat16"))
+    exact, low = (updates(backend, module, local, each) for each in ("float32", "bfloat16"))
     assert low.dtype == torch.float32 and not torch.equal(exact, low)
     # parameters of 0.1 in bfloat16 would have steps of 4e-4, and not move at all
     alike = torch.nn.functional.cosine_similarity(exact, low, dim=1)
     assert (alike > (0.98 if isinstance(local, Sgd) else 0.8)).all(), alike
 
 
-@pytest.mark.parametrize("way,made", WAYS)
+@pytest.mark.parametrize("backend,made", BACKENDS)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_in_bfloat16_a_clients_bits_depend_on_it_alone(way, made, momentum):
+def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, made, momentum):
     module = made()
     local = Sgd(steps=3, batch=4, lr=0.1, momentum=momentum, weight_decay=0.01)
-    together = updates(way, module, local, "bfloat16")
+    together = updates(backend, module, local, "bfloat16")
     for member in range(3):
-        alone = updates(way, module, local, "bfloat16", (member,))
+        alone = updates(backend, module, local, "bfloat16", (member,))
         assert torch.equal(alone[member], together[member])
 
 

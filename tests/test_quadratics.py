@@ -155,7 +155,7 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
             data.parse({"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}), 0, cache=tmp_path
         )
     )
-    x, y, n = opened.lane([0, 1, 2], 1)
+    x, y, n = opened.chunk([0, 1, 2], 1)
     assert (x.ravel() == EQ_8[0]).all() and (y.ravel() == EQ_8[1]).all() and (n == 1).all()
     assert (
         opened.describe()["optimum"] == (16 + 1 + 1) / 6 and opened.clients == opened.test_size == 3

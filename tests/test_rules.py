@@ -1,4 +1,6 @@
-"""A rule of a local step that a user wrote: every way carries it out as a plain torch loop does."""
+"""A rule of a local step that a user wrote: every backend carries it out as a plain torch loop
+does.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +170,8 @@ def bound(model: str) -> float:
 
 @cache
 def expected(model: str, name: str, clipped: bool) -> dict[int, torch.Tensor]:
-    """Each client's update by the book, clipped and noised or else corrected, which every way is
-    compared with.
+    """Each client's update by the book, clipped and noised or else corrected, which every backend
+    is compared with.
     """
     module = made(model)
     x, y = rows()
@@ -185,25 +187,25 @@ def expected(model: str, name: str, clipped: bool) -> dict[int, torch.Tensor]:
     return found
 
 
-def trained(way, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more):
-    trainer = Trainer(module, local, way=way, seed=4, clip=clip)
+def trained(backend, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more):
+    trainer = Trainer(module, local, backend=backend, seed=4, clip=clip)
     name = {"t": 2, "clients": clients, "draws": DRAWS, **more}
-    lane = trainer.lane(models.flatten(module), x, y, sizes, **name)
-    return {slot: (delta, loss) for slot, delta, loss in each(lane)}
+    chunk = trainer.chunk(models.flatten(module), x, y, sizes, **name)
+    return {slot: (delta, loss) for slot, delta, loss in each(chunk)}
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    "way,model",
+    "backend,model",
     [("loop", "mlp"), ("loop", "cnn"), ("convolutional", "cnn"), ("vmap", "residual"),
      ("vmap", "mlp"), ("fused", "mlp"), ("fused", "softmax"), ("fused", "softmax without bias")],
 )  # fmt: skip
-def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
+def test_every_way_carries_out_a_rule_of_ones_own(backend, model, name):
     module = made(model)
     x, y = rows()
     d = models.parameter_count(module)
     corrections = corrected(CLIENTS, d)
-    got = trained(way, module, RULES[name], None, x, y, corrections=corrections)
+    got = trained(backend, module, RULES[name], None, x, y, corrections=corrections)
     assert list(got) == [0, 1, 2, 4]
     for slot, update in expected(model, name, clipped=False).items():
         assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
@@ -211,7 +213,7 @@ def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    "way,model",
+    "backend,model",
     [
         ("loop", "mlp"),
         ("vmap", "mlp"),
@@ -220,50 +222,50 @@ def test_every_way_carries_out_a_rule_of_ones_own(way, model, name):
         ("layerwise", "cnn"),
     ],
 )
-def test_a_rule_of_ones_own_is_given_clipped_and_noised_gradients(way, model, name):
+def test_a_rule_of_ones_own_is_given_clipped_and_noised_gradients(backend, model, name):
     module = made(model)
     x, y = rows()
-    got = trained(way, module, RULES[name], bound(model), x, y, stds=STDS)
+    got = trained(backend, module, RULES[name], bound(model), x, y, stds=STDS)
     assert list(got) == [0, 1, 2, 4]
     for slot, update in expected(model, name, clipped=True).items():
         assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
 
 
 @pytest.mark.parametrize(
-    "way,clip", [("fused", None), ("fused", 0.5), ("vmap", None), ("loop", 0.5)]
+    "backend,clip", [("fused", None), ("fused", 0.5), ("vmap", None), ("loop", 0.5)]
 )
 @pytest.mark.parametrize("name", ["adam", "normalized", "drawn"])
-def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(way, clip, name):
+def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(backend, clip, name):
     module = made("mlp")
     x, y = rows()
-    together = trained(way, module, RULES[name], clip, x, y)
+    together = trained(backend, module, RULES[name], clip, x, y)
     for slot, (delta, loss) in together.items():
         keep = np.arange(5) == slot
         alone = trained(
-            way, module, RULES[name], clip, x, y,
+            backend, module, RULES[name], clip, x, y,
             np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1),
         )  # fmt: skip
         assert torch.equal(alone[slot][0], delta) and alone[slot][1] == loss
 
 
-@pytest.mark.parametrize("way", ["fused", "vmap"])
-def test_lanes_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_alone(way):
+@pytest.mark.parametrize("backend", ["fused", "vmap"])
+def test_chunks_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_alone(backend):
     module = made("mlp")
     sizes = [13, 4, 0, 9, 13, 5, 2, 6]
     clients = [5, 6, -1, 7, 8, 9, 10, 11]
     x, y = rows(sizes)
-    trainer = Trainer(module, RULES["adam"], way=way, seed=4, clip=0.5)
+    trainer = Trainer(module, RULES["adam"], backend=backend, seed=4, clip=0.5)
     assert trainer.together(4, 13, 36) > 1
     assert trainer.together(3, 13, 36) == 1  # whose products would begin elsewhere than alone
 
-    def lanes(slots: slice, width: int | None) -> list[bytes]:
+    def chunks(slots: slice, width: int | None) -> list[bytes]:
         name = {"t": 2, "clients": clients[slots], "draws": [0] * len(clients[slots])}
         given = (x[slots], y[slots], sizes[slots])
-        blocks = trainer.lane(models.flatten(module), *given, width=width, **name)
+        blocks = trainer.chunk(models.flatten(module), *given, width=width, **name)
         return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
 
-    apart = lanes(slice(0, 4), None) + lanes(slice(4, 8), None)
-    assert lanes(slice(0, 8), 4) == apart
+    apart = chunks(slice(0, 4), None) + chunks(slice(4, 8), None)
+    assert chunks(slice(0, 8), 4) == apart
 
 
 class Kept:
@@ -295,24 +297,24 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [("vmap", "sam"), *product(["fused", "vmap"], [*UNEQUAL][1:])]
+    ("backend", "name"), [("vmap", "sam"), *product(["fused", "vmap"], [*UNEQUAL][1:])]
 )
-def test_clients_of_unequal_steps_come_to_what_a_loop_does_in_whatever_order(way, name):
+def test_clients_of_unequal_steps_come_to_what_a_loop_does_in_whatever_order(backend, name):
     module = made("mlp")
     rule = UNEQUAL[name]
     for sizes in ([13, 9, 9, 4, 2, 0], [2, 13, 0, 9, 4, 9]):
         given = (module, rule, *rows(sizes))
         who = {"sizes": sizes, "clients": range(6), "draws": [0] * 6}
-        ours = train(way, *given, **who)
+        ours = train(backend, *given, **who)
         theirs = train("loop", *given, **who)
         for slot in np.flatnonzero(sizes):
             torch.testing.assert_close(ours[slot][0], theirs[slot][0], rtol=1e-4, atol=1e-5)
             assert ours[slot][1] == pytest.approx(theirs[slot][1], rel=1e-4)
 
 
-@pytest.mark.parametrize(("file", "way", "each"), [("fused", "fused", 1), ("vmap", "vmap", 2)])
+@pytest.mark.parametrize(("file", "backend", "each"), [("fused", "fused", 1), ("vmap", "vmap", 2)])
 def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
-    file, way, each, monkeypatch
+    file, backend, each, monkeypatch
 ):
     taken = []
 
@@ -326,69 +328,69 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
     sizes = np.array([13, 9, 9, 4])
     planned = rule.step_counts(sizes)
     assert planned.tolist() == [4, 3, 3, 1]
-    whole = train(way, module, rule, *rows(sizes), sizes, range(4), [0] * 4)
+    whole = train(backend, module, rule, *rows(sizes), sizes, range(4), [0] * 4)
     assert taken[::each] == [4, 3, 3, 1]
     taken.clear()
     held = np.array([13, 0, 9, 0])  # the others train elsewhere
     who = (held, [0, -1, 2, -1], [0] * 4)
-    some = train(way, module, rule, *rows(sizes), *who, planned=planned)
+    some = train(backend, module, rule, *rows(sizes), *who, planned=planned)
     assert taken[::each] == [4, 3, 3, 1]
     assert all(torch.equal(some[slot][0], whole[slot][0]) for slot in (0, 2))
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("model", ["mlp", "tied"])
-def test_the_last_clients_of_a_lane_that_vmap_leaves_have_one_set_of_bits(model, clip):
+def test_the_last_clients_of_a_chunk_that_vmap_leaves_have_one_set_of_bits(model, clip):
     module = made(model)
     rule = Sgd(epochs=3, batch=3, lr=0.1, momentum=0.5)
     sizes = np.array([13, 9, 4, 2])
     planned = rule.step_counts(sizes)
     assert planned.tolist() == [13, 9, 4, 3]  # two of them, and then one, go on
 
-    def lane(way: str, held: list[int]) -> dict:
+    def chunk(backend: str, held: list[int]) -> dict:
         some = np.where(np.isin(range(4), held), range(4), -1)
         stds = None if clip is None else np.full(4, 0.1)
-        trainer = Trainer(module, rule, way=way, seed=4, clip=clip)
+        trainer = Trainer(module, rule, backend=backend, seed=4, clip=clip)
         given = (models.flatten(module), *rows(sizes), sizes)
         who = {"t": 2, "clients": some, "draws": [0] * 4}
-        blocks = trainer.lane(*given, **who, planned=planned, stds=stds)
+        blocks = trainer.chunk(*given, **who, planned=planned, stds=stds)
         return {slot: delta for slot, delta, _ in each(blocks)}
 
-    whole = lane("vmap", [0, 1, 2, 3])
-    theirs = lane("loop", [0, 1, 2, 3])
+    whole = chunk("vmap", [0, 1, 2, 3])
+    theirs = chunk("loop", [0, 1, 2, 3])
     for slot, delta in whole.items():
-        assert torch.equal(lane("vmap", [slot])[slot], delta)
+        assert torch.equal(chunk("vmap", [slot])[slot], delta)
         torch.testing.assert_close(delta, theirs[slot], rtol=1e-4, atol=1e-5)
 
 
-def test_a_lane_some_of_whose_clients_are_trained_by_themselves_joins_no_other():
+def test_a_chunk_some_of_whose_clients_are_trained_by_themselves_joins_no_other():
     found = {}
-    for way in ("vmap", "fused"):
-        trainer = Trainer(made("mlp"), Sgd(), way=way, seed=4)
-        lanes = ([5, 5, 5, 2], [5, 5, 2, 2], [5, 2, 2, 2], [5, 2])
-        found[way] = [trainer.joins(np.array(steps)) for steps in lanes]
+    for backend in ("vmap", "fused"):
+        trainer = Trainer(made("mlp"), Sgd(), backend=backend, seed=4)
+        chunks = ([5, 5, 5, 2], [5, 5, 2, 2], [5, 2, 2, 2], [5, 2])
+        found[backend] = [trainer.joins(np.array(steps)) for steps in chunks]
     expected = {"vmap": [True, False, False, False], "fused": [True, True, False, False]}
     assert found == expected
 
 
-@pytest.mark.parametrize("way", ["fused", "vmap"])
-def test_lanes_are_trained_together_where_no_value_depends_on_its_place(way):
+@pytest.mark.parametrize("backend", ["fused", "vmap"])
+def test_chunks_are_trained_together_where_no_value_depends_on_its_place(backend):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Sigmoid(), nn.Linear(20, 4))
-    trainer = Trainer(module, Sgd(steps=3, batch=10, lr=0.5), way=way, seed=4)
+    trainer = Trainer(module, Sgd(steps=3, batch=10, lr=0.5), backend=backend, seed=4)
     assert trainer.together(5, 13, 36) == 1  # 5 times 10 times 20 numbers fill no vectors
     assert trainer.together(1, 13, 36) == 1  # a product of one matrix
     assert trainer.together(16, 13, 36) > 1
     sizes = [13] * 32
     x, y = rows(sizes)
 
-    def lanes(slots: slice, width: int | None) -> list[bytes]:
+    def chunks(slots: slice, width: int | None) -> list[bytes]:
         who = {"t": 2, "clients": range(32)[slots], "draws": [0] * len(sizes[slots])}
         given = (x[slots], y[slots], sizes[slots])
-        blocks = trainer.lane(models.flatten(module), *given, width=width, **who)
+        blocks = trainer.chunk(models.flatten(module), *given, width=width, **who)
         return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
 
-    apart = lanes(slice(0, 16), None) + lanes(slice(16, 32), None)
-    assert lanes(slice(0, 32), 16) == apart
+    apart = chunks(slice(0, 16), None) + chunks(slice(16, 32), None)
+    assert chunks(slice(0, 32), 16) == apart
 
 
 def test_sgds_own_step_is_what_its_coefficients_say():
@@ -444,7 +446,7 @@ def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     assert resolve(made("cnn"), local, 20, form(SHAPE)) == "convolutional"
     assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
     others = "fused, convolutional, one_batch, vmap, loop"
-    accepted = rf"client\.way = 'sample_space': expected auto or one of {others}"
+    accepted = rf"client\.backend = 'sample_space': expected auto or one of {others}"
     with pytest.raises(ConfigError, match=accepted):
         resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
 

@@ -110,7 +110,7 @@ def test_tensorboard_shows_every_number_of_every_row(tmp_path):
 def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
     first = run(experiment(), tmp_path / "a")
     again = Experiment.from_yaml(first.out / "config.yaml")
-    assert "auto" not in (again.client.lane, again.client.way)
+    assert "auto" not in (again.client.chunk, again.client.backend)
     assert run(again, tmp_path / "b").summary["model_sha256"] == first.summary["model_sha256"]
 
 
@@ -302,7 +302,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
     total = 0.0
     for client in cohort.clients:
         n = int(shards.sizes[client])
-        x, y, _ = shards.lane([client], n)
+        x, y, _ = shards.chunk([client], n)
         index, _ = batches(plain.seed, 0, [client], [0], [n], plain.local)
         module = models.build(plain.model, shards.form(plain.data.task), plain.seed)
         start = models.flatten(module)
@@ -366,7 +366,7 @@ def cursed(tmp_path, overflow: bool) -> Experiment:
         selection={"kind": "full"},
         local={"kind": "sgd", "steps": 2, "batch": 3},
         rounds=2,
-        client={"lane": 4},
+        client={"chunk": 4},
     )
 
 

@@ -37,8 +37,8 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import Result
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.scheduler import lanes
-from raydpfl.training.backends import WAYS
+from raydpfl.simulation.scheduler import chunks
+from raydpfl.training.backends import BACKENDS
 
 SAMPLE = {"kind": "per_sample_clip", "bound": 0.5}
 STEPS = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-5}
@@ -83,9 +83,9 @@ METHODS = {
     "full gradient, fused": {
         "selection": {"kind": "full"},
         "local": {"kind": "sgd", "steps": 2, "batch": "full", "momentum": 0.5},
-        "client": {"way": "fused"},
+        "client": {"backend": "fused"},
     },
-    "vmap": {"client": {"way": "vmap"}},
+    "vmap": {"client": {"backend": "vmap"}},
     "fedprox, multinomial": {
         "local": {"proximal": 0.1},
         "selection": {"kind": "multinomial", "cohort": 30},
@@ -151,7 +151,7 @@ METHODS = {
         "weights": {"kind": "data"},
         "server": {"kind": "adam", "lr": 0.01},
     },
-    "DPNFL by vmap": {"bounding": SAMPLE, "noise": STEPS, "client": {"way": "vmap"}},
+    "DPNFL by vmap": {"bounding": SAMPLE, "noise": STEPS, "client": {"backend": "vmap"}},
     "DPFedAvg, small network": {
         "bounding": SAMPLE,
         "noise": STEPS,
@@ -185,7 +185,7 @@ METHODS = {
         "noise": STEPS,
         **CNN,
         "local": {"kind": "sgd", "steps": 1, "batch": 4},
-        "client": {"way": "layerwise"},
+        "client": {"backend": "layerwise"},
     },
     "quadratics": {
         "data": {"kind": "quadratics", "clients": 20, "dimension": 10, "rank": 3},
@@ -195,17 +195,17 @@ METHODS = {
     },
     "mlp in sample space": {
         "model": {"kind": "mlp", "hidden": [16]},
-        "client": {"way": "sample_space"},
+        "client": {"backend": "sample_space"},
     },
-    "large products, loop": {**LARGE, "client": {"way": "loop"}},
+    "large products, loop": {**LARGE, "client": {"backend": "loop"}},
     "large products, per-sample clipping": {
         **LARGE,
         "bounding": SAMPLE,
         "noise": STEPS,
-        "client": {"way": "layerwise"},
+        "client": {"backend": "layerwise"},
     },
-    "cnn, loop": {**CNN, "client": {"lane": 2, "way": "loop"}},
-    "cnn by hand": {**CNN, "client": {"lane": 2, "way": "convolutional"}},
+    "cnn, loop": {**CNN, "client": {"chunk": 2, "backend": "loop"}},
+    "cnn by hand": {**CNN, "client": {"chunk": 2, "backend": "convolutional"}},
 }
 
 
@@ -275,33 +275,33 @@ SYNTHETIC = {"kind": "synthetic", "clients": 30, "samples": 10, "test_samples": 
 LOGNORMAL = {**SYNTHETIC, "sizes": {"kind": "lognormal"}}
 TINY = {"model": {"kind": "mlp", "hidden": [3]}, "data": SYNTHETIC, "rounds": 3}
 METHODS |= {
-    # in each of these the lanes are small and quick, and one thing is out of the ordinary
+    # in each of these the chunks are small and quick, and one thing is out of the ordinary
     "rows not aligned": {
         "data": {"kind": "quadratics", "clients": 20, "dimension": 21, "rank": 5},
         "model": {"kind": "linear"},
         "selection": {"kind": "uniform", "cohort": 9},
         "local": {"kind": "sgd", "steps": 20, "batch": 2, "lr": 0.01},
-        "client": {"way": "sample_space"},
+        "client": {"backend": "sample_space"},
         "rounds": 8,
     },
-    "sample space": {"client": {"way": "sample_space"}, "rounds": 3},
+    "sample space": {"client": {"backend": "sample_space"}, "rounds": 3},
     "sample space, lognormal sizes, batches by share": {
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 6, "batch": {"share": 0.3}, "momentum": 0.5},
-        "client": {"way": "sample_space"},
+        "client": {"backend": "sample_space"},
     },
     "lognormal sizes, fused": {
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 8, "batch": 2, "momentum": 0.5},
-        "client": {"way": "fused", "lane": 4},
+        "client": {"backend": "fused", "chunk": 4},
     },
     "lognormal sizes, all rows, compiled": {  # some in the span of their rows, some by weights
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 8, "batch": "full", "momentum": 0.5},
-        "client": {"way": "compiled", "lane": 4},
+        "client": {"backend": "compiled", "chunk": 4},
     },
     "batches by share, per-sample clipping": {
         **TINY,
@@ -314,7 +314,7 @@ METHODS |= {
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 5, "batch": 4, "sampling": "epochs"},
-        "client": {"way": "sample_space"},
+        "client": {"backend": "sample_space"},
     },
     "unequal steps, compiled with momentum and all": {
         **TINY,
@@ -327,7 +327,7 @@ METHODS |= {
             "weight_decay": 0.01,
             "proximal": 0.1,
         },
-        "client": {"way": "compiled", "lane": 4},
+        "client": {"backend": "compiled", "chunk": 4},
     },
     "unequal steps, noised": {
         **TINY,
@@ -342,7 +342,7 @@ METHODS |= {
         "local": {"kind": "adam", "epochs": 2, "batch": 3, "lr": 0.01},
         "bounding": SAMPLE,
         "noise": STEPS,
-        "client": {"way": "fused", "lane": 5},
+        "client": {"backend": "fused", "chunk": 5},
     },
     "unequal steps, batches of a row, fused": {  # by products of a matrix with a vector
         "seed": 884241,
@@ -358,7 +358,7 @@ METHODS |= {
         "local": {"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05, "momentum": 0.5},
         "bounding": SAMPLE,
         "noise": {"kind": "none"},
-        "client": {"way": "fused", "lane": 4},
+        "client": {"backend": "fused", "chunk": 4},
         "rounds": 2,
     },
     "unequal steps, vmap": {
@@ -366,7 +366,7 @@ METHODS |= {
         "model": {"kind": "mlp", "hidden": [7], "activation": "tanh"},
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "epochs": 2, "batch": 3, "momentum": 0.5},
-        "client": {"way": "vmap", "lane": 5},
+        "client": {"backend": "vmap", "chunk": 5},
     },
     "unequal steps, compiled and noised": {  # some of them in the span of their rows
         **TINY,
@@ -381,13 +381,13 @@ METHODS |= {
         },
         "bounding": SAMPLE,
         "noise": STEPS,
-        "client": {"way": "compiled", "lane": 4},
+        "client": {"backend": "compiled", "chunk": 4},
     },
-    "no client of a lane has rows": {
+    "no client of a chunk has rows": {
         **TINY,
         "data": {**SYNTHETIC, "sizes": {"kind": f"{__name__}:Gaps"}},
         "local": {"kind": "sgd", "epochs": 1, "batch": 3},
-        "client": {"way": "vmap", "lane": 2},
+        "client": {"backend": "vmap", "chunk": 2},
     },
     "DPNFL, noised in the span of the rows": {
         **TINY,
@@ -397,7 +397,7 @@ METHODS |= {
         "bounding": SAMPLE,
         "noise": STEPS,
         "weights": {"kind": "data"},
-        "client": {"way": "compiled"},
+        "client": {"backend": "compiled"},
     },
     "adam, a schedule within a round": {
         **TINY,
@@ -408,7 +408,7 @@ METHODS |= {
         "local": {"kind": "adamw", "steps": 3, "batch": 3, "schedule": "cosine", "lr_period": 2},
     },
     "sam": {**TINY, "local": {"kind": "sam", "steps": 3, "batch": 3}},
-    "bfloat16": {**CNN, "client": {"lane": 2, "precision": "bfloat16"}, "rounds": 2},
+    "bfloat16": {**CNN, "client": {"chunk": 2, "precision": "bfloat16"}, "rounds": 2},
     "clients held out, scores of each": {
         **TINY,
         "evaluate": {"every": 1, "validation": {"clients": 0.2}, "per_client": "accuracy"},
@@ -430,14 +430,14 @@ METHODS |= {
         "model": {"kind": "mlp", "hidden": [6, 5], "lora": {"rank": 2, "trained": ["5.*"]}},
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "epochs": 1, "batch": 4, "momentum": 0.5},
-        "client": {"way": "one_batch"},
+        "client": {"backend": "one_batch"},
     },
     "adapters, per-sample clipping": {
         **TINY,
         "model": {"kind": "mlp", "hidden": [6], "lora": {"rank": 2}},
         "bounding": SAMPLE,
         "noise": STEPS,
-        "client": {"way": "one_batch"},
+        "client": {"backend": "one_batch"},
     },
     "overlapping": {
         "data": {"clients": 50, "partition": {"kind": "overlapping", "per_client": 20}},
@@ -448,7 +448,7 @@ METHODS |= {
         "model": {"kind": "cnn", "width": 0.1},
         "local": {"kind": "sgd", "steps": 1, "batch": 3},
         "selection": {"kind": "uniform", "cohort": 6},
-        "client": {"lane": 2},
+        "client": {"chunk": 2},
         "rounds": 2,
     },
     "narrow mlp, per-sample clipping": {**TINY, "bounding": SAMPLE, "noise": STEPS},
@@ -476,13 +476,13 @@ METHODS |= {
         "model": {"kind": "linear"},
         "selection": {"kind": "full"},
         "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
-        "client": {"lane": 20},
+        "client": {"chunk": 20},
     },
     "clients without rows": {
         **TINY,
         "data": {**SYNTHETIC, "sizes": {"kind": f"{__name__}:Gaps"}},
         "selection": {"kind": "full"},
-        "client": {"lane": 4},
+        "client": {"chunk": 4},
     },
 }
 
@@ -510,7 +510,7 @@ def assert_same_bits(found: Watched, expected: Watched | Bits) -> None:
         assert np.array_equal(total, other)
 
 
-def test_losses_of_batches_of_a_row_are_those_of_lanes_that_train_alone(tmp_path):
+def test_losses_of_batches_of_a_row_are_those_of_chunks_that_train_alone(tmp_path):
     data = {"kind": "synthetic", "clients": 24, "samples": 3, "features": 100, "classes": 62}
     given = experiment(
         seed=601618,
@@ -518,7 +518,7 @@ def test_losses_of_batches_of_a_row_are_those_of_lanes_that_train_alone(tmp_path
         data={**data, "test_samples": 24, "sizes": {"kind": "spread"}},
         selection={"kind": "full"},
         local={"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05},
-        client={"way": "fused", "lane": 4},
+        client={"backend": "fused", "chunk": 4},
     )
     plan = Plan.make(given)
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
@@ -527,8 +527,8 @@ def test_losses_of_batches_of_a_row_are_those_of_lanes_that_train_alone(tmp_path
             np.testing.assert_array_equal(other["train_loss"], one["train_loss"])
 
 
-def test_losses_of_unequal_clients_are_those_of_lanes_that_train_alone(tmp_path):
-    """However soon others of the lanes that train together have made their steps."""
+def test_losses_of_unequal_clients_are_those_of_chunks_that_train_alone(tmp_path):
+    """However soon others of the chunks that train together have made their steps."""
     sizes = {"kind": "spread"}
     data = {"kind": "synthetic", "clients": 24, "samples": 12, "features": 8, "classes": 3}
     given = experiment(
@@ -537,7 +537,7 @@ def test_losses_of_unequal_clients_are_those_of_lanes_that_train_alone(tmp_path)
         data={**data, "test_samples": 9, "sizes": sizes},
         selection={"kind": "uniform", "cohort": 9},
         local={"kind": "sgd", "epochs": 1, "batch": 4, "lr": 0.1},
-        client={"way": "fused", "lane": 2},
+        client={"backend": "fused", "chunk": 2},
         evaluate={"every": 9},
     )
     plan = Plan.make(given)
@@ -563,7 +563,7 @@ def inline_run(method: str) -> tuple[Plan, Bits, pa.Table]:
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
+def test_however_the_chunks_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
     """To an actor per client, and to three."""
     plan, inline, expected = inline_run(method)
     for actors in (0, 3):
@@ -574,16 +574,18 @@ def test_however_the_lanes_are_dealt_the_bits_are_those_of_the_inline_run(method
             np.testing.assert_array_equal(rows[name].to_numpy(), expected[name].to_numpy(), name)
 
 
-@pytest.mark.parametrize("way", ["fused", "sample_space", "vmap", "one_batch"])
-def test_lanes_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
-    way, tmp_path, monkeypatch
+@pytest.mark.parametrize("backend", ["fused", "sample_space", "vmap", "one_batch"])
+def test_chunks_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
+    backend, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(WAYS[way], "calls", 0)  # so that a lane is of clients that cost the same
+    monkeypatch.setattr(
+        BACKENDS[backend], "calls", 0
+    )  # so that a chunk is of clients that cost the same
     cut = []
     joined = ClientActor._joined
 
     def noted(actor, given):
-        cut.extend(len(lane.clients) for lane in given)
+        cut.extend(len(chunk.clients) for chunk in given)
         return joined(actor, given)
 
     monkeypatch.setattr(ClientActor, "_joined", noted)
@@ -591,10 +593,10 @@ def test_lanes_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "epochs": 2, "batch": 4},
-        "client": {"way": way, "lane": 5},
+        "client": {"backend": backend, "chunk": 5},
         "rounds": 2,
     }
-    if way == "one_batch":
+    if backend == "one_batch":
         changes["model"] = METHODS["adapters, unequal clients"]["model"]
     plan = Plan.make(experiment(**changes))
     inline = carried_out(plan, tmp_path / "inline")
@@ -604,12 +606,12 @@ def test_lanes_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
 
 
 def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
-    """Whose bits depend on the lane, though those of what is sent do not."""
+    """Whose bits depend on the chunk, though those of what is sent do not."""
     plan = Plan.make(
         experiment(
             data={**LOGNORMAL, "features": 130, "classes": 17},
             personal={"steps": 2, "batch": 3, "lr": 0.2, "proximal": 0.5},
-            client={"way": "compiled", "lane": 4},
+            client={"backend": "compiled", "chunk": 4},
             rounds=2,
         )
     )
@@ -648,7 +650,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
 
 
 @pytest.mark.slow
-def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_a_resume(tmp_path):
+def test_what_is_known_of_clients_is_the_same_however_chunks_are_dealt_and_after_a_resume(tmp_path):
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]
     plan = Plan.make(experiment(measure=measured, local={"steps": 3, "batch": 4}))
@@ -669,9 +671,11 @@ def test_what_is_known_of_clients_is_the_same_however_lanes_are_dealt_and_after_
 @pytest.mark.slow
 def test_an_actor_per_client_gives_the_bits_of_the_inline_run(tmp_path, shared_ray):
     changes = {**METHODS["DPSCAFFOLD"], "data": {"clients": 4}, "selection": {"cohort": 3}}
-    inline = sha(experiment(**{**changes, "client": {"actors": 0, "lane": 4}}), tmp_path / "inline")
+    inline = sha(
+        experiment(**{**changes, "client": {"actors": 0, "chunk": 4}}), tmp_path / "inline"
+    )
     each = sha(
-        experiment(**{**changes, "client": {"actors": "per-client", "lane": 4}}), tmp_path / "each"
+        experiment(**{**changes, "client": {"actors": "per-client", "chunk": 4}}), tmp_path / "each"
     )
     assert each == inline
 
@@ -720,7 +724,7 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
         "local": {"kind": "sgd", "steps": 400, "batch": 10, "lr": 0.1},
         "selection": {"kind": "uniform", "cohort": 48},
     }
-    quiet = sha(experiment(**heavy, client={"actors": 0, "way": "fused"}), tmp_path / "quiet")
+    quiet = sha(experiment(**heavy, client={"actors": 0, "backend": "fused"}), tmp_path / "quiet")
     stop = threading.Event()
     killed = []
     killer = threading.Thread(
@@ -729,7 +733,9 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
     )
     killer.start()
     try:
-        result = run(experiment(**heavy, client={"actors": 2, "way": "fused"}), tmp_path / "killed")
+        result = run(
+            experiment(**heavy, client={"actors": 2, "backend": "fused"}), tmp_path / "killed"
+        )
     finally:
         stop.set()
         killer.join()
@@ -866,18 +872,20 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     assert taken
 
 
-@pytest.mark.parametrize(("way", "joined"), [("fused", 2), ("sample_space", 0), ("compiled", 1)])
-def test_lanes_of_unequal_clients_are_trained_together_where_the_bits_allow_it(way, joined):
+@pytest.mark.parametrize(
+    ("backend", "joined"), [("fused", 2), ("sample_space", 0), ("compiled", 1)]
+)
+def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(backend, joined):
     method = METHODS["lognormal sizes, fused"]
-    plan = Plan.make(experiment(**{**method, "client": {"way": way, "lane": 4}}))
+    plan = Plan.make(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))
     sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
     clients = np.arange(len(sizes))
-    cut = lanes(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)
+    cut = chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)
     found = list(ClientActor(plan.experiment, str(plan.shards))._joined(cut))
-    together = np.concatenate([lane.clients for lane in found])
+    together = np.concatenate([chunk.clients for chunk in found])
     assert np.array_equal(np.sort(together[together >= 0]), clients)
-    assert all((sizes[lane.members[lane.members >= 0]] <= lane.rows).all() for lane in found)
-    rows = {lane.rows for lane in cut}
+    assert all((sizes[chunk.members[chunk.members >= 0]] <= chunk.rows).all() for chunk in found)
+    rows = {chunk.rows for chunk in cut}
     # fused takes clients whose batch is all of their rows otherwise, and apart
     assert len(rows) > 4 and len(found) == (joined or len(rows))
 

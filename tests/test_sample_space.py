@@ -1,4 +1,4 @@
-"""The losses of a lane's columns, and lanes trained together, of stacks of linear layers."""
+"""The losses of a chunk's columns, and chunks trained together, of stacks of linear layers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_bits_of_a_client_do_not_depend_on_how_many_columns_there_are(batch):
             assert torch.equal(alone_sums, sums[first:last])
 
 
-@pytest.mark.parametrize("way", ["fused", "sample_space"])
+@pytest.mark.parametrize("backend", ["fused", "sample_space"])
 @pytest.mark.parametrize("batch", [3, 7])
-def test_lanes_trained_together_have_the_bits_of_each_alone(way, batch):
-    """Where the columns of a lane fill no vectors; with clipped samples, where the way can."""
-    clip = 0.5 if way == "fused" else None
+def test_chunks_trained_together_have_the_bits_of_each_alone(backend, batch):
+    """Where the columns of a chunk fill no vectors; with clipped samples, where the backend can."""
+    clip = 0.5 if backend == "fused" else None
     module = nn.Sequential(nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 10))
     local = Sgd(steps=3, batch=batch)
-    trainer = Trainer(module, local, way=way, seed=0, clip=clip)
+    trainer = Trainer(module, local, backend=backend, seed=0, clip=clip)
     parameters = torch.randn(125, generator=torch.Generator().manual_seed(0))
     x = torch.randn(12, 7, 12, generator=torch.Generator().manual_seed(1))
     y = torch.randint(10, (12, 7), generator=torch.Generator().manual_seed(2))
@@ -74,7 +74,7 @@ def test_lanes_trained_together_have_the_bits_of_each_alone(way, batch):
 
     def of(some: np.ndarray, width: int) -> torch.Tensor:
         keys = {"t": 0, "clients": some, "draws": [0] * len(some), "width": width}
-        blocks = trainer.lane(parameters, x[some], y[some], sizes[some], **keys)
+        blocks = trainer.chunk(parameters, x[some], y[some], sizes[some], **keys)
         return torch.cat([block.updates for block in blocks])
 
     every = of(np.arange(12), 3)

@@ -80,7 +80,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def trainer_of(module: nn.Module, local: Sgd, y: torch.Tensor, clip: float) -> Trainer:
-    return Trainer(module, local, way="compiled", seed=SEED, clip=clip, task=task_of(y))
+    return Trainer(module, local, backend="compiled", seed=SEED, clip=clip, task=task_of(y))
 
 
 def plainly(gradients: Gradients, start, local: Sgd, x, y, index, noises) -> torch.Tensor:
@@ -105,10 +105,10 @@ def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method
     start = models.flatten(module)
     trainer = trainer_of(module, local, y, CLIP)
     keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS}
-    lane = trainer.lane(start, x, y, SIZES, **keyed, stds=STDS)
+    chunk = trainer.chunk(start, x, y, SIZES, **keyed, stds=STDS)
     index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
     gradients = Gradients(module, task_of(y), CLIP)
-    for slot, update, _ in (each for block in lane for each in block.clients()):
+    for slot, update, _ in (each for block in chunk for each in block.clients()):
         own = int(local.step_counts(np.array(SIZES))[slot])
         who = {"client": CLIENTS[slot], "draw": DRAWS[slot], "std": STDS[slot], "steps": own}
         rows = x[slot, : SIZES[slot]]
@@ -130,7 +130,9 @@ def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     start = models.flatten(module)
     trainer = trainer_of(module, local, y, CLIP)
     keyed = {"t": ROUND, "clients": [3], "draws": [0]}
-    ((update,),) = (block.updates for block in trainer.lane(start, x, y, [rows], **keyed, stds=[1]))
+    ((update,),) = (
+        block.updates for block in trainer.chunk(start, x, y, [rows], **keyed, stds=[1])
+    )
     index, _ = batches(SEED, ROUND, [3], [0], [rows], local)
     who = {"client": 3, "draw": 0, "std": 1.0, "steps": 70}
     noises = trainer.noises(x[0].numpy(), d=len(start), t=ROUND, **who)
@@ -148,7 +150,7 @@ def test_the_rows_tell_in_which_form_the_noise_is_drawn():
     for slot in (0, 1, 2):
         keyed = {"t": ROUND, "client": 0, "draw": 0, "std": 1.0, "steps": 9}
         drawn[slot] = trainer.noises(x[slot, : SIZES[slot]].numpy(), d=d, **keyed)
-    full = Trainer(module, LOCALS["plain"], way="fused", seed=SEED, clip=CLIP)
+    full = Trainer(module, LOCALS["plain"], backend="fused", seed=SEED, clip=CLIP)
     plain = full.noises(x[0, :7].numpy(), d=d, **keyed)
     assert [np.array_equal(drawn[slot], plain) for slot in drawn] == [False, False, True]
     assert spanned_pays(20, 784, 10, True, 20, 10) and not spanned_pays(20, 784, 10, True, 1, 10)
@@ -160,7 +162,7 @@ def noised_alike(module, local, x, y, clients: int, std: float, clip: float) -> 
     sizes = [len(x)] * clients
     index, taken = batches(SEED, ROUND, [7] * clients, [0] * clients, sizes, local)
     trainer = trainer_of(module, local, y, clip)
-    lane = trainer.lane(
+    chunk = trainer.chunk(
         start,
         x.expand(clients, *x.shape),
         y.expand(clients, *y.shape),
@@ -171,7 +173,7 @@ def noised_alike(module, local, x, y, clients: int, std: float, clip: float) -> 
         stds=np.full(clients, std),
         drawn=(index, taken, local.step_counts(np.array(sizes))),
     )
-    return np.concatenate([block.updates.double().numpy() for block in lane])
+    return np.concatenate([block.updates.double().numpy() for block in chunk])
 
 
 @pytest.mark.parametrize("near", [1.0, 2e-3])
@@ -200,7 +202,8 @@ def test_noise_alone_has_the_law_of_a_full_draw_inside_and_outside_of_the_span(n
 @pytest.mark.parametrize("twin", [False, True])
 def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     """Regression without clipping is linear, so that the update is A z for all steps' noises z,
-    with an A that repeats every noise's way through the later gradients: its law is N(m, A A^T).
+    with an A that repeats every noise's backend through the later gradients: its law is N(m, A
+    A^T).
     """
     p = 6
     outputs = 2
@@ -248,20 +251,20 @@ def test_rows_are_taken_for_a_basis_only_where_it_is_exact():
 
 
 @pytest.mark.parametrize("name", ["softmax", "mlp"])
-def test_a_clients_bits_depend_on_no_other_slot_of_its_lane(name):
+def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(name):
     module, x, y = made(name)
     start = models.flatten(module)
     clipped = np.empty(5)
     keyed = {"t": ROUND, "draws": DRAWS, "stds": STDS}
     for local in LOCALS.values():
         trainer = trainer_of(module, local, y, CLIP)
-        lane = trainer.lane(start, x, y, SIZES, clients=CLIENTS, **keyed, clipped=clipped)
-        together = {slot: update for block in lane for slot, update, _ in block.clients()}
+        chunk = trainer.chunk(start, x, y, SIZES, clients=CLIENTS, **keyed, clipped=clipped)
+        together = {slot: update for block in chunk for slot, update, _ in block.clients()}
         assert (clipped[[0, 1, 2, 4]] > 0).all() and np.isnan(clipped[3])
         for slot, update in together.items():
             keep = np.arange(5) == slot
             alone = np.where(keep, CLIENTS, -1)
-            (block,) = trainer.lane(start, x, y, np.where(keep, SIZES, 0), clients=alone, **keyed)
+            (block,) = trainer.chunk(start, x, y, np.where(keep, SIZES, 0), clients=alone, **keyed)
             assert torch.equal(block.updates[0], update)
 
 
@@ -276,6 +279,6 @@ def test_the_share_clipped_counts_samples_and_steps():
     clipped = np.empty(5)
     given = (index[:, :1], taken, np.array([1, 1, 1, 0, 1]))
     keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS, "clipped": clipped}
-    list(trainer_of(module, one, y, clip).lane(start, x, y, SIZES, **keyed, drawn=given))
+    list(trainer_of(module, one, y, clip).chunk(start, x, y, SIZES, **keyed, drawn=given))
     longer = [float((each[index[0, 0]] > clip * (1 + 1e-4)).float().mean())]
     assert clipped[0] == pytest.approx(longer[0]) and 0 < clipped[0] < 1

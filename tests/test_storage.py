@@ -33,7 +33,7 @@ SAME = ("config.yaml", "ledger.jsonl", "model.safetensors", "trajectory.bin")
 
 
 def described() -> Experiment:
-    return experiment(rounds=4, measure=["clients", "trajectory"], client={"way": "fused"})
+    return experiment(rounds=4, measure=["clients", "trajectory"], client={"backend": "fused"})
 
 
 @pytest.fixture(scope="module")

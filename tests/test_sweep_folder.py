@@ -255,7 +255,7 @@ def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, t
     (setting,) = [asked.setting(values) for values in asked.listed()]
     asked.add_trials(setting, tmp_path / "trials")
     (trial,) = setting.trials
-    client = trial.experiment.client.model_copy(update={"way": "loop"})
+    client = trial.experiment.client.model_copy(update={"backend": "loop"})
     begun = trial.experiment.model_copy(update={"client": client})
     run_one(begun, trial.folder, on_rows=lambda rows: True)
     (trial.folder / "summary.json").unlink()
@@ -263,7 +263,7 @@ def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, t
     result = run(asked, tmp_path, resume=True)
     assert result.trials["status"].to_pylist() == ["completed"]
     stored = yaml.safe_load((trial.folder / "config.yaml").read_text())
-    assert stored["client"]["way"] == "loop" and trial.experiment.client.way == "auto"
+    assert stored["client"]["backend"] == "loop" and trial.experiment.client.backend == "auto"
 
 
 def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_path, monkeypatch):

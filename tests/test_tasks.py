@@ -1,4 +1,4 @@
-"""Tasks: what targets are, what a loss is, and that every way of training carries it out."""
+"""Tasks: what targets are, what a loss is, and that every backend carries it out."""
 
 from __future__ import annotations
 
@@ -126,47 +126,47 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
     x, y = rows(of)
     index, taken = batches(4, 1, range(4), [0] * 4, SIZES, LOCAL, rows=max(SIZES))
     done = []
-    for way in ("compiled", "sample_space", "fused", "layerwise", "vmap", "loop"):
-        if way != "loop":
+    for backend in ("compiled", "sample_space", "fused", "layerwise", "vmap", "loop"):
+        if backend != "loop":
             try:
-                resolve(made(name), LOCAL, 5, of, way, clip)
+                resolve(made(name), LOCAL, 5, of, backend, clip)
             except ConfigError:
                 continue
-        trainer = Trainer(made(name), LOCAL, way=way, seed=4, clip=clip, task=of.task)
-        lane = trainer.lane(
+        trainer = Trainer(made(name), LOCAL, backend=backend, seed=4, clip=clip, task=of.task)
+        chunk = trainer.chunk(
             models.flatten(made(name)), x, y, SIZES, t=1, clients=range(4), draws=[0] * 4
         )
-        for slot, update, _ in (each for block in lane for each in block.clients()):
+        for slot, update, _ in (each for block in chunk for each in block.clients()):
             if SIZES[slot]:
                 steps = index[slot, :, : taken[slot]]
                 expected = plain(made(name), mean, x[slot], y[slot], steps, clip)
-                assert torch.allclose(update, expected, atol=1e-6, rtol=1e-5), (way, slot)
-        done.append(way)
+                assert torch.allclose(update, expected, atol=1e-6, rtol=1e-5), (backend, slot)
+        done.append(backend)
     closed = of.task.closed() is not None
     clipping = ["layerwise"] if clip else []
-    ways = ["compiled", "fused"] if clip else ["compiled", "sample_space", "fused"]
-    stacked = ways if closed else []
+    backends = ["compiled", "fused"] if clip else ["compiled", "sample_space", "fused"]
+    stacked = backends if closed else []
     assert done == [*stacked, *clipping, "vmap", "loop"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_client_alone_in_its_lane_has_the_same_bits(name):
+def test_a_client_alone_in_its_chunk_has_the_same_bits(name):
     _, of, _ = CASES[name]
     x, y = rows(of)
-    for way, clip in (("vmap", None), ("vmap", 0.2), ("loop", None)):
-        trainer = Trainer(made(name), LOCAL, way=way, seed=4, clip=clip, task=of.task)
+    for backend, clip in (("vmap", None), ("vmap", 0.2), ("loop", None)):
+        trainer = Trainer(made(name), LOCAL, backend=backend, seed=4, clip=clip, task=of.task)
 
-        def lane(clients, trainer=trainer):
-            found = trainer.lane(
+        def chunk(clients, trainer=trainer):
+            found = trainer.chunk(
                 models.flatten(made(name)), x, y, SIZES, t=1, clients=clients, draws=[0] * 4
             )
             return {slot: update for block in found for slot, update, _ in block.clients()}
 
-        together = lane([0, 1, 2, 3])
+        together = chunk([0, 1, 2, 3])
         for slot in (0, 1, 3):
             alone = [-1] * 4
             alone[slot] = slot
-            assert torch.equal(lane(alone)[slot], together[slot]), (way, slot)
+            assert torch.equal(chunk(alone)[slot], together[slot]), (backend, slot)
 
 
 def test_the_loss_of_several_labels_is_that_of_torch():
@@ -301,20 +301,20 @@ def letters(**sections):
 def test_integers_and_targets_per_position_are_kept_as_they_are(tmp_path):
     shards = Shards.open(data.prepare(letters().data, 3))
     split = letters().data.split(3, None)
-    x, y, n = shards.lane([1, -1, 3], 5)
+    x, y, n = shards.chunk([1, -1, 3], 5)
     assert x.dtype == y.dtype == np.int64 and n.tolist() == [3, 0, 5]
     for slot, client in ((0, 1), (2, 3)):
         stored = split.rows(client, client + 1)
         assert np.array_equal(x[slot, : n[slot]], stored[0])
         assert np.array_equal(y[slot, : n[slot]], stored[1])
     assert shards.form(letters().data.task).outputs == (8, 4) and shards.unseen == ()
-    picked = shards.lane([3], 2, [np.array([1, 4])])
+    picked = shards.chunk([3], 2, [np.array([1, 4])])
     assert np.array_equal(picked[1][0], split.rows(3, 4)[1][[1, 4]])
 
 
 @pytest.mark.slow
 def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path):
-    """Inline, on an actor per client and on two, which are dealt lanes and batches."""
+    """Inline, on an actor per client and on two, which are dealt chunks and batches."""
     plan = Plan.make(letters(evaluate={"every": 2, "validation": 0.3}))
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
     scores = [
@@ -370,13 +370,13 @@ def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
         resolve(flat(3), LOCAL, 5, form((INPUTS,), 3, task))
 
 
-def test_a_loss_without_a_closed_form_is_trained_by_ways_that_differentiate_it(caplog):
+def test_a_loss_without_a_closed_form_is_trained_by_backends_that_differentiate_it(caplog):
     flats = {name: of for name, (_, of, _) in CASES.items() if not of.tokens}
     for name, of in flats.items():
         closed = of.task.closed() is not None
-        way = resolve(made(name), LOCAL, 5, of)
-        assert (way in ("compiled", "sample_space", "fused")) == closed and (
-            closed or way == "vmap"
+        backend = resolve(made(name), LOCAL, 5, of)
+        assert (backend in ("compiled", "sample_space", "fused")) == closed and (
+            closed or backend == "vmap"
         )
         clipping = resolve(made(name), LOCAL, 5, of, clip=1.0)
         assert clipping in (("compiled", "fused") if closed else ("layerwise",))

@@ -58,7 +58,7 @@ def test_a_play_has_a_client_for_each_speaker_and_the_next_character_for_a_targe
     assert shards.tokens == len(letters) + 1 and shards.classes == len(letters)
     for client, name in enumerate(("A B", "Cob")):
         n = int(shards.sizes[client])
-        x, y, _ = shards.lane([client], n)
+        x, y, _ = shards.chunk([client], n)
         read = "".join((letters + "#")[token] for token in x[0].flatten())
         assert written[name].startswith(read[:-1].rstrip("#"))
         follows = np.append(x[0].flatten()[1:], y[0, -1, -1])
@@ -198,12 +198,16 @@ def test_models_of_tokens_train_in_every_way_that_fits_as_the_loop_does(kind, cl
     x = TOKENS.inputs(15, generator).view(3, 5, 6)
     y = TOKENS.task.made_up(generator, 15, TOKENS.outputs).view(3, 5, 6)
     updates = []
-    for way in ("loop", "vmap", *(["layerwise"] if (kind, clip) == ("transformer", 0.3) else [])):
-        trainer = Trainer(module, local, way=way, seed=0, clip=clip, task=TOKENS.task)
-        lane = trainer.lane(
+    for backend in (
+        "loop",
+        "vmap",
+        *(["layerwise"] if (kind, clip) == ("transformer", 0.3) else []),
+    ):
+        trainer = Trainer(module, local, backend=backend, seed=0, clip=clip, task=TOKENS.task)
+        chunk = trainer.chunk(
             models.flatten(module), x, y, [5, 4, 2], t=0, clients=range(3), draws=[0] * 3
         )
-        updates.append(torch.cat([block.updates for block in lane]))
+        updates.append(torch.cat([block.updates for block in chunk]))
     for other in updates[1:]:
         assert torch.allclose(other, updates[0], atol=1e-5)
 
@@ -235,7 +239,7 @@ def by_the_book(plan: Plan) -> torch.Tensor:
             models.load(module, start)
             parameters = [each for each in module.parameters() if each.requires_grad]
             optimizer = torch.optim.SGD(parameters, lr=0.5)
-            x, y, _ = (torch.from_numpy(part) for part in shards.lane([client], sizes[client]))
+            x, y, _ = (torch.from_numpy(part) for part in shards.chunk([client], sizes[client]))
             for rows in index[client, :, : taken[client]]:
                 optimizer.zero_grad()
                 outputs = module(x[0, rows])

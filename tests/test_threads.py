@@ -43,7 +43,7 @@ def as_before():
 
 @cache
 def given(hidden: int, activation: type) -> tuple:
-    """A module, and a lane's rows, of which one client has none and one has huge ones."""
+    """A module, and a chunk's rows, of which one client has none and one has huge ones."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(61, hidden), activation(), nn.Linear(hidden, 7))
     x = torch.randn(CLIENTS, 9, 61)
@@ -53,12 +53,12 @@ def given(hidden: int, activation: type) -> tuple:
     return module, (models.flatten(module), x, torch.randint(0, 7, (CLIENTS, 9)), sizes)
 
 
-def lane(hidden: int, clip: float | None = None, activation: type = nn.ReLU, **more):
-    """The blocks of a lane in training."""
-    module, lane = given(hidden, activation)
+def chunk(hidden: int, clip: float | None = None, activation: type = nn.ReLU, **more):
+    """The blocks of a chunk in training."""
+    module, chunk = given(hidden, activation)
     local = Sgd(steps=5, batch=4, lr=0.2, momentum=0.5)
-    trainer = Trainer(module, local, way="compiled", seed=1, clip=clip)
-    return trainer.lane(*lane, t=0, clients=range(CLIENTS), draws=[0] * CLIENTS, **more)
+    trainer = Trainer(module, local, backend="compiled", seed=1, clip=clip)
+    return trainer.chunk(*chunk, t=0, clients=range(CLIENTS), draws=[0] * CLIENTS, **more)
 
 
 def found(blocks) -> bytes:
@@ -75,11 +75,11 @@ def found(blocks) -> bytes:
 @pytest.mark.parametrize("more", [{}, NOISED, {"activation": nn.Tanh}])
 def test_clients_train_to_the_same_bits_on_any_number_of_threads(more, hidden):
     native.use(1)
-    alone = found(lane(hidden, **more))
+    alone = found(chunk(hidden, **more))
     for count in (2, 3, 8):
         native.use(count)
         assert native.threads() == count
-        assert found(lane(hidden, **more)) == alone
+        assert found(chunk(hidden, **more)) == alone
 
 
 def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
@@ -132,47 +132,47 @@ def test_short_pieces_of_work_one_after_another_are_all_done():
         np.testing.assert_array_equal(native.norms(rows[:k]), expected[:k])
 
 
-def test_a_lane_that_is_left_in_the_midst_leaves_the_threads_free():
+def test_a_chunk_that_is_left_in_the_midst_leaves_the_threads_free():
     native.use(3)
-    expected = found(lane(4000))
+    expected = found(chunk(4000))
     for taken in (0, 1, 5):
-        blocks = lane(4000)
+        blocks = chunk(4000)
         for _ in range(taken):
             next(blocks)
         del blocks
-        assert found(lane(4000)) == expected
+        assert found(chunk(4000)) == expected
 
 
-def test_lanes_trained_at_once_get_the_bits_of_each_alone():
+def test_chunks_trained_at_once_get_the_bits_of_each_alone():
     """In two threads of Python, of which one has those of compiled code; and one in the other."""
     native.use(3)
-    expected = found(lane(4000)), found(lane(19, **NOISED))
+    expected = found(chunk(4000)), found(chunk(19, **NOISED))
     barrier = threading.Barrier(2)
 
     def trained(*given, **more) -> bytes:
         barrier.wait()
-        return found(lane(*given, **more))
+        return found(chunk(*given, **more))
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             both = pool.submit(trained, 4000), pool.submit(trained, 19, **NOISED)
             assert tuple(each.result() for each in both) == expected
-    outer = lane(4000)
+    outer = chunk(4000)
     first = next(outer)
-    assert found(lane(19, **NOISED)) == expected[1]
+    assert found(chunk(19, **NOISED)) == expected[1]
     assert found([first, *outer]) == expected[0]
 
 
 def test_a_fork_has_threads_of_its_own():
-    """Between two lanes, and in the midst of one."""
+    """Between two chunks, and in the midst of one."""
     native.use(3)
-    expected = found(lane(4000))
-    outer = lane(4000)
+    expected = found(chunk(4000))
+    outer = chunk(4000)
     next(outer)
     for _ in range(2):
         child = os.fork()
         if not child:
-            os._exit(found(lane(4000)) != expected)
+            os._exit(found(chunk(4000)) != expected)
         assert os.waitpid(child, 0)[1] == 0
         outer.close()
 
@@ -200,7 +200,7 @@ def test_a_run_has_the_same_bits_on_any_number_of_threads(tmp_path, monkeypatch)
     hashes = set()
     for count in ("1", "3"):
         monkeypatch.setenv("OMP_NUM_THREADS", count)
-        result = run(experiment(client={"actors": 0, "way": "compiled"}), tmp_path / count)
+        result = run(experiment(client={"actors": 0, "backend": "compiled"}), tmp_path / count)
         assert native.threads() == int(count)
         hashes.add(result.summary["model_sha256"])
     assert len(hashes) == 1
@@ -267,14 +267,14 @@ class Trained:
         self.plan = Plan.make(experiment(client=drop, **sections))
         self.actor = ClientActor(self.plan.experiment, str(self.plan.shards))
         self.hurt = 7 if drop else -1
-        rows = self.actor.rows.lane
+        rows = self.actor.rows.chunk
 
-        def lane(members, *given, **more):
+        def chunk(members, *given, **more):
             x, y, n = rows(members, *given, **more)
             scale = np.where(np.asarray(members) == self.hurt, 1e38, 1.0).astype(np.float32)
             return x * scale.reshape(-1, *[1] * (x.ndim - 1)), y, n
 
-        self.actor.rows.lane = lane
+        self.actor.rows.chunk = chunk
 
     def share(self) -> tuple:
         plan = self.plan
@@ -282,14 +282,14 @@ class Trained:
         cohort = Cohort(clients, np.zeros_like(clients))
         e = plan.experiment
         sizes = e.local.rows_used(plan.population.sizes[clients])
-        given = plan.weights(clients), sizes, e.client.lane, plan.step_stds(clients)
-        lanes = scheduler.lanes(cohort, *given, plan.lane_costs(clients))
+        given = plan.weights(clients), sizes, e.client.chunk, plan.step_stds(clients)
+        chunks = scheduler.chunks(cohort, *given, plan.chunk_costs(clients))
         bound = e.bounding.initial_bound
         std = plan.client_std(bound)
         most = None if bound is None else bound * plan.weight
         work = Work(1, plan.seed, plan.noise_seed, bound, std, Grid.of(23, most, std))
         model = models.flatten(self.actor.module).numpy()
-        found = self.actor.train(Broadcast(model), work, lanes)
+        found = self.actor.train(Broadcast(model), work, chunks)
         columns = {name: values.tobytes() for name, values in found.columns.items()}
         return found.total.tobytes(), columns, found.dropped
 
@@ -342,9 +342,9 @@ def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
         assert trained.share() == expected
 
 
-@pytest.mark.parametrize(("way", "sums"), [("compiled", 5), ("vmap", 1)])
-def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(way, sums):
-    made = Plan.make(experiment(client={"way": way}))
+@pytest.mark.parametrize(("backend", "sums"), [("compiled", 5), ("vmap", 1)])
+def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(backend, sums):
+    made = Plan.make(experiment(client={"backend": backend}))
     actor = ClientActor(made.experiment, str(made.shards))
     native.use(5)
     assert actor._zeros(9).shape == (sums, native.VECTOR)

@@ -40,7 +40,7 @@ RULES = {
     "sam": Sam(lr=0.2, rho=0.3, momentum=0.5, weight_decay=0.05, **EPOCHS),
 }
 STEPS = {"full": [3, 3, 3, 0, 3]}
-WAYS = [
+BACKENDS = [
     ("compiled", "softmax"),
     ("compiled", "softmax without bias"),
     ("convolutional", "cnn"),
@@ -57,13 +57,18 @@ WAYS = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def able(way: str, local: Local) -> bool:
-    from raydpfl.training.backends import WAYS as known
+def able(backend: str, local: Local) -> bool:
+    from raydpfl.training.backends import BACKENDS as known
 
-    return known[way.partition(",")[0]].lacks(local, None) is None
+    return known[backend.partition(",")[0]].lacks(local, None) is None
 
 
-PAIRS = [(way, name, rule) for way, name in WAYS for rule in RULES if able(way, RULES[rule])]
+PAIRS = [
+    (backend, name, rule)
+    for backend, name in BACKENDS
+    for rule in RULES
+    if able(backend, RULES[rule])
+]
 
 
 def optimizer_of(local: Local, module: torch.nn.Module, t: int) -> Any:
@@ -122,7 +127,7 @@ def drawn(local, slot):
 
 @cache
 def by_torch(name: str, rule: str) -> dict[int, torch.Tensor]:
-    """The update of each client by the book, which every way is compared with."""
+    """The update of each client by the book, which every backend is compared with."""
     x, y = rows()
     local = RULES[rule]
     return {
@@ -131,14 +136,14 @@ def by_torch(name: str, rule: str) -> dict[int, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("way,name,rule", PAIRS)
-def test_unequal_clients_train_as_torch_has_them_trained(way, name, rule):
+@pytest.mark.parametrize("backend,name,rule", PAIRS)
+def test_unequal_clients_train_as_torch_has_them_trained(backend, name, rule):
     module = made(name)
     local = RULES[rule]
     x, y = rows()
     wanted = STEPS.get(rule, [5, 2, 4, 0, 3])
     assert local.step_counts(np.array(SIZES)).tolist() == wanted
-    got = train(way, module, local, x, y)
+    got = train(backend, module, local, x, y)
     assert list(got) == [0, 1, 2, 4]
     for slot, (delta, _) in got.items():
         expected = by_torch(name, rule)[slot]
@@ -149,8 +154,8 @@ def test_the_loss_is_the_mean_over_a_clients_own_steps():
     module = made("mlp")
     local = Sgd(lr=1e-9, **EPOCHS)
     x, y = rows()
-    for way in ("sample_space", "fused", "vmap", "loop"):
-        for slot, (_, loss) in train(way, module, local, x, y).items():
+    for backend in ("sample_space", "fused", "vmap", "loop"):
+        for slot, (_, loss) in train(backend, module, local, x, y).items():
             each = [
                 F.cross_entropy(module(x[slot][b]), y[slot][b]).item() for b in drawn(local, slot)
             ]
@@ -158,18 +163,18 @@ def test_the_loss_is_the_mean_over_a_clients_own_steps():
 
 
 @pytest.mark.parametrize("rule", ["plain", "sgd", "adam"])
-@pytest.mark.parametrize("way", ["fused", "vmap", "layerwise", "loop"])
-def test_a_client_that_is_done_draws_no_more_noise_and_clips_no_more(way, rule):
+@pytest.mark.parametrize("backend", ["fused", "vmap", "layerwise", "loop"])
+def test_a_client_that_is_done_draws_no_more_noise_and_clips_no_more(backend, rule):
     module = made("mlp")
     local = RULES[rule]
     x, y = rows()
     d = models.parameter_count(module)
     clipped = np.zeros(5)
-    trainer = Trainer(module, local, way=way, seed=4, clip=0.5)
+    trainer = Trainer(module, local, backend=backend, seed=4, clip=0.5)
     who = {"t": 2, "clients": CLIENTS, "draws": DRAWS}
     stds = np.full(5, 0.02)
-    lane = trainer.lane(models.flatten(module), x, y, SIZES, stds=stds, clipped=clipped, **who)
-    for slot, delta, _ in (one for block in lane for one in block.clients()):
+    chunk = trainer.chunk(models.flatten(module), x, y, SIZES, stds=stds, clipped=clipped, **who)
+    for slot, delta, _ in (one for block in chunk for one in block.clients()):
 
         def noise(k, slot=slot):
             key = {"t": 2, "client": CLIENTS[slot], "draw": DRAWS[slot], "step": k}
@@ -181,42 +186,42 @@ def test_a_client_that_is_done_draws_no_more_noise_and_clips_no_more(way, rule):
         assert clipped[slot] == 1.0  # all gradients here are longer than 0.5
 
 
-@pytest.mark.parametrize("way,name,rule", PAIRS)
-def test_bits_are_the_clients_own_whoever_makes_more_steps_beside_it(way, name, rule):
+@pytest.mark.parametrize("backend,name,rule", PAIRS)
+def test_bits_are_the_clients_own_whoever_makes_more_steps_beside_it(backend, name, rule):
     module = made(name)
     local = RULES[rule]
     x, y = rows()
-    together = train(way, module, local, x, y)
+    together = train(backend, module, local, x, y)
     others = rows(sizes=[13] * 5, seed=9)
     for slot, (delta, loss) in together.items():
         mine = np.arange(5) == slot
-        lane = put((x, y), others, slot)
-        alone = train(way, module, local, *lane, np.where(mine, SIZES, 0))
+        chunk = put((x, y), others, slot)
+        alone = train(backend, module, local, *chunk, np.where(mine, SIZES, 0))
         beside = train(
-            way, module, local, *lane, np.where(mine, SIZES, 13), np.where(mine, CLIENTS, 40)
+            backend, module, local, *chunk, np.where(mine, SIZES, 13), np.where(mine, CLIENTS, 40)
         )
         for other_delta, other_loss in (alone[slot], beside[slot]):
             assert torch.equal(delta, other_delta)
             assert loss == other_loss
 
 
-@pytest.mark.parametrize("way", ["fused", "vmap", "loop"])
-def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(way):
+@pytest.mark.parametrize("backend", ["fused", "vmap", "loop"])
+def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(backend):
     module = made("mlp")
     local = Sgd(lr=0.1, epochs=0.6, batch=4)
     sizes = np.array([13, 5, 13, 0, 13])
     assert local.step_counts(sizes).tolist() == [2, 1, 2, 0, 2]
     x, y = rows(sizes=[13] * 5)
-    before = train(way, module, local, x, y, sizes)
+    before = train(backend, module, local, x, y, sizes)
     index, _ = batches(4, 2, CLIENTS, DRAWS, sizes, local)
     (idle,) = set(range(5)) - set(index[1, 0].tolist())
     x[1, idle] = torch.nan
-    after = train(way, module, local, x, y, sizes)
+    after = train(backend, module, local, x, y, sizes)
     assert all(torch.equal(before[slot][0], after[slot][0]) for slot in before)
 
 
 @pytest.mark.parametrize(
-    "rule,way,said",
+    "rule,backend,said",
     [
         ("plain", "sample_space", ""),
         ("sgd", "fused", "sample_space cannot do momentum, decay and a proximal term"),
@@ -224,13 +229,13 @@ def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(way):
         ("sam", "vmap", "sample_space cannot do a second gradient in a step"),
     ],
 )
-def test_a_way_that_cannot_do_what_is_asked_gives_way_and_says_so(rule, way, said, caplog):
+def test_a_way_that_cannot_do_what_is_asked_gives_way_and_says_so(rule, backend, said, caplog):
     local = RULES[rule].model_copy(update={"epochs": 40.0})
-    assert resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE)) == way
+    assert resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE)) == backend
     assert said in caplog.text
     if said:
-        with pytest.raises(ConfigError, match=r"client\.way.*sample_space cannot do"):
-            resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE), way="sample_space")
+        with pytest.raises(ConfigError, match=r"client\.backend.*sample_space cannot do"):
+            resolve(made("leaky mlp"), local, rows=13, form=form(SHAPE), backend="sample_space")
 
 
 # --- a whole loop of one's own ---

@@ -80,8 +80,8 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
     assert list(whole.validation(7)) == [] and len(held) == apart.sum()
     first = np.cumsum(apart) - apart
     for client in range(opened.clients):
-        all_x, all_y, n = whole.lane([client], int(whole.sizes.max()))
-        x, y, left = opened.lane([client], int(whole.sizes.max()))
+        all_x, all_y, n = whole.chunk([client], int(whole.sizes.max()))
+        x, y, left = opened.chunk([client], int(whole.sizes.max()))
         everything = rows_of([(all_x[0, : n[0]], all_y[0, : n[0]])])
         trained = rows_of([(x[0, : left[0]], y[0, : left[0]])])
         own = held[first[client] : first[client] + apart[client]]
@@ -221,7 +221,7 @@ def test_a_run_that_holds_rows_out_trains_as_one_that_never_had_them(tmp_path):
     asked = experiment(data=synthetic, evaluate=HALF, **plain)
     result = run(asked, tmp_path / "out")
     opened = Shards.open(Plan.make(asked).shards)
-    x, y, n = opened.lane(np.arange(30), int(opened.sizes.max()))
+    x, y, n = opened.chunk(np.arange(30), int(opened.sizes.max()))
     own = np.arange(x.shape[1]) < n[:, None]
     who = np.repeat(np.arange(30), n)
     test_x, test_y = next(opened.test(50))
@@ -374,7 +374,7 @@ def test_clients_that_are_held_out_are_scored_and_train_no_more(described, tmp_p
 
 def shard_rows(shards: Shards, client: int) -> list[bytes]:
     """The samples of a client."""
-    x, _, _ = shards.lane([client], int(shards.sizes[client]))
+    x, _, _ = shards.chunk([client], int(shards.sizes[client]))
     return [row.tobytes() for row in x[0]]
 
 

@@ -75,18 +75,18 @@ def plain(shape: Shape, module: nn.Module, start: torch.Tensor, best: bool) -> T
     return train
 
 
-def engine(shape: Shape, module: nn.Module, start: torch.Tensor, way: str) -> Train:
-    trainer = Trainer(module, shape.local, way=way, seed=SEED)
+def engine(shape: Shape, module: nn.Module, start: torch.Tensor, backend: str) -> Train:
+    trainer = Trainer(module, shape.local, backend=backend, seed=SEED)
 
     def train(x: np.ndarray, y: np.ndarray, index: np.ndarray, client: int) -> torch.Tensor:
         who = {"t": 0, "clients": [client], "draws": [0]}
-        (block,) = trainer.lane(start, x[None], y[None], [len(y)], **who)
+        (block,) = trainer.chunk(start, x[None], y[None], [len(y)], **who)
         return block.updates[0]
 
     return train
 
 
-def compare(name: str, clients: int, ways: list[str]) -> None:
+def compare(name: str, clients: int, backends: list[str]) -> None:
     shape = SHAPES[name]
     form = Form(shape.image, Target(classes=CLASSES), Classification())
 
@@ -96,7 +96,7 @@ def compare(name: str, clients: int, ways: list[str]) -> None:
     start = models.flatten(fresh())
     sides = {each: plain(shape, fresh(), start, each == "best") for each in ("plain", "best")}
     chosen = resolve(fresh(), shape.local, shape.rows, form)
-    sides |= {way: engine(shape, fresh(), start, way) for way in ways or [chosen]}
+    sides |= {backend: engine(shape, fresh(), start, backend) for backend in backends or [chosen]}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     updates: dict[str, torch.Tensor] = {}
     apart = dict.fromkeys(sides, 0.0)
@@ -125,13 +125,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, help="one of the shapes")
     parser.add_argument("--clients", type=int, default=30)
-    parser.add_argument("--ways", nargs="*", default=[], help="default: the way that is chosen")
+    parser.add_argument(
+        "--backends", nargs="*", default=[], help="default: the backend that is chosen"
+    )
     options = parser.parse_args()
     single_thread()
     tune_allocator()
     print("processor time a step, and how many times that `plain` and `best` take")
     for name in [options.shape] if options.shape else SHAPES:
-        compare(name, options.clients, options.ways)
+        compare(name, options.clients, options.backends)
 
 
 if __name__ == "__main__":

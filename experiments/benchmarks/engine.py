@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
-from raydpfl.simulation.preparation import lane_width
+from raydpfl.simulation.preparation import chunk_width
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import single_thread, tune_allocator
@@ -57,7 +57,7 @@ WORK = {
 
 
 class Worker:
-    """One process's share of the cohort: the lanes `lanes[share::processes]`."""
+    """One process's share of the cohort: the chunks `chunks[share::processes]`."""
 
     def __init__(self, work: Work, width: int, share: int, processes: int):
         single_thread()
@@ -66,15 +66,15 @@ class Worker:
         self.model = models.flatten(self.module)
         self.width = width
         firsts = np.array_split(np.arange(0, work.cohort, width), processes)[share]
-        self.lanes = [np.arange(first, first + width) for first in firsts]
-        self.lanes = [np.where(lane < work.cohort, lane, -1) for lane in self.lanes]
+        self.chunks = [np.arange(first, first + width) for first in firsts]
+        self.chunks = [np.where(chunk < work.cohort, chunk, -1) for chunk in self.chunks]
         generator = np.random.default_rng(share)
         self.x = [
-            generator.random((width, work.rows, *SHAPE), dtype=np.float32) for _ in self.lanes
+            generator.random((width, work.rows, *SHAPE), dtype=np.float32) for _ in self.chunks
         ]
-        self.y = [generator.integers(CLASSES, size=(width, work.rows)) for _ in self.lanes]
+        self.y = [generator.integers(CLASSES, size=(width, work.rows)) for _ in self.chunks]
         self.draws = np.zeros(width, np.int64)
-        self.sizes = [np.where(lane < 0, 0, work.rows) for lane in self.lanes]
+        self.sizes = [np.where(chunk < 0, 0, work.rows) for chunk in self.chunks]
 
     def prepare(self, t: int) -> None:
         """What a side may have ready before its seconds count."""
@@ -91,14 +91,14 @@ class Engine(Worker):
         self.trainer = Trainer(
             self.module,
             work.local,
-            way=resolve(self.module, work.local, work.rows, FORM),
+            backend=resolve(self.module, work.local, work.rows, FORM),
             seed=SEED,
         )
 
     def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
-            for block in self.trainer.lane(
+        for clients, x, y, sizes in zip(self.chunks, self.x, self.y, self.sizes, strict=True):
+            for block in self.trainer.chunk(
                 self.model, x, y, sizes, t=t, clients=clients, draws=self.draws
             ):
                 total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
@@ -108,14 +108,14 @@ class Engine(Worker):
 class Reference(Worker):
     def prepare(self, t: int) -> None:
         self.batches = [
-            batches(SEED, t, lane, self.draws, sizes, self.work.local)[0]
-            for lane, sizes in zip(self.lanes, self.sizes, strict=True)
+            batches(SEED, t, chunk, self.draws, sizes, self.work.local)[0]
+            for chunk, sizes in zip(self.chunks, self.sizes, strict=True)
         ]
 
     def train(self, t: int) -> torch.Tensor:
         local = self.work.local
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
+        for clients, xs, ys, index in zip(self.chunks, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
                 x = torch.from_numpy(xs[slot])
                 y = torch.from_numpy(ys[slot])
@@ -223,9 +223,9 @@ def main() -> None:
         "--rounds", type=int, default=9, help="of each side, counted in blocks of 3"
     )
     parser.add_argument(
-        "--lane",
+        "--chunk",
         type=int,
-        help="clients in a lane (default: what a run would take; 1 for the CNN, in the loop)",
+        help="clients in a chunk (default: what a run would take; 1 for the CNN, in the loop)",
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
@@ -233,7 +233,7 @@ def main() -> None:
         compare(
             name,
             options.rounds,
-            options.lane or (1 if name == "cnn" else lane_width(WORK[name].cohort)),
+            options.chunk or (1 if name == "cnn" else chunk_width(WORK[name].cohort)),
             options.processes,
         )
 

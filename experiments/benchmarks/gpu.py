@@ -10,7 +10,7 @@ user would write it. It prints, with `--json` as JSON, all that `docs/gpu.md` is
   of float32 products a round comes to;
 - the plain loop: a module and `torch.optim.SGD` for one client after another on the same device,
   its rows there, by the same settings of torch; and how many times its seconds ours are;
-- a few rounds in other ways and precisions;
+- a few rounds in other backends and precisions;
 - where a round goes: operations of the device, their seconds and the copies among them. Where they
   take most of a round a CUDA graph would gain nothing;
 - the convolutions of a step, forward and back, of all clients: as vmap has them, in a group for
@@ -84,7 +84,7 @@ def experiment(options: argparse.Namespace, rounds: int = 0, **changes: Any) -> 
         "local": {"kind": "sgd", "steps": STEPS, "batch": BATCH, "sampling": "epochs", "lr": LR},
         "bounding": {"kind": "none"},
         "noise": {"kind": "none"},
-        "client": {"actors": 0, "num_gpus": 0 if options.cpu else 1, "way": options.way},
+        "client": {"actors": 0, "num_gpus": 0 if options.cpu else 1, "backend": options.backend},
         "evaluate": {"every": rounds or EVERY},
         "measure": [],
     }
@@ -104,7 +104,7 @@ def measured(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         "cuda": str(torch.version.cuda),
         "rounds": len(rows),
         "parameters": sum(each.numel() for each in result.model.parameters()),
-        "lane": result.experiment.client.lane,
+        "chunk": result.experiment.client.chunk,
         "seconds": result.summary["wall_seconds"],
         "seconds_round": median(seconds),
         "seconds_round_unevaluated": median(plain) if plain else None,
@@ -135,7 +135,7 @@ class PlainLoop:
         plan = Plan.make(experiment(options))
         shards = Shards.open(plan.shards)
         rows = int(shards.sizes.max())
-        x, y, _ = shards.lane(range(min(50, options.clients)), rows)
+        x, y, _ = shards.chunk(range(min(50, options.clients)), rows)
         self.x = torch.from_numpy(x).to(there)
         self.y = torch.from_numpy(y).to(there)
         self.net = two_convolutions().to(there)
@@ -263,8 +263,8 @@ def compared(options: argparse.Namespace, folder: Path, ours: float) -> dict[str
     """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
     there = device.chosen(0 if options.cpu else 1)
     found: dict[str, Any] = {}
-    for way in ("vmap", "loop"):
-        found[f"seconds_{way}"] = few(options, folder / way, way=way)
+    for backend in ("vmap", "loop"):
+        found[f"seconds_{backend}"] = few(options, folder / backend, backend=backend)
     for precision in () if options.cpu else ("tf32", "bfloat16"):
         found[f"seconds_{precision}"] = few(options, folder / precision, precision=precision)
     found |= where(options, folder / "where")
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=20, help="rounds of what is compared with it")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--data", default="cifar10", help="a data set of images, of 10 classes")
-    parser.add_argument("--way", default="auto", help="client.way of the run")
+    parser.add_argument("--way", default="auto", help="client.backend of the run")
     parser.add_argument("--cpu", action="store_true", help="tries it on the CPU")
     parser.add_argument("--json", action="store_true", help="prints JSON")
     options = parser.parse_args()

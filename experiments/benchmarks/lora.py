@@ -3,10 +3,10 @@ experiments/benchmarks/lora.py [--shape small]`. Needs transformers.
 
 The module is a GPT-2 of two layers with random weights, and adapters of rank 4 on `c_attn`. The
 plain loop is `torch.optim.SGD` on the adapters for one client after another, on the same module;
-the engine trains a lane of clients. Both train the same clients on the same batches, by turns, a
+the engine trains a chunk of clients. Both train the same clients on the same batches, by turns, a
 cohort each, on one thread; the medians of the processor seconds are compared, so a busy neighbour
 troubles both alike. `busy` is the share of a side's time that the frozen layers' products of
-matrices take by themselves, on a lane's rows: at 100 % nothing is left to gain. `apart` is the
+matrices take by themselves, on a chunk's rows: at 100 % nothing is left to gain. `apart` is the
 largest relative distance between the updates. With `--cores` both have a single-thread process for
 each core with its share of the cohort, and seconds of the clock are compared. Tokens are random.
 """
@@ -35,7 +35,7 @@ from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
 
 SEED = 0
-LANE = 16
+CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ SHAPES = {
 class Side(Worker):
     """A share of the cohort: its module, its model as one vector, and its clients' tokens."""
 
-    def __init__(self, shape: Shape, width: int = LANE, share: int = 0, processes: int = 1):
+    def __init__(self, shape: Shape, width: int = CHUNK, share: int = 0, processes: int = 1):
         single_thread()
         tune_allocator()
         self.shape = shape
@@ -98,7 +98,7 @@ class Side(Worker):
         size = (2, shape.cohort, shape.sequences, shape.length)
         self.x, self.y = torch.from_numpy(generator.integers(shape.tokens, size=size))
         firsts = np.array_split(np.arange(0, shape.cohort, width), processes)[share]
-        self.lanes = [np.arange(first, first + width) for first in firsts]
+        self.chunks = [np.arange(first, first + width) for first in firsts]
 
     def train(self, t: int) -> torch.Tensor:
         """The sum of the updates of round t, float64 [d]."""
@@ -106,32 +106,34 @@ class Side(Worker):
 
     def updates(self, t: int) -> torch.Tensor:
         """Those of its clients, float32 [clients, d]."""
-        return torch.cat([self.lane(lane, t) for lane in self.lanes])
+        return torch.cat([self.chunk(chunk, t) for chunk in self.chunks])
 
-    def lane(self, clients: np.ndarray, t: int) -> torch.Tensor:
+    def chunk(self, clients: np.ndarray, t: int) -> torch.Tensor:
         raise NotImplementedError
 
 
 class Engine(Side):
-    way = "auto"
+    backend = "auto"
 
     def __init__(self, *given):
         super().__init__(*given)
         shape = self.shape
-        way = resolve(self.module, shape.local, shape.sequences, shape.form, self.way)
+        backend = resolve(self.module, shape.local, shape.sequences, shape.form, self.backend)
         task = shape.form.task
-        self.trainer = Trainer(self.module, shape.local, way=way, seed=SEED, own=True, task=task)
+        self.trainer = Trainer(
+            self.module, shape.local, backend=backend, seed=SEED, own=True, task=task
+        )
 
-    def lane(self, clients: np.ndarray, t: int) -> torch.Tensor:
+    def chunk(self, clients: np.ndarray, t: int) -> torch.Tensor:
         sizes = [self.shape.sequences] * len(clients)
         rows = self.x[clients], self.y[clients]
         draws = [0] * len(clients)
-        blocks = self.trainer.lane(self.model, *rows, sizes, t=t, clients=clients, draws=draws)
+        blocks = self.trainer.chunk(self.model, *rows, sizes, t=t, clients=clients, draws=draws)
         return torch.cat([block.updates for block in blocks])
 
 
 class Vmap(Engine):
-    way = "vmap"
+    backend = "vmap"
 
 
 class Loop(Side):
@@ -141,7 +143,7 @@ class Loop(Side):
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
 
-    def lane(self, clients: np.ndarray, t: int) -> torch.Tensor:
+    def chunk(self, clients: np.ndarray, t: int) -> torch.Tensor:
         sizes = [self.shape.sequences] * len(clients)
         index, _ = batches(SEED, t, clients, [0] * len(clients), sizes, self.shape.local)
         return torch.stack(
@@ -164,7 +166,7 @@ class Loop(Side):
 
 def bare(shape: Shape) -> float:
     """The processor seconds of a client's step that the frozen layers' products take."""
-    rows = LANE * shape.local.batch * shape.length
+    rows = CHUNK * shape.local.batch * shape.length
     total = 0.0
     for inputs, outputs in shape.products:
         a = torch.randn(rows, inputs)
@@ -175,7 +177,7 @@ def bare(shape: Shape) -> float:
             a @ b
             taken.append(time.process_time() - began)
         total += median(taken[2:])
-    return total / LANE
+    return total / CHUNK
 
 
 def processor(name: str, rounds: int) -> None:
@@ -208,7 +210,7 @@ def clock(name: str, rounds: int, cores: int) -> None:
     kinds = (Loop, Engine)
     seconds: dict[type[Worker], list[float]] = {side: [] for side in kinds}
     apart = 0.0
-    with started(kinds, SHAPES[name], LANE, cores) as sides:
+    with started(kinds, SHAPES[name], CHUNK, cores) as sides:
         for t in range(rounds + 1):
             sums = {}
             for side, connections in sides.items():

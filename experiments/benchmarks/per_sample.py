@@ -29,7 +29,7 @@ from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.methods.local import Sgd
-from raydpfl.simulation.preparation import lane_width
+from raydpfl.simulation.preparation import chunk_width
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import tune_allocator
@@ -54,13 +54,13 @@ class Engine(Worker):
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        way = resolve(self.module, work.local, work.rows, FORM, clip=CLIP)
-        self.trainer = Trainer(self.module, work.local, way=way, seed=SEED, clip=CLIP)
+        backend = resolve(self.module, work.local, work.rows, FORM, clip=CLIP)
+        self.trainer = Trainer(self.module, work.local, backend=backend, seed=SEED, clip=CLIP)
 
     def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, x, y, sizes in zip(self.lanes, self.x, self.y, self.sizes, strict=True):
-            lane = self.trainer.lane(
+        for clients, x, y, sizes in zip(self.chunks, self.x, self.y, self.sizes, strict=True):
+            chunk = self.trainer.chunk(
                 self.model,
                 x,
                 y,
@@ -70,7 +70,7 @@ class Engine(Worker):
                 draws=self.draws,
                 stds=np.full(self.width, std(t)) if t < QUIET else None,
             )
-            for block in lane:
+            for block in chunk:
                 total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
 
@@ -78,13 +78,13 @@ class Engine(Worker):
 class Reference(Worker):
     def prepare(self, t: int) -> None:
         self.batches = [
-            batches(SEED, t, lane, self.draws, sizes, self.work.local)[0]
-            for lane, sizes in zip(self.lanes, self.sizes, strict=True)
+            batches(SEED, t, chunk, self.draws, sizes, self.work.local)[0]
+            for chunk, sizes in zip(self.chunks, self.sizes, strict=True)
         ]
 
     def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, xs, ys, index in zip(self.lanes, self.x, self.y, self.batches, strict=True):
+        for clients, xs, ys, index in zip(self.chunks, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
                 x = torch.from_numpy(xs[slot])
                 y = torch.from_numpy(ys[slot])
@@ -214,7 +214,7 @@ def main() -> None:
         compare(
             name,
             options.rounds,
-            1 if name == "cnn" else lane_width(WORK[name].cohort),
+            1 if name == "cnn" else chunk_width(WORK[name].cohort),
             options.processes,
             options.against,
         )

@@ -3,9 +3,9 @@ training replaced by a no-op.
 
     python experiments/benchmarks/runtime.py [--rounds 300]
 
-Runs the same experiment with `client.way: noop` on two actors and inline, in turn, and prints the
-median milliseconds of a round of each; their difference is what Ray costs. On a machine that others
-use, the smallest tenth of the rounds tells more than the median does: both are printed.
+Runs the same experiment with `client.backend: noop` on two actors and inline, in turn, and prints
+the median milliseconds of a round of each; their difference is what Ray costs. On a machine that
+others use, the smallest tenth of the rounds tells more than the median does: both are printed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
                 for actors in (2, 0):
                     tree = {**TREE, "rounds": options.rounds, "model": model}
                     tree["selection"] = {"kind": "uniform", "cohort": cohort}
-                    tree["client"] = {"way": "noop", "actors": actors}
+                    tree["client"] = {"backend": "noop", "actors": actors}
                     result = run(Experiment.from_dict(tree), Path(folder) / f"{actors}-{repeat}")
                     seconds[actors].append(result.rounds["seconds"].to_numpy()[5:])
         for what, share in (("median", 0.5), ("best tenth", 0.1)):

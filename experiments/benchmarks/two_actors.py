@@ -4,10 +4,10 @@
 
 The coordinator is this process, as in a sweep's trial, so that all three take turns. The first
 round of a block is not counted: its caches are cold, and a checkpoint is due in it, as the others
-have had their turns since the last one. `Processes` is what the machine gives at most: the lanes of
-a round in each of both actors at the same time, against the same lanes in one actor alone, by the
-clock of the actors themselves, in which Ray has no part. Two cores with a common memory and clock
-do less than twice the work of one.
+have had their turns since the last one. `Processes` is what the machine gives at most: the chunks
+of a round in each of both actors at the same time, against the same chunks in one actor alone, by
+the clock of the actors themselves, in which Ray has no part. Two cores with a common memory and
+clock do less than twice the work of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import ray
 
 from raydpfl import Experiment
-from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
+from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.runtime.actor_pool import Actors
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -36,17 +36,17 @@ MODELS = {"mlp": {"kind": "mlp", "hidden": 200}, "softmax": {"kind": "softmax"}}
 class Kept(Actors):
     """Client actors, which also do the last round's work again."""
 
-    last: tuple[Broadcast, Work, list[Lane]]
+    last: tuple[Broadcast, Work, list[Chunk]]
 
     def run(self, broadcast, work, shares):
-        self.last = broadcast, work, [lane for share in shares for lane in share]
+        self.last = broadcast, work, [chunk for share in shares for chunk in share]
         return super().run(broadcast, work, shares)
 
     def seconds(self, actors: int) -> float:
-        """Mean seconds of an actor for half of the last round's lanes, when so many are at work."""
-        broadcast, work, lanes = self.last
-        halves = [lanes[::2], lanes[1::2]][:actors]
-        found: list[LaneResult] = [result for _, result in super().run(broadcast, work, halves)]
+        """Mean seconds of an actor for half of the last round's chunks, with so many at work."""
+        broadcast, work, chunks = self.last
+        halves = [chunks[::2], chunks[1::2]][:actors]
+        found: list[ChunkResult] = [result for _, result in super().run(broadcast, work, halves)]
         return float(np.mean([result.seconds for result in found]))
 
 

@@ -9,7 +9,7 @@ about as many samples a round; on all of their rows, or in epochs, their work go
 `--sizes` takes other sizes: `huge` gives the largest of 3,000 clients a ninth of all samples.
 `--alone` prints what the largest client of a round takes by itself, by what equal clients take
 together: its steps follow one another whatever is beside them.
-`--actors 2` deals lanes to so many actors of Ray, and takes the clock on the wall.
+`--actors 2` deals chunks to so many actors of Ray, and takes the clock on the wall.
 
 Not all of a difference is lost. In the span of its n rows a step of a client has n products a
 sample and output, by weights of p inputs 2 p: on all rows, one of few rows has fewer operations to
@@ -94,9 +94,9 @@ CASES = {
     "private tanh mlp, epochs": case(TANH, EPOCHS, cohort=40, **PRIVATE),
     "adam": case("mlp", {**STEPS, "kind": "adam", "lr": 0.001}, cohort=40),
     "adam, epochs": case("mlp", {**EPOCHS, "kind": "adam", "lr": 0.001}, cohort=40),
-    "vmap": case("mlp", STEPS, cohort=40, client={"way": "vmap"}),
-    "vmap, all rows": case("mlp", ALL, cohort=40, client={"way": "vmap"}),
-    "vmap, epochs": case("mlp", EPOCHS, cohort=40, client={"way": "vmap"}),
+    "vmap": case("mlp", STEPS, cohort=40, client={"backend": "vmap"}),
+    "vmap, all rows": case("mlp", ALL, cohort=40, client={"backend": "vmap"}),
+    "vmap, epochs": case("mlp", EPOCHS, cohort=40, client={"backend": "vmap"}),
     "adapters": case(ADAPTERS, STEPS),
     "adapters, all rows": case(ADAPTERS, ALL),
     "adapters, epochs": case(ADAPTERS, EPOCHS),
@@ -104,7 +104,7 @@ CASES = {
     "cnn, all rows": case("cnn", {"steps": 2, "batch": "full"}, IMAGES, cohort=20),
     "cnn, epochs": case("cnn", {"epochs": 1, "batch": 10}, IMAGES, cohort=20),
     "private cnn, epochs": case("cnn", {"epochs": 1, "batch": 10}, IMAGES, cohort=20, **PRIVATE),
-    "loop, epochs": case("mlp", EPOCHS, cohort=20, client={"way": "loop"}),
+    "loop, epochs": case("mlp", EPOCHS, cohort=20, client={"backend": "loop"}),
 }
 
 
@@ -119,19 +119,19 @@ def main() -> None:
     if options.actors:
         quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
         ray.init(address="local", num_cpus=2 * options.actors, **quiet)
-    print(f"{'samples/s':26} {'way':13} {'equal':>12} {options.sizes:>12}  ratio")
+    print(f"{'samples/s':26} {'backend':13} {'equal':>12} {options.sizes:>12}  ratio")
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            way, rates, alone = measured(CASES[name], Path(folder), options)
+            backend, rates, alone = measured(CASES[name], Path(folder), options)
         equal, other = (float(np.median(each)) for each in rates)
-        line = f"{name:26} {way:13} {equal:12,.0f} {other:12,.0f}  {other / equal:5.2f}"
+        line = f"{name:26} {backend:13} {equal:12,.0f} {other:12,.0f}  {other / equal:5.2f}"
         print(line + f"  alone {alone:.2f}" * options.alone, flush=True)
 
 
 def measured(
     config: dict, folder: Path, options: argparse.Namespace
 ) -> tuple[str, list[list[float]], float]:
-    """The way; the samples a second of each round: of equal sizes, and of others; and what the
+    """The backend; the samples a second of each round: of equal sizes, and of others; and what the
     largest client of a round takes alone, by what a round of equal ones takes.
     """
     clock = time.perf_counter if options.actors else time.process_time
@@ -155,7 +155,7 @@ def measured(
         run.pool.close()
     each = np.array(shares or [1.0, 0.0]).reshape(-1, 2)
     alone = float(np.median(each[:, 1]) / np.median(each[:, 0]))
-    return runs[0].experiment.client.way, [found[WARM:] for found in rates], alone
+    return runs[0].experiment.client.backend, [found[WARM:] for found in rates], alone
 
 
 def started(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
@@ -180,10 +180,10 @@ def largest(run: Coordinator, t: int) -> float:
     clients = plan.experiment.selection.exposed(plan.experiment.seed, t, plan.population)
     who = clients[[np.argmax(plan.population.sizes[clients])]]
     rows = int(plan.population.sizes[who].max())
-    x, y, sizes = client.shards.lane(who, rows)
+    x, y, sizes = client.shards.chunk(who, rows)
     model = models.trained(client.module)
     began = time.process_time()
-    for _ in client.trainer.lane(model, x, y, sizes, t=t, clients=who, draws=[0]):
+    for _ in client.trainer.chunk(model, x, y, sizes, t=t, clients=who, draws=[0]):
         pass
     return time.process_time() - began
 

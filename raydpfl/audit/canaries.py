@@ -5,7 +5,7 @@ far longer than the bound. A coin, tossed before the run, decides whether the ca
 direction or what the neighbouring relation puts in its place. Under replace-one that is its
 opposite (the two worlds are then the whole sensitivity, twice the bound, apart); where a client may
 be absent or zeroed out it is nothing. Everything after the training is the code of every run:
-bounding, weights, the clients' noise, lanes and their grid, the server's noise, the ledger and the
+bounding, weights, the clients' noise, chunks and their grid, the server's noise, the ledger and the
 server's step. Directions are functions of a key, so none is stored.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raydpfl.core.messages import Columns, Lane, LaneResult, State
+from raydpfl.core.messages import Chunk, ChunkResult, Columns, State
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.selection import Cohort
@@ -116,7 +116,7 @@ class PlantedClient(ClientActor):
     def _train(
         self,
         tally: Tally,
-        lane: Lane,
+        chunk: Chunk,
         members: np.ndarray,
         clipped: np.ndarray | None = None,
         into: Sum | None = None,
@@ -125,42 +125,42 @@ class PlantedClient(ClientActor):
         places = self.record.canaries.places
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)
-        blocks = super()._train(tally, lane, others, clipped) if (others >= 0).any() else ()
+        blocks = super()._train(tally, chunk, others, clipped) if (others >= 0).any() else ()
         trained = (each for block in blocks for each in block.apart())
         for slot in np.flatnonzero(members >= 0).tolist():
-            yield self._planted(tally, lane, slot) if planted[slot] else next(trained)
+            yield self._planted(tally, chunk, slot) if planted[slot] else next(trained)
 
-    def _planted(self, tally: Tally, lane: Lane, slot: int) -> Block:
+    def _planted(self, tally: Tally, chunk: Chunk, slot: int) -> Block:
         """The update of a canary, such that the vector to be bounded is its direction."""
         bounding = self.experiment.bounding
         canaries = self.record.canaries
-        place = canaries.places[int(lane.clients[slot])]
+        place = canaries.places[int(chunk.clients[slot])]
         far = FAR * self.record.reach + bounding.far
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
         alone = np.array([slot])
-        view = self._view(tally, lane, "bounding", alone)
+        view = self._view(tally, chunk, "bounding", alone)
         return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
 
-    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+    def _send(self, tally: Tally, chunk: Chunk, block: Block, total: torch.Tensor) -> None:
         """As the client's, with a record of what each client adds to the sum, and of what it must
         add if everything that follows its training is right.
         """
         for alone in block.apart():
-            expected = self._expected(tally, lane, alone)
+            expected = self._expected(tally, chunk, alone)
             added = torch.zeros_like(total)
-            super()._send(tally, lane, alone, added)
+            super()._send(tally, chunk, alone, added)
             total += added
-            client = int(lane.clients[alone.slots[0]])
+            client = int(chunk.clients[alone.slots[0]])
             self.record.sent(client, expected, added.cpu().numpy())
 
-    def _expected(self, tally: Tally, lane: Lane, alone: Block) -> np.ndarray:
+    def _expected(self, tally: Tally, chunk: Chunk, alone: Block) -> np.ndarray:
         """What the client of a block must add to the sum, its noise left out, float64 [d]."""
         bounding = self.experiment.bounding
-        view = self._view(tally, lane, "bounding", alone.slots)
+        view = self._view(tally, chunk, "bounding", alone.slots)
         sent = bounding.send(alone.updates.double(), view)[0]
         norm = float(torch.linalg.vector_norm(sent))
         factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
-        return (sent * (factor * float(lane.weights[alone.slots[0]]))).cpu().numpy()
+        return (sent * (factor * float(chunk.weights[alone.slots[0]]))).cpu().numpy()
 
 
 class Written:
@@ -241,7 +241,7 @@ class PlantedCoordinator(Coordinator):
             self.plan = replace(self.plan, experiment=experiment)
         return started
 
-    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         assert self.at.bound is not None  # what is claimed is bounded
         self.written.begins(t)
         self.seen.begin(t, self.at.bound, cohort)

@@ -34,7 +34,7 @@ from raydpfl.audit import observers
 from raydpfl.audit.canaries import Written
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
-from raydpfl.core.messages import Lane, LaneResult
+from raydpfl.core.messages import Chunk, ChunkResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Room, Shards
 from raydpfl.errors import ConfigError
@@ -143,15 +143,15 @@ class PlantedShards:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shards, name)
 
-    def lane(
+    def chunk(
         self,
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `Shards.lane`."""
-        x, y, n = self._shards.lane(clients, rows, picked, room)
+        """As `Shards.chunk`."""
+        x, y, n = self._shards.chunk(clients, rows, picked, room)
         for slot, client in enumerate(np.asarray(clients).tolist()):
             if client < 0 or self._canaries.part(client) is None:
                 continue
@@ -173,28 +173,28 @@ class StepClient(ClientActor):
         self.rows.shards = self.shards
         self.record = record
 
-    def _send(self, tally: Tally, lane: Lane, block: Block, total: torch.Tensor) -> None:
+    def _send(self, tally: Tally, chunk: Chunk, block: Block, total: torch.Tensor) -> None:
         for alone in block.apart():
             added = torch.zeros_like(total)
-            super()._send(tally, lane, alone, added)
+            super()._send(tally, chunk, alone, added)
             total += added
-            client = int(lane.clients[alone.slots[0]])
+            client = int(chunk.clients[alone.slots[0]])
             if self.record.canaries.part(client) is not None:
-                self._note(tally, lane, alone.slots, added[None])
+                self._note(tally, chunk, alone.slots, added[None])
 
-    def _note(self, tally: Tally, lane: Lane, alone: np.ndarray, sent: torch.Tensor) -> None:
+    def _note(self, tally: Tally, chunk: Chunk, alone: np.ndarray, sent: torch.Tensor) -> None:
         """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
         slot = int(alone[0])
         local = self.experiment.local
-        correction = local.correction(self._view(tally, lane, "local", alone))
+        correction = local.correction(self._view(tally, chunk, "local", alone))
         if correction is None:
             correction = torch.zeros_like(tally.model)[None]
-        view = self._view(tally, lane, "bounding", alone)
+        view = self._view(tally, chunk, "bounding", alone)
         moved = self.experiment.bounding.moved(sent, view)[0]
         # In units of a gradient: minus the sum of the steps' gradients.
-        steps = -moved.cpu() / (float(lane.weights[slot]) * tally.lr)
-        client = int(lane.clients[slot])
-        draw = int(lane.draws[slot])
+        steps = -moved.cpu() / (float(chunk.weights[slot]) * tally.lr)
+        client = int(chunk.clients[slot])
+        draw = int(chunk.draws[slot])
         t = tally.work.t
         self.record.sent(
             Sent(t, client, draw, tally.model.cpu(), correction[0].cpu().double(), steps)
@@ -217,7 +217,7 @@ class StepCoordinator(Coordinator):
         self.written = Written(self.ledger.path)
         return started
 
-    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         self.written.begins(t)
         self.seen.rounds.append(t)
         return super().collect(t, cohort)
@@ -260,15 +260,15 @@ class StepRecord:
         self.gradients = Gradients(module, e.data.task, _sample_bound(self.plan))
         linear = e.local.linear()
         if linear is None:
-            accepted = (
+            expected = (
                 "a rule that is linear (raydpfl.methods.local.Local.linear), to audit local steps"
             )
-            raise ConfigError("local.kind", e.local.kind, accepted)
+            raise ConfigError("local.kind", e.local.kind, expected)
         self.linear = linear
-        way = e.client.way
+        backend = e.client.backend
         bound = _sample_bound(self.plan)
         self.trainer = Trainer(
-            module, e.local, way=way, seed=e.seed, clip=bound, own=True, task=e.data.task
+            module, e.local, backend=backend, seed=e.seed, clip=bound, own=True, task=e.data.task
         )
         self.trainer.noise_seed = self.plan.noise_seed
 
@@ -540,16 +540,16 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     order = usable[np.lexsort((-counts[usable], -claims[usable]))]
     taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
     if sizes[taken].sum() < 10:
-        accepted = "more: hardly any client with a budget takes part in them"
-        raise ConfigError("rounds", plan.experiment.rounds, accepted)
+        expected = "more: hardly any client with a budget takes part in them"
+        raise ConfigError("rounds", plan.experiment.rounds, expected)
     reached = _reached(plan, taken)
     best = max(reached.values())
     if not best >= WEAKEST:
-        accepted = "one whose gradients random samples can pull about; or a smaller bounding.bound"
+        expected = "one whose gradients random samples can pull about; or a smaller bounding.bound"
         raise ConfigError(
             "model.kind",
             plan.experiment.model.kind,
-            f"{accepted}: those of a canary's two samples come to {best:.2g} of the bound apart",
+            f"{expected}: those of a canary's two samples come to {best:.2g} of the bound apart",
         )
     return next(tried for tried, found in reached.items() if found >= 0.9 * best)
 
@@ -561,8 +561,8 @@ def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
     shards = Shards.open(plan.shards)
     e = plan.experiment
     if shards.tokens or shards.target.shape:
-        accepted = "samples of numbers, each with one class or number, to audit local steps"
-        raise ConfigError("data.kind", e.data.kind, accepted)
+        expected = "samples of numbers, each with one class or number, to audit local steps"
+        raise ConfigError("data.kind", e.data.kind, expected)
     module = models.build(e.model, shards.form(e.data.task), e.seed)
     bound = _sample_bound(plan)
     gradients = Gradients(module, e.data.task, bound)

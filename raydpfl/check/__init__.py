@@ -196,8 +196,8 @@ def _looks(
         yield from _of_members(section, cls, path, overrides)
         return
     if overrides:
-        accepted = f"none: no experiment is around {path}"
-        raise ConfigError("overrides", list(overrides), accepted)
+        expected = f"none: no experiment is around {path}"
+        raise ConfigError("overrides", list(overrides), expected)
     if section == "law":
         for numbers in cls.examples:  # type: ignore[attr-defined]
             case = sampling.LawCase(Sampling(cls(), **numbers))
@@ -236,9 +236,9 @@ def _valid(case: Case, section: str, path: str) -> None:
     try:
         case.member  # noqa: B018 - made when asked for
     except ConfigError as error:
-        accepted = f"settings of {path} in its class variable examples, each valid; {error}"
+        expected = f"settings of {path} in its class variable examples, each valid; {error}"
         shown = {name: value for name, value in case.values.items() if name != "kind"}
-        raise ConfigError(f"{section}.examples", shown, accepted) from None
+        raise ConfigError(f"{section}.examples", shown, expected) from None
 
 
 def _possible(overrides: tuple[str, ...], section: str) -> None:

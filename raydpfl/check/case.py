@@ -45,7 +45,7 @@ AROUND: dict[str, Any] = {
     "weights": {"kind": "uniform"},
     "server": {"kind": "sgd"},
     "privacy": {"accountants": ["pld", "rdp"]},
-    "client": {"actors": 0, "num_cpus": 0.01, "lane": 4},
+    "client": {"actors": 0, "num_cpus": 0.01, "chunk": 4},
     "evaluate": {"every": 100},
     "measure": [],
     "track": [],
@@ -81,7 +81,7 @@ FEW: dict[str, Any] = {
     "rounds": 2,
     "selection": {"kind": "uniform", "cohort": 3},
     "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
-    "client": {"actors": 0, "num_cpus": 0.01, "lane": 2},
+    "client": {"actors": 0, "num_cpus": 0.01, "chunk": 2},
 }
 MADE = {"kind": "raydpfl.check.models:Made"}
 SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
@@ -228,12 +228,12 @@ def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, A
         ConfigError: it has none, or they are no tuple of mappings.
     """
     found = cls.examples
-    accepted = (
+    expected = (
         "a class variable examples, a tuple of mappings of fields, each a setting worth "
         "running: examples: ClassVar = ({'bound': 1.0},)"
     )
     if not isinstance(found, (tuple, list)) or not found:
-        raise ConfigError(f"{section}.kind", path, f"a class with {accepted}")
+        raise ConfigError(f"{section}.kind", path, f"a class with {expected}")
     if not all(isinstance(each, Mapping) for each in found):
-        raise ConfigError(f"{section}.examples", found, accepted)
+        raise ConfigError(f"{section}.examples", found, expected)
     return tuple({"kind": path, **each} for each in found)

@@ -14,7 +14,7 @@ from raydpfl.core.prng import keyed_globals
 from raydpfl.methods.local.base import Step
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.trainer import Trainer
 from raydpfl.training.validation import check_rule
 
@@ -51,9 +51,9 @@ def _dense() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _suited(way: str) -> tuple[nn.Module, Form]:
-    """A small module that a way can train, and what its samples are."""
-    if way != "convolutional":
+def _suited(backend: str) -> tuple[nn.Module, Form]:
+    """A small module that a backend can train, and what its samples are."""
+    if backend != "convolutional":
         return _dense(), Form((FEATURES,), Target(classes=3), Classification())
     with keyed_globals(0):
         layers = [
@@ -81,32 +81,32 @@ def training(case: Case) -> str:
     y = torch.arange(24).view(2, 12) % 3
     found = []
     for clients in ([3, -1], [7, 3]):
-        trainer = Trainer(module, member, way=REFERENCE, seed=1, own=True)
+        trainer = Trainer(module, member, backend=REFERENCE, seed=1, own=True)
         mine = clients.index(3)
         order = [0, 1] if mine == 0 else [1, 0]
         rows = x[order], y[order], [12, 12]
-        lane = trainer.lane(start, *rows, t=1, clients=clients, draws=[0, 0])
-        found += [block.updates[0] for block in lane if block.slots[0] == mine]
+        chunk = trainer.chunk(start, *rows, t=1, clients=clients, draws=[0, 0])
+        found += [block.updates[0] for block in chunk if block.slots[0] == mine]
     hold(torch.isfinite(found[0]).all(), "it has trained to numbers that are not finite")
     hold(torch.equal(*found), "asked again, it trains to something else")
     hold(bool(found[0].any()), "the module is as it was")
     return "by itself, the same again"
 
 
-def every_way(case: Case) -> str:
-    """Every way of training that can carry out its rule takes the same first steps."""
+def every_backend(case: Case) -> str:
+    """Every backend that can carry out its rule takes the same first steps."""
     done = []
     if case.member.trains:
         return "trains by itself"
     for clip in (None, 1.0):
-        for way, kind in WAYS.items():
-            if way in (REFERENCE, "noop") or kind.lacks(case.member, clip):
+        for backend, kind in BACKENDS.items():
+            if backend in (REFERENCE, "noop") or kind.lacks(case.member, clip):
                 continue
-            module, form = _suited(way)
-            wrong = mismatch(module, case.member, form, way, clip)
+            module, form = _suited(backend)
+            wrong = mismatch(module, case.member, form, backend, clip)
             clipped = " with clipping of each sample" if clip else ""
-            hold(wrong is None, f"{way}{clipped}: {wrong}")
-            done.append(way)
+            hold(wrong is None, f"{backend}{clipped}: {wrong}")
+            done.append(backend)
     return f"{', '.join(dict.fromkeys(done))} as the loop"
 
 
@@ -185,4 +185,12 @@ def receive(case: Case) -> str:
     return f"keeps {', '.join(start) or 'nothing'}"
 
 
-PROMISES: tuple[Look, ...] = (rule, no_hidden_state, training, every_way, numbers, memory, receive)
+PROMISES: tuple[Look, ...] = (
+    rule,
+    no_hidden_state,
+    training,
+    every_backend,
+    numbers,
+    memory,
+    receive,
+)

@@ -32,7 +32,7 @@ from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.validation import check_apart, drawn_from
 
 ROWS = 3  # of a client, about
@@ -171,14 +171,14 @@ def copies(case: Case) -> str:
     return "copied, and through safetensors"
 
 
-def every_way(case: Case) -> str:
-    """The way that a run takes, like every other one that fits, comes to where the loop does: to
-    1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
+def every_backend(case: Case) -> str:
+    """The backend that a run takes, like every other one that fits, comes to where the loop does:
+    to 1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
     """
     return _ways(case, None)
 
 
-def every_way_with_clipping(case: Case) -> str:
+def every_backend_with_clipping(case: Case) -> str:
     """The same where every sample's gradient is clipped."""
     module, form = _built(case)
     try:
@@ -195,26 +195,28 @@ def _ways(case: Case, clip: float | None) -> str:
     steps = FirstSteps(module, local, form, clip)
     fits = {REFERENCE: REFERENCE}
     others: dict[str, list[str]] = {}
-    for way, kind in WAYS.items():
-        if way in (REFERENCE, "noop") or kind.lacks(local, clip):
+    for backend, kind in BACKENDS.items():
+        if backend in (REFERENCE, "noop") or kind.lacks(local, clip):
             continue
-        found = _way(module, steps, way)
+        found = _way(module, steps, backend)
         if drawn and not kind.one_by_one:
             found = f"it draws from {drawn}, client by client"
         if isinstance(found, str):
-            others.setdefault(found, []).append(way)
+            others.setdefault(found, []).append(backend)
         else:
-            fits[way] = f"{way} ({found:.0e})"
+            fits[backend] = f"{backend} ({found:.0e})"
     with _unsaid():
         taken = resolve(module, local, ROWS, form, clip=clip)
     hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
     told = f"a run takes {taken} of {', '.join(fits.values())}"
-    return "; not ".join([told, *(f"{', '.join(ways)}: {why}" for why, ways in others.items())])
+    return "; not ".join(
+        [told, *(f"{', '.join(backends)}: {why}" for why, backends in others.items())]
+    )
 
 
 @contextmanager
 def _unsaid() -> Iterator[None]:
-    """Without what is said of ways that do not fit, or that are slow for some layers."""
+    """Without what is said of backends that do not fit, or that are slow for some layers."""
     logger = logging.getLogger("raydpfl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -226,11 +228,11 @@ def _unsaid() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _way(module: nn.Module, steps: FirstSteps, way: str) -> float | str:
-    """How far from where the loop comes to, over the model's norm; or why the way does not fit."""
+def _way(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
+    """The distance to the loop's update over the model's norm, or why the backend does not fit."""
     try:
         with _unsaid():
-            ours, theirs = steps.by(way)
+            ours, theirs = steps.by(backend)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return " ".join(str(error).split())[:80] or type(error).__name__
     off = (ours - theirs).norm(dim=1)
@@ -250,8 +252,8 @@ PROMISES: tuple[Look, ...] = (
     same_bits_twice,
     every_parameter,
     copies,
-    every_way,
-    every_way_with_clipping,
+    every_backend,
+    every_backend_with_clipping,
     rounds.runs,
     rounds.same_bits_again,
     rounds.same_bits_pooled,

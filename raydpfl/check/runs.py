@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.core.messages import Broadcast, Columns, Lane, LaneResult, Work
+from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Work
 from raydpfl.experiment import Experiment
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor import ClientActor
@@ -35,24 +35,24 @@ class Dealt(Inline):
         self._deal = dealer(experiment)
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
-    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """See `Inline.shares`."""
         if self.per_client:
-            return singles(lanes)
-        return self._deal(lanes, self.count, Costs().of(lanes))
+            return singles(chunks)
+        return self._deal(chunks, self.count, Costs().of(chunks))
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, LaneResult]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+    ) -> Iterator[tuple[int, ChunkResult]]:
         """See `Inline.run`."""
         for index in reversed(range(len(shares))):
             given = pickle.loads(pickle.dumps((broadcast, work, shares[index])))
             result = self._actor(index, shares[index][0]).train(*given)
             yield index, pickle.loads(pickle.dumps(result))
 
-    def _actor(self, index: int, lane: Lane) -> ClientActor:
-        if lane.slot is not None and self.per_client:
-            index = int(lane.clients[lane.slot])
+    def _actor(self, index: int, chunk: Chunk) -> ClientActor:
+        if chunk.slot is not None and self.per_client:
+            index = int(chunk.clients[chunk.slot])
         return self._make(index % self.count)
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
@@ -85,7 +85,7 @@ class Watched(Coordinator):
         self.bounds: list[float | None] = []
         self.added: list[np.ndarray | None] = []
 
-    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         """See `Coordinator.collect`."""
         total, results = super().collect(t, cohort)
         self.totals.append(total)

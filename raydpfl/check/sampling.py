@@ -108,8 +108,8 @@ class Lone:
     def delta(self, epsilon: float) -> float:
         """At this epsilon, in the worse direction."""
         e = math.exp(epsilon)
-        ways = ((self.p, self.q), (self.q, self.p))
-        return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in ways)
+        backends = ((self.p, self.q), (self.q, self.p))
+        return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in backends)
 
     def renyi(self, order: float) -> float:
         """The divergence at an order above 1, in the worse direction."""

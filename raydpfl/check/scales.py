@@ -18,7 +18,7 @@ from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.local import Sgd
 from raydpfl.models import flatten
 from raydpfl.models.tasks.regression import Regression
-from raydpfl.training.backends import WAYS
+from raydpfl.training.backends import BACKENDS
 from raydpfl.training.trainer import Trainer
 
 EXPONENTS = range(-30, 31, 3)
@@ -57,8 +57,8 @@ def _keeps(case: Case, bound: float | None) -> bool:
     if member.initial_bound is not None:
         _hold_vectors(member, most)
     else:
-        for way in (name for name, kind in WAYS.items() if not kind.lacks(Sgd(), most)):
-            hold_samples(way, most)
+        for backend in (name for name, kind in BACKENDS.items() if not kind.lacks(Sgd(), most)):
+            hold_samples(backend, most)
     return True
 
 
@@ -74,8 +74,8 @@ def _hold_vectors(member: Bounding, most: float) -> None:
             hold(norm <= most * (1 + 1e-9), beyond)
 
 
-def hold_samples(way: str, bound: float) -> None:
-    """Raises `Broken` unless a step of this way, of one sample, is within the bound on its
+def hold_samples(backend: str, bound: float) -> None:
+    """Raises `Broken` unless a step of this backend, of one sample, is within the bound on its
     gradient, for inputs and errors of every size, or shows as not finite.
 
     Only weights that are 0 are looked at, as others round the step that they are moved by.
@@ -87,20 +87,25 @@ def hold_samples(way: str, bound: float) -> None:
         x[place] *= 10.0**inputs
         y[place] *= 10.0**errors
     for bias in (True, False):
-        module = _module(way, bias)
+        module = _module(backend, bias)
         trainer = Trainer(
-            module, Sgd(steps=1, batch=1, lr=1.0), way=way, seed=0, clip=bound, task=Regression()
+            module,
+            Sgd(steps=1, batch=1, lr=1.0),
+            backend=backend,
+            seed=0,
+            clip=bound,
+            task=Regression(),
         )
         clients = list(range(len(sizes)))
-        lane = trainer.lane(
+        chunk = trainer.chunk(
             flatten(module), x, y, [1] * len(sizes), t=0, clients=clients, draws=[0] * len(sizes)
         )
-        for block in lane:
+        for block in chunk:
             steps = np.asarray(block.updates[:, -module.weight_count :], np.float64)
             for slot, step in zip(block.slots.tolist(), steps, strict=True):
                 norm = math.hypot(*step)
                 inputs, errors = sizes[slot]
-                beyond = f"{way}: inputs of 1e{inputs}, an error of 1e{errors}: {norm:g}"
+                beyond = f"{backend}: inputs of 1e{inputs}, an error of 1e{errors}: {norm:g}"
                 within = norm <= bound * (1 + ROUNDING) or not math.isfinite(norm)
                 hold(within, f"{beyond}, above {bound:g}")
 
@@ -109,13 +114,13 @@ class _Scaled(nn.Sequential):
     weight_count: int
 
 
-def _module(way: str, bias: bool) -> _Scaled:
+def _module(backend: str, bias: bool) -> _Scaled:
     """A regression that begins at 0; for convolutions, after filters that are too small to move
     it.
     """
-    last = nn.Linear(36 if way != "convolutional" else 8, 1, bias=bias)
+    last = nn.Linear(36 if backend != "convolutional" else 8, 1, bias=bias)
     before: list[nn.Module] = [nn.Flatten()]
-    if way == "convolutional":
+    if backend == "convolutional":
         filters = nn.Conv2d(1, 2, 3, bias=False)
         nn.init.constant_(filters.weight, 2.0**-30)
         before = [filters, nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()]

@@ -18,7 +18,7 @@ from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import Model
 from raydpfl.models.tasks import Form, Task
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import REFERENCE, WAYS
+from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.validation import check_loss
 
 FEATURES = 8
@@ -135,11 +135,11 @@ def right(case: Case) -> str:
 
 
 def written_out(case: Case) -> str:
-    """The closed form that ways of training go by is that of the loss."""
+    """The closed form that backends go by is that of the loss."""
     form, _ = module_of(case)
     closed = form.task.closed()
     if closed is None:
-        return "none: ways differentiate the loss"
+        return "none: backends differentiate the loss"
     generator = stream(0, Purpose.DATA)
     y = form.task.made_up(generator, 7, form.outputs)
     outputs = torch.from_numpy(generator.standard_normal((7, *form.outputs))).float()
@@ -153,19 +153,19 @@ def written_out(case: Case) -> str:
     return closed
 
 
-def every_way(case: Case) -> str:
-    """Every way of training that takes the task has the same first steps."""
+def every_backend(case: Case) -> str:
+    """Every backend that takes the task has the same first steps."""
     form, module = module_of(case)
     done = []
     for clip in (None, 1.0):
-        for way, kind in WAYS.items():
-            if way in (REFERENCE, "noop") or kind.lacks(Sgd(), clip):
+        for backend, kind in BACKENDS.items():
+            if backend in (REFERENCE, "noop") or kind.lacks(Sgd(), clip):
                 continue
-            wrong = mismatch(module, Sgd(), form, way, clip)
-            hold(wrong is None or "off by" not in wrong, f"{way}: {wrong}")
-            done += [] if wrong else [way]
+            wrong = mismatch(module, Sgd(), form, backend, clip)
+            hold(wrong is None or "off by" not in wrong, f"{backend}: {wrong}")
+            done += [] if wrong else [backend]
     hold("vmap" in done, "vmap cannot carry it out")
     return f"{', '.join(dict.fromkeys(done))} as the loop"
 
 
-PROMISES: tuple[Look, ...] = (loss, same_again, right, written_out, every_way)
+PROMISES: tuple[Look, ...] = (loss, same_again, right, written_out, every_backend)

@@ -168,8 +168,8 @@ def run(
         experiment, folder = _read("run", config, overrides)
         if resume and out is None:
             if folder is None:
-                accepted = "a run directory: raydpfl run DIR --resume, or --out DIR"
-                raise ConfigError("--resume", config, accepted)
+                expected = "a run directory: raydpfl run DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, expected)
             out = folder
         out = out or str(_new_folder(config))
         console = Console(quiet=quiet, highlight=False)
@@ -251,8 +251,8 @@ def sweep(
         asked, folder = _swept(config, overrides or (), resume)
         if resume and out is None:
             if not folder:
-                accepted = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
-                raise ConfigError("--resume", config, accepted)
+                expected = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
+                raise ConfigError("--resume", config, expected)
             out = config
         out = out or str(_new_folder(config))
         given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
@@ -341,8 +341,8 @@ def reproduce(
 def _begun_study(studies: list[str]) -> str:
     """The one directory that is named. Raises `ConfigError`."""
     if len(studies) > 1 or not (os.path.isdir(studies[0]) or storage.elsewhere(studies[0])):
-        accepted = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
-        raise ConfigError("--resume", " ".join(studies), accepted)
+        expected = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
+        raise ConfigError("--resume", " ".join(studies), expected)
     return studies[0]
 
 
@@ -537,8 +537,8 @@ def _of_privacy(
 
     for name, value in given.items():
         if name != "data_root":
-            accepted = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-            raise ConfigError(f"--{name.replace('_', '-')}", value, accepted)
+            expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+            raise ConfigError(f"--{name.replace('_', '-')}", value, expected)
     imports = set(Experiment.model_fields) - {"model", "server"}
     return _read("budget", config, overrides, imports, trust_code)[0]
 
@@ -762,8 +762,8 @@ def data_describe(
     config, *overrides = files
     if not _is_config(config):
         if out is not None:
-            accepted = "none without a config, such as data describe prints of these files"
-            raise ConfigError("--out", str(out), accepted)
+            expected = "none without a config, such as data describe prints of these files"
+            raise ConfigError("--out", str(out), expected)
         print(_understood(files, data_root), end="")
         return
     if out is not None:

@@ -117,9 +117,9 @@ def of(name: str | None = None) -> list[Kind]:
     found = found or [each for each in every if _ends(each.family, name) or _ends(each.name, name)]
     if not found:
         families = list(dict.fromkeys(each.family for each in every))
-        accepted = f"one of {', '.join(families)}; or FAMILY.KIND"
+        expected = f"one of {', '.join(families)}; or FAMILY.KIND"
         near = said(name.replace(".", " "), [*families, *(each.name for each in every)])
-        raise ConfigError("kinds", name, f"{accepted}{near}")
+        raise ConfigError("kinds", name, f"{expected}{near}")
     return found
 
 

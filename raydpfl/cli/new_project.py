@@ -59,8 +59,8 @@ def make(folder: str | Path, family: str = "bounding") -> list[Path]:
             path.write_text(content, encoding="utf-8")
             written.append(path)
     except OSError as error:
-        accepted = f"a directory that can be written to ({error.strerror})"
-        raise ConfigError("DIR", str(folder), accepted) from None
+        expected = f"a directory that can be written to ({error.strerror})"
+        raise ConfigError("DIR", str(folder), expected) from None
     return written
 
 

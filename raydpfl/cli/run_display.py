@@ -87,7 +87,7 @@ class Display:
             f"{e.data.kind}, {len(plan.population):,} clients, "
             f"{plan.population.samples:,} samples; {e.model.kind}, {plan.d:,} parameters; "
             f"{e.bounding.kind}, {noise}; "
-            f"lanes of {e.client.lane} in {e.client.precision}, way {e.client.way}"
+            f"chunks of {e.client.chunk} in {e.client.precision}, backend {e.client.backend}"
         )
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:

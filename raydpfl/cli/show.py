@@ -136,8 +136,8 @@ def _study(
     from raydpfl.sweep.study.estimate import estimate, measure, runs
 
     if overrides:
-        accepted = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
-        raise ConfigError("override", overrides[0], accepted)
+        expected = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
+        raise ConfigError("override", overrides[0], expected)
     study = Study.named(asked, imports=imports)
     taken = measure(study, root) if timed else estimate(study)
     unread = dict.fromkeys(line for run, _ in runs(study) for line in _unread(run))

@@ -96,12 +96,12 @@ def directed(command: str, *asked: str, overrides: Sequence[str] = ()) -> Iterat
     try:
         yield
     except ConfigError:
-        accepted, kinds = TAKEN[command]
+        expected, kinds = TAKEN[command]
         there = THERE if command == "submit" else ""
         for each in asked:
             kind = what(each, overrides) if "://" not in each else None
             if kind and kind not in kinds:
                 instead = INSTEAD[kind].replace("{}", each)
-                said = f"{accepted}; this is {kind}: {instead}{there}"
+                said = f"{expected}; this is {kind}: {instead}{there}"
                 raise ConfigError("config", os.fspath(each), said) from None
         raise

@@ -223,14 +223,14 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         example = f", as in {section}.kind={values}" if known else ""
         raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
-    accepted = (
+    expected = (
         f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
     )
     if "kind" not in values:
-        raise ConfigError(section, dict(values), f"a section with its kind, {accepted}")
+        raise ConfigError(section, dict(values), f"a section with its kind, {expected}")
     if not isinstance(kind, str) or not (kind in family or is_path(kind)):
         near = hints.said(kind, family) if isinstance(kind, str) else ""
-        raise ConfigError(f"{section}.kind", kind, f"{accepted}{near}")
+        raise ConfigError(f"{section}.kind", kind, f"{expected}{near}")
     if kind in family:
         return validate(family[kind], section, values)
     if not imports(section):
@@ -253,8 +253,8 @@ def own_class(kind: str, section: str, base: type[K]) -> type[K]:
             f"a subclass of {base.__module__.removesuffix('.base')}.{base.__qualname__}",
         )
     if cls.model_fields["kind"].annotation is not str:
-        accepted = "a class without a field kind of its own: the config's kind is its import path"
-        raise ConfigError(f"{section}.kind", kind, accepted)
+        expected = "a class without a field kind of its own: the config's kind is its import path"
+        raise ConfigError(f"{section}.kind", kind, expected)
     user_classes.check(cls, base, section, kind)
     return cls
 
@@ -296,9 +296,9 @@ def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
     """
     names = ", ".join(dict.fromkeys(paths))
     if names:
-        accepted = f"the directory of a run that needs no import of {names}, which runs its code; "
-        accepted += "where you trust it: --trust-code (in Python trust_code=True)"
-        raise ConfigError("run", str(run), accepted)
+        expected = f"the directory of a run that needs no import of {names}, which runs its code; "
+        expected += "where you trust it: --trust-code (in Python trust_code=True)"
+        raise ConfigError("run", str(run), expected)
 
 
 def fields_of(found: Any) -> dict[str, Any] | None:
@@ -350,5 +350,5 @@ def load(path: str, field: str) -> Any:
                 raise TypeError(f"{part} is no class")
         return getattr(found, last)
     except RAISED as error:  # a user's module may raise anything
-        accepted = f"an import path package.module:Name that can be imported ({in_line(error)})"
-        raise ConfigError(field, path, accepted) from None
+        expected = f"an import path package.module:Name that can be imported ({in_line(error)})"
+        raise ConfigError(field, path, expected) from None

@@ -64,8 +64,8 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
         inner, path = _inner(cls, first["loc"])
         where = ".".join([section, *path] if section else path)
         known = ", ".join(inner.model_fields)
-        accepted = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
-        return ConfigError(where, first["input"], accepted)
+        expected = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
+        return ConfigError(where, first["input"], expected)
     if first["type"] == "missing":
         return ConfigError(where, None, "a value, as it has no default")
     messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]

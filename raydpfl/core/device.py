@@ -61,10 +61,10 @@ def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
     if num_gpus <= 0:
         return CPU
     if not torch.cuda.is_available():
-        accepted = f"0; {where} has no GPU"
+        expected = f"0; {where} has no GPU"
         if not torch.backends.cuda.is_built():
-            accepted += f" that torch {torch.__version__} can use, which is built without CUDA"
-        raise ConfigError("client.num_gpus", num_gpus, accepted)
+            expected += f" that torch {torch.__version__} can use, which is built without CUDA"
+        raise ConfigError("client.num_gpus", num_gpus, expected)
     return torch.device("cuda")
 
 
@@ -204,7 +204,7 @@ def blame(device: torch.device, error: BaseException) -> None:
     if device.type == "cpu" or isinstance(error, DeviceError):
         return
     if exhausted(error):
-        remedy = "raise client.num_gpus, or lower client.lane, local.batch or evaluate.batch"
+        remedy = "raise client.num_gpus, or lower client.chunk, local.batch or evaluate.batch"
         what = "the GPU has no memory left"
         if ENGINE in str(error):
             what = "cuDNN has no memory, or no algorithm without atomics, for a convolution"

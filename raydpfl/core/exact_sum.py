@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from raydpfl.core import native
-from raydpfl.core.messages import Grid, LaneResult
+from raydpfl.core.messages import ChunkResult, Grid
 from raydpfl.errors import RunError
 
 NOTHING = np.empty(0)
@@ -77,8 +77,8 @@ def check_range(largest: float, grid: Grid) -> None:
 
 
 def gathered(
-    arriving: Iterable[tuple[int, LaneResult]], d: int
-) -> tuple[np.ndarray, list[LaneResult]]:
+    arriving: Iterable[tuple[int, ChunkResult]], d: int
+) -> tuple[np.ndarray, list[ChunkResult]]:
     """What actors have returned, added up while others are at work.
 
     Args:
@@ -88,7 +88,7 @@ def gathered(
     Returns:
         The exact sum, float64 [d], whatever the order of arrival, and the results by place.
     """
-    found: dict[int, LaneResult] = {}
+    found: dict[int, ChunkResult] = {}
     total = np.zeros(d)
     for place, result in arriving:
         found[place] = result

@@ -1,8 +1,8 @@
 """What travels in a round: types only, of arrays by clients (rows) and by columns.
 
-Down go `Lane`s (who trains together), `Work` (what all clients of the round are told) and the
-broadcast model; up comes a `LaneResult`: one vector, and a column for every number that is known of
-a client.
+Down go `Chunk`s (who trains together), `Work` (what all clients of the round are told) and the
+broadcast model; up comes a `ChunkResult`: one vector, and a column for every number that is known
+of a client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOUNDS = (1e-12, 1e15)
 
 
 @dataclass(frozen=True)
-class Lane:
+class Chunk:
     """Clients that train together; its shape is a function of its full membership alone."""
 
     # int64 [C], those of most steps first where steps cost, else ascending; -1 for an empty slot
@@ -43,42 +43,42 @@ class Lane:
     # float64 [C]: std of the noise on the mean gradient of each client's local steps
     stds: np.ndarray | None = None
     memory: Mapping[str, Rows] = field(default_factory=dict)  # by the member that remembers
-    parts: int = 1  # lanes, one after another, that are trained together: see `joined`
+    parts: int = 1  # chunks, one after another, that are trained together: see `joined`
 
     @classmethod
-    def joined(cls, lanes: Sequence[Lane]) -> Lane:
-        """Lanes as one, the clients of one after those of another. Those of several widths are one
-        lane from then on.
+    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """Chunks as one, the clients of one after those of another. Those of several widths are one
+        chunk from then on.
         """
-        first = lanes[0]
-        if len(lanes) == 1:
+        first = chunks[0]
+        if len(chunks) == 1:
             return first
         memory: dict[str, dict[int, np.ndarray]] = {}
         begins = 0
-        for lane in lanes:
-            for member, rows in lane.memory.items():
+        for chunk in chunks:
+            for member, rows in chunk.memory.items():
                 kept = memory.setdefault(member, {})
                 kept |= {begins + slot: vector for slot, vector in rows.items()}
-            begins += len(lane.clients)
+            begins += len(chunk.clients)
         return cls(
-            np.concatenate([lane.clients for lane in lanes]),
-            np.concatenate([lane.draws for lane in lanes]),
-            np.concatenate([lane.weights for lane in lanes]),
-            max(lane.rows for lane in lanes),
-            stds=None if first.stds is None else np.concatenate([lane.stds for lane in lanes]),
+            np.concatenate([chunk.clients for chunk in chunks]),
+            np.concatenate([chunk.draws for chunk in chunks]),
+            np.concatenate([chunk.weights for chunk in chunks]),
+            max(chunk.rows for chunk in chunks),
+            stds=None if first.stds is None else np.concatenate([chunk.stds for chunk in chunks]),
             memory=memory,
-            parts=len(lanes) if len({len(lane.clients) for lane in lanes}) == 1 else 1,
+            parts=len(chunks) if len({len(chunk.clients) for chunk in chunks}) == 1 else 1,
         )
 
-    def alone(self, slot: int) -> Lane:
-        """The lane for one of its clients, which is its own actor."""
+    def alone(self, slot: int) -> Chunk:
+        """The chunk for one of its clients, which is its own actor."""
         memory = {
             name: {slot: rows[slot]} if slot in rows else {} for name, rows in self.memory.items()
         }
         return replace(self, slot=slot, memory=memory)
 
-    def part(self, slots: slice) -> Lane:
-        """Some of its slots, one after another, as a lane of their own."""
+    def part(self, slots: slice) -> Chunk:
+        """Some of its slots, one after another, as a chunk of their own."""
         start, end, _ = slots.indices(len(self.clients))
         memory = {
             name: {slot - start: row for slot, row in rows.items() if start <= slot < end}
@@ -96,7 +96,7 @@ class Lane:
 
     @property
     def width(self) -> int:
-        """Clients of one lane."""
+        """Clients of one chunk."""
         return len(self.clients) // self.parts
 
     @property
@@ -113,8 +113,8 @@ def check_bound(field: str, bound: float) -> None:
     """Raises `ConfigError` for a bound on an L2 norm outside of `BOUNDS`."""
     least, most = BOUNDS
     if not least <= bound <= most:
-        accepted = f"a number from {least:g} to {most:g}, as squares must be exact in float32"
-        raise ConfigError(field, bound, accepted)
+        expected = f"a number from {least:g} to {most:g}, as squares must be exact in float32"
+        raise ConfigError(field, bound, expected)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Broadcast:
 
 
 @dataclass
-class LaneResult:
+class ChunkResult:
     """What one actor returns of a round."""
 
     total: np.ndarray  # float64 [d]: the exact sum of what its clients send
@@ -180,7 +180,7 @@ class LaneResult:
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
-    def kept(self) -> LaneResult:
+    def kept(self) -> ChunkResult:
         """The same with arrays of its own, but for the total."""
         columns = {name: values.copy() for name, values in self.columns.items()}
         memory = {name: rows.copy() for name, rows in self.memory.items()}

@@ -75,8 +75,8 @@ def _class(kind: str) -> type[Data]:
         return FAMILY[kind]
     if is_path(kind):
         return own_class(kind, "data", Data)
-    accepted = f"one of {', '.join(FAMILY)}, or the import path of your own class"
-    raise ConfigError("data.kind", kind, accepted)
+    expected = f"one of {', '.join(FAMILY)}, or the import path of your own class"
+    raise ConfigError("data.kind", kind, expected)
 
 
 def describe(

@@ -192,8 +192,8 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
         try:
             column = np.asarray(column.to_pylist()) if listed else column.to_numpy()
         except (pa.ArrowException, NotImplementedError, ValueError) as error:
-            accepted = f"one number or name to a row, not {column.type} ({error})"
-            raise ConfigError(field, name, accepted) from None
+            expected = f"one number or name to a row, not {column.type} ({error})"
+            raise ConfigError(field, name, expected) from None
     if column.ndim != 1:
         raise ConfigError(
             field, name, f"one number or name to a row; this array has shape {column.shape}"
@@ -220,8 +220,8 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
     if not is_list(column):
         return plain(column, names[0], field)
     if column.null_count:
-        accepted = f"a column without gaps; this one lacks {column.null_count} values"
-        raise ConfigError(field, names[0], accepted)
+        expected = f"a column without gaps; this one lacks {column.null_count} values"
+        raise ConfigError(field, names[0], expected)
     rows = column.to_pylist()
     if any(each is None or isinstance(each, (list, dict)) for row in rows for each in row):
         raise ConfigError(field, names[0], "lists of numbers or names, without gaps")

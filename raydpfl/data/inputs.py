@@ -57,8 +57,8 @@ def typed(
     for each in given:
         whole = each.dtype.kind in "biu" or (each == np.floor(each)).all()
         if not whole or (each.size and not 0 <= each.min() <= each.max() < 1 << 31):
-            accepted = f"float32: {', '.join(names)} has other numbers than whole ones from 0"
-            raise ConfigError("data.dtype", dtype, accepted)
+            expected = f"float32: {', '.join(names)} has other numbers than whole ones from 0"
+            raise ConfigError("data.dtype", dtype, expected)
     return x.astype(np.int64), test_x.astype(np.int64)
 
 
@@ -107,8 +107,8 @@ def _length(column: pa.Array, name: str) -> int:
         return column.type.list_size
     lengths = sorted(each or 0 for each in column.value_lengths().unique().to_pylist())
     if len(lengths) > 1:
-        accepted = "lists of one length without gaps (cut or pad them); the lengths here are"
-        raise ConfigError("data.x", name, f"{accepted} {lengths[:5]}")
+        expected = "lists of one length without gaps (cut or pad them); the lengths here are"
+        raise ConfigError("data.x", name, f"{expected} {lengths[:5]}")
     return lengths[0] if lengths else 0
 
 
@@ -145,8 +145,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
             try:
                 with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                     if image.mode.startswith(DEEP):
-                        accepted = f"{EIGHT_BITS}; {which} has more ({image.mode})"
-                        raise ConfigError("data.x", name, accepted)
+                        expected = f"{EIGHT_BITS}; {which} has more ({image.mode})"
+                        raise ConfigError("data.x", name, expected)
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
                     _check_image(encoded, shape, name, which)
                     if images is None:
@@ -155,8 +155,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                     if shape != images.shape[1:]:
                         others = f"{which} is {shape}, {known[0]} is {images.shape[1:]}"
                         remedy = "data.size and data.channels convert those of an image_folder"
-                        accepted = f"images of one size and mode ({remedy}); {others}"
-                        raise ConfigError("data.x", name, accepted)
+                        expected = f"images of one size and mode ({remedy}); {others}"
+                        raise ConfigError("data.x", name, expected)
                     pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
             except ConfigError:
                 raise
@@ -164,8 +164,8 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                 raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has more") from None
             except Exception as error:  # whatever a broken image makes its decoder raise
                 formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
-                accepted = f"encoded images; {which} is none of {formats}"
-                raise ConfigError("data.x", name, accepted) from None
+                expected = f"encoded images; {which} is none of {formats}"
+                raise ConfigError("data.x", name, expected) from None
             images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
 
@@ -177,8 +177,8 @@ def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, which: 
         raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has {pixels:,}")
     scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
     if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
-        accepted = f"images that are soon decoded; {which} has {pixels:,} pixels in {scans:,} scans"
-        raise ConfigError("data.x", name, accepted)
+        expected = f"images that are soon decoded; {which} has {pixels:,} pixels in {scans:,} scans"
+        raise ConfigError("data.x", name, expected)
 
 
 def _check_images(

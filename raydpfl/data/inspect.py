@@ -107,8 +107,8 @@ def _source(files: list[str], root: Path | None) -> dict[str, Any]:
     elif first.suffix in ("", ".txt", ".text", ".md"):
         keys = {"kind": "text", "path": files[0]}
     else:
-        accepted = f"{KINDS}, a text, a folder of images, or one that save_to_disk wrote"
-        raise ConfigError("FILE", files[0], accepted)
+        expected = f"{KINDS}, a text, a folder of images, or one that save_to_disk wrote"
+        raise ConfigError("FILE", files[0], expected)
     return keys
 
 
@@ -130,8 +130,8 @@ def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
         return {"kind": "image_folder", **parts}
     if any(each.suffix.lower() in SUFFIXES for each in path.glob("*/*/*")):
         return {"kind": "image_folder", **parts, "client": "client"}
-    accepted = "a folder with a folder of images for each class, or one that save_to_disk wrote"
-    raise ConfigError("FILE", name, accepted)
+    expected = "a folder with a folder of images for each class, or one that save_to_disk wrote"
+    raise ConfigError("FILE", name, expected)
 
 
 def _columns(train: Columns, keys: dict[str, Any], found: Understood) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _columns(train: Columns, keys: dict[str, Any], found: Understood) -> dict[st
         raise ConfigError(f"data.{train.part}", train.name, "a table with rows; this one has none")
     if len(set(rows)) > 1:
         lengths = ", ".join(f"{name} {len(column)}" for name, column in train.items())
-        accepted = f"columns of as many rows each, test rows in a file of their own ({lengths})"
-        raise ConfigError(f"data.{train.part}", train.name, accepted)
+        expected = f"columns of as many rows each, test rows in a file of their own ({lengths})"
+        raise ConfigError(f"data.{train.part}", train.name, expected)
     for name, column in train.items():
         found.notes.append(f"column {name}: {_type(column)}")
     where: dict[str, Any] = {}
@@ -194,8 +194,8 @@ def _roles(
     x = keys.get("x") or _untold(train, _inputs(train, free, found), _listed(y), found)
     if not x:
         reasons = "".join(f"; {each}" for each in found.warnings if "left out" in each)
-        accepted = f"columns of numbers, lists or images, of which {train.name} has none to take"
-        raise ConfigError("data.x", None, f"{accepted}{reasons}")
+        expected = f"columns of numbers, lists or images, of which {train.name} has none to take"
+        raise ConfigError("data.x", None, f"{expected}{reasons}")
     names = _listed(x)
     fields = {"x": names if len(names) > 1 else names[0], "y": y}
     fields |= {"client": client, "split_by": split}
@@ -430,8 +430,8 @@ def _suspicious(train: Columns, x: list[str], targets: list[str], found: Underst
             )
     odd = [name for name in train if FRACTION.fullmatch(name)]
     if odd:
-        accepted = "if the first line is a row, put a line of names above it"
-        found.warnings.append(f"a column is called {odd[0]}: {accepted}")
+        expected = "if the first line is a row, put a line of names above it"
+        found.warnings.append(f"a column is called {odd[0]}: {expected}")
 
 
 def _dealt(keys: dict[str, Any], root: Path | None, found: Understood) -> Split:
@@ -481,8 +481,8 @@ def _tell_targets(split: Split, y_name: str, found: Understood) -> None:
     _, y = split.rows(0, len(split.sizes))
     present = np.unique(y)
     if not split.targets and len(present) == 1:
-        accepted = "labels of two classes or more: there is nothing to tell apart"
-        raise ConfigError("data.y", y_name, accepted)
+        expected = "labels of two classes or more: there is nothing to tell apart"
+        raise ConfigError("data.y", y_name, expected)
     missing = split.classes - len(present[present >= 0])
     if missing:
         found.warnings.append(f"{missing} of {split.classes} classes have no training row")

@@ -6,7 +6,7 @@ trains on this machine.
 >>> data = Synthetic(clients=3, samples=4, sizes={"kind": "balanced"})
 >>> with tempfile.TemporaryDirectory() as cache:
 ...     shards = Shards.open(prepare(data, seed=0, cache=Path(cache)))
-...     x, y, n = shards.lane([2, -1], rows=5)
+...     x, y, n = shards.chunk([2, -1], rows=5)
 ...     shards.clients, shards.shape, shards.classes, x.shape, n
 (3, (60,), 10, (2, 5, 60), array([4, 0]))
 
@@ -35,7 +35,7 @@ All files are memory-mapped, the page cache's one copy for all processes. Traini
 of up to `HELD` bytes are gathered from the map. Those of a larger one are read at the place in the
 file that the map names, straight into the caller's arrays: a page that is mapped counts as memory
 of the process, and one touch maps its whole neighbourhood, so that 4,800 clients of 4.8 kB out of a
-million made 3 GB, and nothing when read. All rows of a lane are read by one call of compiled code,
+million made 3 GB, and nothing when read. All rows of a chunk are read by one call of compiled code,
 those in memory first, while the system fetches the others.
 """
 
@@ -79,7 +79,7 @@ LOOKS = 8  # clients by whom it is told whether a cohort is in memory
 CACHED = 160 << 10  # bytes of pixels that are scaled at once
 PADDED = 0.75  # share of rows that are no padding, from which on clients are read together
 # bytes, as torch aligns its own memory: products may round by it, and what is trained on such rows
-# need not copy them (`raydpfl.training.backends.base.LaneData.rows`)
+# need not copy them (`raydpfl.training.backends.base.ChunkData.rows`)
 ALIGN = 64
 SHARED_BYTES = 256 << 20  # the same where clients share samples, and read rows from all over it
 TARGETS = 1 << 25  # bytes of targets that a process holds beside the map
@@ -224,8 +224,8 @@ def _blamed(data: Data) -> Iterator[None]:
     except RAISED as error:
         if not own_code(data):
             raise
-        accepted = f"a source that gives its samples ({in_line(error)})"
-        raise ConfigError("data.kind", data.kind, accepted) from None
+        expected = f"a source that gives its samples ({in_line(error)})"
+        raise ConfigError("data.kind", data.kind, expected) from None
 
 
 def _described(
@@ -320,8 +320,8 @@ def _check_room(split: Split, folder: Path) -> None:
         needed = split.distinct() * width + rows * 8
     free = shutil.disk_usage(folder).free
     if needed > free:
-        accepted = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
-        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), accepted)
+        expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
+        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), expected)
 
 
 def _stored_bytes(split: Split) -> int:
@@ -597,7 +597,7 @@ class Shards:
 
     `clients`: how many; `sizes`: int64 [clients], on the map; `shape`: of one sample; `classes` (0:
     numbers); `unseen`: classes without a training sample; `target`: what y is; `tokens` (0: x is
-    float32); `test_size`, `validation_size`. What `lane`, `test` and `validation` return is the
+    float32); `test_size`, `validation_size`. What `chunk`, `test` and `validation` return is the
     caller's to write to. Where x is said to be float32, it is int64 for tokens; where y is said to
     be int64, it is float32 for numbers, and has an axis more for several targets.
     """
@@ -730,7 +730,7 @@ class Shards:
         """
         rows = self.client_rows[clients.start : clients.stop]
         if self._validation is None:
-            x, y, n = self.lane(clients, int(rows.max()))
+            x, y, n = self.chunk(clients, int(rows.max()))
             there = np.arange(x.shape[1]) < n[:, None]
             return x[there], y[there]
         parts = []
@@ -742,15 +742,15 @@ class Shards:
         x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
         return self.ready(x, y)
 
-    def lane(
+    def chunk(
         self,
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         room: Room | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of some clients (of several lanes, one after another), each padded with zeros
-        to `rows`.
+        """The samples of some clients (of several chunks, one after another), each padded with
+        zeros to `rows`.
 
         Args:
             clients: int [C]; -1 is a dummy without samples.
@@ -820,7 +820,7 @@ class Shards:
             return
         stored = room.array("stored", x.shape, self._test_x.dtype)
         self._read(0, stored, members, sizes, apart)
-        self._scale_lane(stored, x, n)
+        self._scale_chunk(stored, x, n)
 
     def _read(
         self,
@@ -1006,7 +1006,7 @@ class Shards:
             found[...] = x
         return found, y.copy()
 
-    def _scale_lane(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
+    def _scale_chunk(self, stored: np.ndarray, x: np.ndarray, n: np.ndarray) -> None:
         """Scales the first n rows of each client, in pieces that stay in the cache."""
         rows = x.shape[1]
         if (n == rows).all():
@@ -1040,7 +1040,7 @@ class Shards:
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
         for client, size in enumerate(self.sizes.tolist()):
             if size and counts.shape[1]:
-                _, y, _ = self.lane([client], size)
+                _, y, _ = self.chunk([client], size)
                 counts[client] = np.bincount(y[0], minlength=self.classes)
         return counts
 
@@ -1078,8 +1078,8 @@ class Made(Shards):
                 yield at, x, y
                 at += len(y)
         if at != size:
-            accepted = f"a source that makes {size} rows of client {client} (it makes {at})"
-            raise ConfigError("data.kind", self._source.kind, accepted)
+            expected = f"a source that makes {size} rows of client {client} (it makes {at})"
+            raise ConfigError("data.kind", self._source.kind, expected)
 
     def _fill(
         self,
@@ -1102,7 +1102,7 @@ class Made(Shards):
                 stored[slot, own] = some_x[picked]
                 y[slot, own] = some_y[picked]
         if pixels:
-            self._scale_lane(stored, x, n)
+            self._scale_chunk(stored, x, n)
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
         """Nothing is on its way."""
@@ -1117,5 +1117,5 @@ def _counts(
         n[slot] = len(some)
     if n.max(initial=0) > rows:
         most = f"client {members[n.argmax()]} has {n.max()} samples"
-        raise ValueError(f"{most}, more than the {rows} rows of the lane")
+        raise ValueError(f"{most}, more than the {rows} rows of the chunk")
     return n

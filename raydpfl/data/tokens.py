@@ -109,8 +109,8 @@ class Encoder:
             try:
                 tokens = list(split(text))
             except RAISED as error:  # a user's tokenizer may raise anything
-                accepted = f"a function of a text that gives its tokens; of row {row} it raises "
-                raise self._wrong(f"{accepted}{in_line(error)}") from None
+                expected = f"a function of a text that gives its tokens; of row {row} it raises "
+                raise self._wrong(f"{expected}{in_line(error)}") from None
             yield self._of_ids(tokens, row) if self._gives_ids else self._of_words(tokens, row)
 
     @property
@@ -119,19 +119,19 @@ class Encoder:
 
     def _of_words(self, tokens: list[Any], row: int) -> list[int]:
         if not all(isinstance(each, str) for each in tokens):
-            accepted = "one that gives text with a data.vocabulary of tokens (of ids, that is their"
-            raise self._wrong(f"{accepted} number); it gives another of row {row}")
+            expected = "one that gives text with a data.vocabulary of tokens (of ids, that is their"
+            raise self._wrong(f"{expected} number); it gives another of row {row}")
         return [self._numbers.get(each, UNKNOWN) for each in tokens]
 
     def _of_ids(self, tokens: list[Any], row: int) -> list[int]:
         whole = all(isinstance(each, int | np.integer) for each in tokens)
         if not whole or not all(0 < each < self.size for each in tokens):
-            accepted = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says; "
-            raise self._wrong(f"{accepted}it gives another of row {row}")
+            expected = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says; "
+            raise self._wrong(f"{expected}it gives another of row {row}")
         return [int(each) for each in tokens]
 
-    def _wrong(self, accepted: str) -> ConfigError:
-        return ConfigError("data.tokenizer", self.tokenizer, accepted)
+    def _wrong(self, expected: str) -> ConfigError:
+        return ConfigError("data.tokenizer", self.tokenizer, expected)
 
     def counted(self, texts: Sequence[str]) -> dict[str, int]:
         """What becomes of the tokens of some texts: how many there are, how many are unknown, how
@@ -164,5 +164,5 @@ def check(vocabulary: Sequence[str], named: object) -> None:
     most = max(counts, key=counts.__getitem__, default="")
     if not most or "" in counts or counts[most] > 1 or len(counts) > LARGEST:
         reason = f"; it has {most!r} twice" if counts[most] > 1 else ""
-        accepted = f"1 to {LARGEST:,} tokens, each once and none empty, a token a line of a file"
-        raise ConfigError("data.vocabulary", named, f"{accepted}{reason}")
+        expected = f"1 to {LARGEST:,} tokens, each once and none empty, a token a line of a file"
+        raise ConfigError("data.vocabulary", named, f"{expected}{reason}")

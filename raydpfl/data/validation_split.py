@@ -83,11 +83,11 @@ def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
     apart = np.zeros(count, bool)
     apart[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
     if not split.sizes[apart].any() or not split.sizes[~apart].any():
-        accepted = f"a share that leaves some of the {count} clients, with rows, on either side"
-        raise ConfigError(f"{FIELD}.clients", share, accepted)
+        expected = f"a share that leaves some of the {count} clients, with rows, on either side"
+        raise ConfigError(f"{FIELD}.clients", share, expected)
     if overlaps and split.samples is None:
-        accepted = "none for data whose clients may share samples and that do not say which ones"
-        raise ConfigError(f"{FIELD}.clients", share, f"{accepted} (raydpfl.data.Split.samples)")
+        expected = "none for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(f"{FIELD}.clients", share, f"{expected} (raydpfl.data.Split.samples)")
     out = np.repeat(apart, split.sizes)
     scored = out
     if overlaps and split.samples is not None:
@@ -136,8 +136,8 @@ def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray
 def _samples(split: Split, share: float, seed: int) -> HeldOut:
     """That share of all samples that some client holds, whoever holds them."""
     if split.samples is None:
-        accepted = "0 for data whose clients may share samples and that do not say which ones"
-        raise ConfigError(FIELD, share, f"{accepted} (raydpfl.data.Split.samples)")
+        expected = "0 for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(FIELD, share, f"{expected} (raydpfl.data.Split.samples)")
     samples = split.samples(0, len(split.sizes))
     ends = np.cumsum(split.sizes)
     starts = ends - split.sizes

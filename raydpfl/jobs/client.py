@@ -136,14 +136,14 @@ class JobServer:
         except ConfigError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
-            accepted = f"the address of a Ray cluster's job server, such as {ADDRESS}"
-            accepted += f" ({_line(error)})"
-            raise ConfigError("--address", self.address, accepted) from None
+            expected = f"the address of a Ray cluster's job server, such as {ADDRESS}"
+            expected += f" ({_line(error)})"
+            raise ConfigError("--address", self.address, expected) from None
         except Exception as error:
             if type(error).__name__ != "AuthenticationError":
                 raise
-            accepted = f"a cluster that accepts this side's token; set {TOKEN} ({_line(error)})"
-            raise ConfigError("--address", self.address, accepted) from None
+            expected = f"a cluster that accepts this side's token; set {TOKEN} ({_line(error)})"
+            raise ConfigError("--address", self.address, expected) from None
 
     def submit(
         self,
@@ -354,8 +354,8 @@ class JobServer:
                 if "No available agent" not in str(error):
                     raise
                 if time.monotonic() - began > PATIENCE:
-                    accepted = f"a head that takes jobs; {AGENT} ({_line(error)})"
-                    raise ConfigError("--address", self.address, accepted) from None
+                    expected = f"a head that takes jobs; {AGENT} ({_line(error)})"
+                    raise ConfigError("--address", self.address, expected) from None
                 time.sleep(1)
 
     def _note(self, folder: Path, run: str, job: str) -> None:
@@ -455,8 +455,8 @@ def _check(folder: Path, run: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         free = False
     if not free:
-        accepted = f"a new or empty directory, or the one that {run} was submitted with"
-        raise ConfigError("--out", str(folder), accepted)
+        expected = f"a new or empty directory, or the one that {run} was submitted with"
+        raise ConfigError("--out", str(folder), expected)
 
 
 def _new_id(path: Path, run: str | None) -> str:

@@ -137,9 +137,9 @@ def _all_there(here: Path, files: Files) -> None:
         if installed or not whole.is_relative_to(here) or not whole.exists():
             continue
         if os.path.realpath(source) not in sent or not _plain(whole):
-            accepted = "modules that are no links, and neither hidden nor in a hidden folder"
+            expected = "modules that are no links, and neither hidden nor in a hidden folder"
             place = os.path.relpath(whole, here)
-            raise ConfigError("submit", place, f"{accepted}; {name} is not sent")
+            raise ConfigError("submit", place, f"{expected}; {name} is not sent")
 
 
 def _declared(here: Path) -> Callable[[Path], list[str]]:
@@ -199,9 +199,9 @@ def _found(field: str, name: str, here: Path) -> Path:
     places = (data_root(None) / name, Path(name))
     path = next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
     if path is None:
-        accepted = "a file or folder that is here, to be sent; "
-        accepted += "or --there, if the cluster has what it names"
-        raise ConfigError(field, name, accepted)
+        expected = "a file or folder that is here, to be sent; "
+        expected += "or --there, if the cluster has what it names"
+        raise ConfigError(field, name, expected)
     whole = Path(os.path.abspath(path))
     within = next((each for each in (here, data_root(None)) if whole.is_relative_to(each)), None)
     if any(part.startswith(".") for part in (whole.relative_to(within) if within else whole).parts):
@@ -216,14 +216,14 @@ def _checked(files: Files) -> None:
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if sum(sizes.values()) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
-        accepted = f"at most {LIMIT / 1e6:.0f} MB to be sent with a job; this file has "
-        accepted += f"{sizes[largest] / 1e6:,.0f} MB of {sum(sizes.values()) / 1e6:,.0f}; "
-        accepted += "put data where the cluster has them, and say --there"
-        raise ConfigError("submit", str(files[largest]), accepted)
+        expected = f"at most {LIMIT / 1e6:.0f} MB to be sent with a job; this file has "
+        expected += f"{sizes[largest] / 1e6:,.0f} MB of {sum(sizes.values()) / 1e6:,.0f}; "
+        expected += "put data where the cluster has them, and say --there"
+        raise ConfigError("submit", str(files[largest]), expected)
     if len(files) > COUNT:
         top = next(iter(files)).partition("/")[0]
-        accepted = f"at most {COUNT:,} files to be sent with a job; there are {len(files):,}"
-        raise ConfigError("submit", top, accepted)
+        expected = f"at most {COUNT:,} files to be sent with a job; there are {len(files):,}"
+        raise ConfigError("submit", top, expected)
 
 
 def _renamed(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:

@@ -45,22 +45,22 @@ class Model(Member):
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""
-        accepted = "a class with a method module(shape, outputs), or of(form)"
-        raise ConfigError("model.kind", self.kind, accepted)
+        expected = "a class with a method module(shape, outputs), or of(form)"
+        raise ConfigError("model.kind", self.kind, expected)
 
     def of(self, form: Form) -> nn.Module:
         """A fresh module for samples of this form. Raises `ConfigError`."""
         if form.tokens:
-            accepted = "char_lstm, transformer or one of your own: the inputs are whole numbers"
+            expected = "char_lstm, transformer or one of your own: the inputs are whole numbers"
             remedy = "data.dtype: float32 makes a table's numbers of them"
-            raise ConfigError("model.kind", self.kind, f"{accepted} ({remedy})")
+            raise ConfigError("model.kind", self.kind, f"{expected} ({remedy})")
         if len(form.outputs) != 1:
-            accepted = "char_lstm, transformer or one of your own: there is a target per position"
-            raise ConfigError("model.kind", self.kind, accepted)
+            expected = "char_lstm, transformer or one of your own: there is a target per position"
+            raise ConfigError("model.kind", self.kind, expected)
         if self.classifies and not form.target.classes:
-            accepted = "linear, mlp or another that is no classifier"
+            expected = "linear, mlp or another that is no classifier"
             reason = "the targets of the data are numbers, not classes"
-            raise ConfigError("model.kind", self.kind, f"{accepted}: {reason}")
+            raise ConfigError("model.kind", self.kind, f"{expected}: {reason}")
         return self.module(form.shape, form.outputs[0])
 
     def check(self, experiment: Experiment) -> None:
@@ -69,19 +69,19 @@ class Model(Member):
             return
         evaluate = experiment.evaluate
         if evaluate.test:
-            accepted = "false with model.local (no model of all clients is tested); "
-            accepted += "evaluate.validation=0.1 holds out rows of each client, for its own"
-            raise ConfigError("evaluate.test", True, accepted)
+            expected = "false with model.local (no model of all clients is tested); "
+            expected += "evaluate.validation=0.1 holds out rows of each client, for its own"
+            raise ConfigError("evaluate.test", True, expected)
         if isinstance(evaluate.apart, dict):
-            accepted = "a share of every client's rows with model.local: clients that are held out "
-            raise ConfigError("evaluate.validation", evaluate.apart, f"{accepted}train no part")
+            expected = "a share of every client's rows with model.local: clients that are held out "
+            raise ConfigError("evaluate.validation", evaluate.apart, f"{expected}train no part")
         if experiment.bounding.sample_bound is not None:
-            accepted = "one that bounds what a client sends: by the part that stays (model.local) "
-            accepted += "one sample changes the gradients of all the client's others, without noise"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+            expected = "one that bounds what a client sends: by the part that stays (model.local) "
+            expected += "one sample changes the gradients of all the client's others, without noise"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
         if experiment.selection.asks:
-            accepted = "one that asks for no losses, which under model.local are of clients' own"
-            raise ConfigError("selection.kind", experiment.selection.kind, accepted)
+            expected = "one that asks for no losses, which under model.local are of clients' own"
+            raise ConfigError("selection.kind", experiment.selection.kind, expected)
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ class Model(Member):
         try:
             return {**found, "init": digest(place(self.init))}
         except OSError as error:
-            accepted = f"a file of weights, or the directory of a run that has ended ({error})"
-            raise ConfigError("model.init", self.init, accepted) from None
+            expected = f"a file of weights, or the directory of a run that has ended ({error})"
+            raise ConfigError("model.init", self.init, expected) from None
 
     def image(self, shape: Shape, least: int) -> Shape:
         """`shape` if it is (channels, height, width) with height and width at least `least`; else
@@ -113,8 +113,8 @@ class Model(Member):
         """
         if len(shape) != 3 or min(shape[1:]) < least:
             images = f"images (channels, height, width), {least} x {least} or more"
-            accepted = f"a model for samples of shape {shape}; this one takes {images}"
-            raise ConfigError("model.kind", self.kind, accepted)
+            expected = f"a model for samples of shape {shape}; this one takes {images}"
+            raise ConfigError("model.kind", self.kind, expected)
         return shape
 
 

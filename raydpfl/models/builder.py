@@ -82,13 +82,13 @@ def _divide(module: nn.Module, model: Model) -> None:
     own = chosen("model.local", model.local, module)
     both = sorted(still & own)
     if both:
-        accepted = f"patterns of what model.frozen has not; {both[0]} is in both"
-        raise ConfigError("model.local", list(model.local), accepted)
+        expected = f"patterns of what model.frozen has not; {both[0]} is in both"
+        raise ConfigError("model.local", list(model.local), expected)
     freeze(module, still)
     set_local(module, own)
     if own and not Split.of(module).own:
-        accepted = "patterns of parameters that are trained, or of buffers"
-        raise ConfigError("model.local", list(model.local), accepted)
+        expected = "patterns of parameters that are trained, or of buffers"
+        raise ConfigError("model.local", list(model.local), expected)
 
 
 def _parts(module: nn.Module) -> tuple[set[str], ...]:
@@ -107,8 +107,8 @@ def _check(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for a module that cannot be trained; see `build`."""
     mixing = unsettled(module)
     if mixing:
-        accepted = f"a module without BatchNorm ({mixing[0]}), which mixes samples"
-        raise _refuse(model, f"{accepted}; {REMEDY}")
+        expected = f"a module without BatchNorm ({mixing[0]}), which mixes samples"
+        raise _refuse(model, f"{expected}; {REMEDY}")
     _check_forward(module, model, form)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
@@ -117,8 +117,8 @@ def _check(module: nn.Module, model: Model, form: Form) -> None:
         return
     for field, patterns in (("local", model.local), ("frozen", model.frozen)):
         if patterns:
-            accepted = "patterns that leave parameters to be trained and sent"
-            raise ConfigError(f"model.{field}", list(patterns), accepted)
+            expected = "patterns that leave parameters to be trained and sent"
+            raise ConfigError(f"model.{field}", list(patterns), expected)
     raise _refuse(model, "a module with trainable parameters")
 
 
@@ -146,22 +146,22 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
         got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         returned = ", ".join(map(str, ["batch", *form.outputs]))
-        accepted = f"a module that returns [{returned}] for {taken}"
-        raise _refuse(model, f"{accepted}; for a batch of 2 it returns {got}")
+        expected = f"a module that returns [{returned}] for {taken}"
+        raise _refuse(model, f"{expected}; for a batch of 2 it returns {got}")
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]) and name not in shared_and_local.local(module):
-            accepted = "a module that changes no buffer in training"
+            expected = "a module that changes no buffer in training"
             remedy = "model.frozen keeps it as it is, model.local leaves it to each client"
-            raise _refuse(model, f"{accepted}; {name} changes ({remedy})")
+            raise _refuse(model, f"{expected}; {name} changes ({remedy})")
     shared_and_local.fill(shared_and_local.own_buffers(module), own)
     names = ", ".join(changed(state, kept(module))[:5])
     if names:
-        accepted = "a module that keeps nothing from one batch to the next"
-        raise _refuse(model, f"{accepted}; {names} changes")
+        expected = "a module that keeps nothing from one batch to the next"
+        raise _refuse(model, f"{expected}; {names} changes")
 
 
-def _refuse(model: Model, accepted: str) -> ConfigError:
-    return ConfigError("model.kind", model.kind, accepted)
+def _refuse(model: Model, expected: str) -> ConfigError:
+    return ConfigError("model.kind", model.kind, expected)
 
 
 def activations(module: nn.Module, form: Form) -> int:

@@ -38,8 +38,8 @@ class Histogram(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Histogram:
         if not self.low < self.high:
-            accepted = f"above evaluate.histogram.low, {self.low:g}"
-            raise ConfigError("evaluate.histogram.high", self.high, accepted)
+            expected = f"above evaluate.histogram.low, {self.low:g}"
+            raise ConfigError("evaluate.histogram.high", self.high, expected)
         return self
 
     @property

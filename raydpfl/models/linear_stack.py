@@ -103,7 +103,7 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
 
     Raises `NoStack` for anything else: a layer used twice, tied to another, frozen or with hooks,
     an active Dropout, a branch, control flow that torch.fx cannot follow. A `view` is taken for a
-    flatten; whether it is one shows when the way is checked.
+    flatten; whether it is one shows when the backend is checked.
     """
     places = places_of(module)
     layers: list[Layer] = []

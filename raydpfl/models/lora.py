@@ -86,8 +86,8 @@ def _targets(lora: Lora, names: list[str]) -> list[str]:
         if not here:
             more = ", ..." if len(names) > LISTED else ""
             there = ", ".join(names[:LISTED]) or "it has none"
-            accepted = f"linear layers that the model calls, or patterns of them: {there}{more}"
-            raise ConfigError("model.lora.targets", pattern, accepted)
+            expected = f"linear layers that the model calls, or patterns of them: {there}{more}"
+            raise ConfigError("model.lora.targets", pattern, expected)
         found |= dict.fromkeys(here)
     return list(found)
 

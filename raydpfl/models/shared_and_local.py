@@ -49,9 +49,9 @@ def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
             more = ", ..." if len(names) > NAMES else ""
-            accepted = f"names that the model has, or patterns of them: {', '.join(names[:NAMES])}"
+            expected = f"names that the model has, or patterns of them: {', '.join(names[:NAMES])}"
             near = hints.nearest(pattern.rstrip("*?."), _parts(names))
-            raise ConfigError(field, pattern, f"{accepted}{more}{near}")
+            raise ConfigError(field, pattern, f"{expected}{more}{near}")
         found.update(here)
     return found
 

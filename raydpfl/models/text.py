@@ -21,12 +21,12 @@ class TokenModel(Model):
     def of(self, form: Form) -> nn.Module:
         if not form.tokens or len(form.shape) != 1:
             kind = f"samples are {form.dtype} {form.shape}"
-            accepted = f"a model for other inputs than sequences of whole numbers; {kind}"
-            raise ConfigError("model.kind", self.kind, accepted)
+            expected = f"a model for other inputs than sequences of whole numbers; {kind}"
+            raise ConfigError("model.kind", self.kind, expected)
         *positions, outputs = form.outputs
         if positions not in ([], list(form.shape)):
-            accepted = f"one for other targets: {positions} for {form.shape} inputs; it is for"
-            raise ConfigError("model.kind", self.kind, f"{accepted} {MODES}")
+            expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
+            raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
         length = form.shape[0]
         return self.tokens(form.tokens, length, outputs, every if positions else last)
 

@@ -47,8 +47,8 @@ def packed(tensors: Mapping[str, torch.Tensor], suffix: str, said: Mapping[str, 
     if suffix == TENSORS:
         return save(held, dict(said))
     if suffix not in STATES:
-        accepted = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
-        raise ConfigError("--out", suffix, accepted)
+        expected = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
+        raise ConfigError("--out", suffix, expected)
     buffer = io.BytesIO()
     torch.save(held, buffer)
     return buffer.getvalue()
@@ -109,5 +109,5 @@ def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:
     module.load_state_dict(tensors, strict=False)
 
 
-def _refused(path: str | Path, accepted: str) -> ConfigError:
-    return ConfigError("model.init", str(path), accepted)
+def _refused(path: str | Path, expected: str) -> ConfigError:
+    return ConfigError("model.init", str(path), expected)

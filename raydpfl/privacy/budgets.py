@@ -213,8 +213,8 @@ class Column(Law):
         rows = np.flatnonzero(found != found[first][number])
         if len(rows):
             several = f"client {ids[number[rows[0]]]} has several"
-            accepted = f"one budget for each client; {several}"
-            raise ConfigError(f"{FIELD}.column", self.column, accepted)
+            expected = f"one budget for each client; {several}"
+            raise ConfigError(f"{FIELD}.column", self.column, expected)
         return found[first]
 
 

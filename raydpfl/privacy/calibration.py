@@ -159,17 +159,17 @@ def _search(
         return math.exp(narrowed(excess, low, high, _TOLERANCE))
     run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
     if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
-        accepted = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
-        raise ConfigError("delta", delta, accepted)
+        expected = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
+        raise ConfigError("delta", delta, expected)
     others = [f"the {query.name}" for query in mechanism.queries if query.apart]
     others += [f"the {mechanism.survey}"] if mechanism.survey else []
     if others:
         run += f" ({', '.join(others)} alone, with the noise given, spend {spent(1e12):.4g})"
     if high[1] > 0:
-        accepted = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
-        raise ConfigError("target", target, accepted)
-    accepted = "less: at this delta any noise, however small, spends less than epsilon"
-    raise ConfigError("delta", delta, f"{accepted} {target:g} {run}")
+        expected = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
+        raise ConfigError("target", target, expected)
+    expected = "less: at this delta any noise, however small, spends less than epsilon"
+    raise ConfigError("delta", delta, f"{expected} {target:g} {run}")
 
 
 def _bracket(
@@ -193,8 +193,8 @@ def _check(target: float, mechanism: Mechanism) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("target", target, "a positive finite number")
     if mechanism.unproved:
-        accepted = (
+        expected = (
             f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
             "guarantees say what is proved"
         )
-        raise ConfigError("target", target, accepted)
+        raise ConfigError("target", target, expected)

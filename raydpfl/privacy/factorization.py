@@ -200,9 +200,9 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
     if bands == 1:
         return
     if separation < bands:
-        accepted = f"at most {separation}, the rounds after which a client may take part again; "
-        accepted += "or a selection by turns with more groups"
-        raise ConfigError("bands", bands, accepted)
+        expected = f"at most {separation}, the rounds after which a client may take part again; "
+        expected += "or a selection by turns with more groups"
+        raise ConfigError("bands", bands, expected)
     if not (sampling.everyone or not sampling.hidden or sampling.coins is not None):
         raise ConfigError(
             "bands",

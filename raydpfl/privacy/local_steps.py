@@ -739,10 +739,10 @@ class LocalSteps(Release):
             seen = -np.expm1(times * np.log1p(-q))
         idle = clients[seen <= self.delta]
         if len(idle):
-            accepted = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is "
-            accepted += "used at all: at this delta no noise is called for by "
-            accepted += f"{len(idle)} clients ({_some(idle.tolist())})"
-            raise ConfigError("delta", self.delta, accepted)
+            expected = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is "
+            expected += "used at all: at this delta no noise is called for by "
+            expected += f"{len(idle)} clients ({_some(idle.tolist())})"
+            raise ConfigError("delta", self.delta, expected)
 
     def _batch_law(self, k: int) -> Sampling:
         """The law of client k's batches: a secret subset, or all samples."""
@@ -819,8 +819,8 @@ def _noise_multipliers(
         slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
         enough = near_guess(excess, start, slope, _TOLERANCE)
         if enough is None:
-            accepted = "an epsilon that some noise reaches at this delta"
-            raise ConfigError("budgets", float(targets[k]), accepted)
+            expected = "an epsilon that some noise reaches at this delta"
+            raise ConfigError("budgets", float(targets[k]), expected)
         offsets[k] += enough - start
     return np.exp(log_z + offsets)
 
@@ -838,8 +838,8 @@ def _excess(
         spent = by.curve(event, delta, np.array([count]))[0]
         # so much more noise than expected changes nothing any more
         if math.isinf(spent) and x > start + 5:
-            accepted = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
-            raise ConfigError("delta", delta, f"{accepted} after {release.each * count} steps")
+            expected = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
+            raise ConfigError("delta", delta, f"{expected} after {release.each * count} steps")
         return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
     return excess

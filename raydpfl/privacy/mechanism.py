@@ -114,8 +114,8 @@ class Sampling:
                 f"an integer from 1 to the population of {self.population}",
             )
         if self.p_max is not None and not self.repeats:
-            accepted = f"a number from 1/{self.population} to 1, for draws with replacement"
-            raise ConfigError("p_max", self.p_max, accepted)
+            expected = f"a number from 1/{self.population} to 1, for draws with replacement"
+            raise ConfigError("p_max", self.p_max, expected)
         self.law.check(self)
 
     @property

@@ -273,15 +273,15 @@ def _metric(runs: Sequence[Run], asked: str | None) -> str:
     """The score to compare by. Raises `ConfigError`."""
     known = {run.name: _scores(run) for run in runs}
     common = [name for name in known[runs[0].name] if all(name in has for has in known.values())]
-    accepted = f"a score that all of them have ({', '.join(common) or 'there is none'})"
+    expected = f"a score that all of them have ({', '.join(common) or 'there is none'})"
     if asked is not None:
         for run in runs:
             if asked not in known[run.name]:
-                raise ConfigError("--metric", asked, f"{accepted}; {run.name} does not have it")
+                raise ConfigError("--metric", asked, f"{expected}; {run.name} does not have it")
         return asked
     leads = dict.fromkeys(has[0] if has else "nothing" for has in known.values())
     if len(leads) > 1 or not common:
-        raise ConfigError("--metric", None, f"{accepted}; they are followed by {listed([*leads])}")
+        raise ConfigError("--metric", None, f"{expected}; they are followed by {listed([*leads])}")
     return common[0]
 
 

@@ -1,4 +1,4 @@
-"""The client actors of Ray: which lanes on which, and what a lost one means.
+"""The client actors of Ray: which chunks on which, and what a lost one means.
 
 A dead actor never comes back to the pool: its share is done again by whoever is free, and another
 actor starts in its place; and one that is stopped, or hangs (`Patience`), or has lost its GPU to an
@@ -36,7 +36,7 @@ from ray.exceptions import (
 )
 
 from raydpfl.core.hardware import cores
-from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
+from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.experiment import Experiment
@@ -124,7 +124,7 @@ class _Flight:
 
 
 class Actors:
-    """Ray actors: `count` of them sharing all lanes, or one per client of the population.
+    """Ray actors: `count` of them sharing all chunks, or one per client of the population.
 
     Their processes start at once, some at a time: starting one takes a core some seconds, and with
     many more at once than cores Ray gives up on the slowest. They work once they are `told` what
@@ -217,19 +217,19 @@ class Actors:
     def healthy(self) -> int:
         return len(self._actors) - len(self._starting) if self._given else 0
 
-    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         if self.per_client:
-            return singles(lanes)
-        costs = self._costs.of(lanes)
+            return singles(chunks)
+        costs = self._costs.of(chunks)
         actors = max(1, self.healthy)
         each = 1.0
         if self._costs.known:  # a long round in pieces, so that whoever is ahead takes more of them
             each = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
-        return self._deal(lanes, actors * round(each), costs)
+        return self._deal(chunks, actors * round(each), costs)
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, LaneResult]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+    ) -> Iterator[tuple[int, ChunkResult]]:
         """Yields (index of the share, its result) as they arrive.
 
         Raises `ClientError` when a client failed, `RunError` when actors keep dying.
@@ -565,6 +565,6 @@ def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
 def _cause(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
-        remedy = "use fewer client.actors, a smaller client.lane or a node with more memory"
+        remedy = "use fewer client.actors, a smaller client.chunk or a node with more memory"
         return f"killed for memory; {remedy} ({text[:300]})"
     return text[:300]

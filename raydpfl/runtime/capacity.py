@@ -36,7 +36,7 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]
 def wanted(
     client: Client,
     population: int,
-    most_lanes: int,
+    most_chunks: int,
     nodes: Sequence[dict[str, float]],
     elastic: bool,
     d: int = 0,
@@ -56,20 +56,20 @@ def wanted(
         slots = _slots(client, nodes, left, late)
         if elastic:
             slots = min(slots, _fit(d)[0])
-        return max(1, min(slots, most_lanes))
+        return max(1, min(slots, most_chunks))
     count = population if client.actors == "per-client" else int(client.actors)
     held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if elastic:
         fitting, each = _fit(d)
         held = min(held, fitting)
         fit = f"at most {held} actors fit here ({each:.0f} MB of memory each)"
-        accepted = f"{fit}; {count} are asked for"
+        expected = f"{fit}; {count} are asked for"
     else:
         size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
         fit = f"at most {held} actors of {size}, which the cluster holds"
-        accepted = f"{fit}, or lower client.num_cpus; {count} are asked for"
+        expected = f"{fit}, or lower client.num_cpus; {count} are asked for"
     if count > held:
-        raise ConfigError("client.actors", client.actors, accepted)
+        raise ConfigError("client.actors", client.actors, expected)
     return count
 
 
@@ -87,16 +87,16 @@ def _fit(d: int) -> tuple[int, float]:
 def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
     """Raises `ConfigError` for an actor that no node holds."""
     if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-        accepted = "a fraction of one GPU, or a whole number"
-        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+        expected = "a fraction of one GPU, or a whole number"
+        raise ConfigError("client.num_gpus", client.num_gpus, expected)
     if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
         gpus = sum(node.get("GPU", 0) for node in nodes)
-        accepted = f"at most what one node has; the machine has {gpus:g} GPUs"
-        raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+        expected = f"at most what one node has; the machine has {gpus:g} GPUs"
+        raise ConfigError("client.num_gpus", client.num_gpus, expected)
     most = max(node.get("CPU", 0) for node in nodes)
     if client.num_cpus > most:
-        accepted = f"at most the {most:g} CPUs of one node"
-        raise ConfigError("client.num_cpus", client.num_cpus, accepted)
+        expected = f"at most the {most:g} CPUs of one node"
+        raise ConfigError("client.num_cpus", client.num_cpus, expected)
 
 
 def _slots(
@@ -107,8 +107,8 @@ def _slots(
 ) -> int:
     """How many actors fill what is left of the nodes. Raises `ConfigError`."""
     if client.num_cpus == 0:
-        accepted = "a number above 0 with client.actors auto, which fills the CPUs"
-        raise ConfigError("client.num_cpus", 0, accepted)
+        expected = "a number above 0 with client.actors auto, which fills the CPUs"
+        raise ConfigError("client.num_cpus", 0, expected)
     slots = capacity(client.num_cpus, client.num_gpus, nodes)
     if slots == 0:
         needs = f"smaller actors: one takes {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
@@ -117,7 +117,7 @@ def _slots(
         return slots
     slots = capacity(client.num_cpus, client.num_gpus, left)
     if slots == 0 and not late:
-        accepted = "a number, which waits for its place: other runs have all that the cluster has, "
-        accepted += "and auto fills what they leave"
-        raise ConfigError("client.actors", "auto", accepted)
+        expected = "a number, which waits for its place: other runs have all that the cluster has, "
+        expected += "and auto fills what they leave"
+        raise ConfigError("client.actors", "auto", expected)
     return slots

@@ -106,8 +106,8 @@ def _fetch(files: dict[str, tuple[int, str]], node: str, there: Path, scratch: P
     needed = sum(size for size, _ in files.values())
     free = shutil.disk_usage(scratch).free
     if needed > free:
-        accepted = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
-        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), accepted)
+        expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
+        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected)
     for name, (size, sent) in files.items():
         found = hashlib.sha256()
         with open(scratch / name, "wb") as written:

@@ -5,7 +5,7 @@ brings up while this process does something else.
 - A number of actors, `per-client`, an address, GPUs: as asked. Ray and the processes start while
   the data are prepared and the noise is calibrated, and the first round waits for them.
 - `auto`: the run begins here at once. Ray starts only where the rounds that are left take longer
-  than that gains (`Worth`); then actors take the lanes over as soon as they have come up, in the
+  than that gains (`Worth`); then actors take the chunks over as soon as they have come up, in the
   midst of a round, and after that round the coordinator moves to an actor too, by the checkpoint
   that a resumed run would go on from. No bit depends on who runs what. A Ray that does not start is
   warned of, and the run goes on here.
@@ -352,8 +352,8 @@ class Places:
         self._wait(self._connected)
         found = _gpu_facts(self.client.num_gpus, self.group)
         if not found:
-            accepted = "0; torch can use no GPU on a node that Ray counts one of"
-            raise ConfigError("client.num_gpus", self.client.num_gpus, accepted)
+            expected = "0; torch can use no GPU on a node that Ray counts one of"
+            raise ConfigError("client.num_gpus", self.client.num_gpus, expected)
         return replace(plan, platform={**plan.platform, **found})
 
     def actors(self, plan: Plan) -> int:
@@ -363,9 +363,9 @@ class Places:
         if not self.elastic and not self.late:
             self._wait(self._connected)
         experiment = plan.experiment
-        lane = experiment.client.lane
-        assert isinstance(lane, int)  # the plan has settled what auto is
-        most = max(1, round(plan.cohort / lane))
+        chunk = experiment.client.chunk
+        assert isinstance(chunk, int)  # the plan has settled what auto is
+        most = max(1, round(plan.cohort / chunk))
         population = len(plan.population)
         client = experiment.client
         nodes = self._nodes()
@@ -428,7 +428,7 @@ class Places:
         return self._remote(plan, out, True, False)
 
     def _taking_over(self) -> Pool | None:
-        """As `_others`, who are given lanes from now on."""
+        """As `_others`, who are given chunks from now on."""
         others = self._others()
         if others is not None and self._from is None:
             self._from = self._done

@@ -145,8 +145,8 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
     left = (".config.yaml", LOCK)
     empty = folder.is_dir() and all(file.name.startswith(left) for file in folder.iterdir())
     if not empty and not (resume and folder.is_dir()):
-        accepted = "a new or empty directory, or --resume to go on with the run in it"
-        raise ConfigError("--out", str(folder), accepted)
+        expected = "a new or empty directory, or --resume to go on with the run in it"
+        raise ConfigError("--out", str(folder), expected)
 
 
 @contextmanager
@@ -219,11 +219,11 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
         try:
             stack.enter_context(holding(folder, patience))
         except Timeout:
-            accepted = "a directory that no other run is writing to"
-            raise ConfigError("--out", str(folder), accepted) from None
+            expected = "a directory that no other run is writing to"
+            raise ConfigError("--out", str(folder), expected) from None
         except OSError as error:
-            accepted = f"a directory that can be written to ({error.strerror})"
-            raise ConfigError("--out", str(folder), accepted) from None
+            expected = f"a directory that can be written to ({error.strerror})"
+            raise ConfigError("--out", str(folder), expected) from None
         yield
 
 
@@ -460,12 +460,12 @@ def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> boo
     now = experiment.noise.calibrated_over(experiment.rounds)
     if now == before.calibrated_over(rounds):
         return True
-    accepted = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
+    expected = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
     override = before.kept(rounds)
     if override is None:
-        accepted += f"a new run from this one's model, model.init={folder}, with noise of its own: "
-        accepted += "what both spend adds up, and its guarantees are of its own rounds"
+        expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
+        expected += "what both spend adds up, and its guarantees are of its own rounds"
     else:
-        accepted += f"{override} beside it: the noise stays as it is, and guarantees say what all "
-        accepted += "rounds spend"
-    raise ConfigError("rounds", experiment.rounds, accepted)
+        expected += f"{override} beside it: the noise stays as it is, and guarantees say what all "
+        expected += "rounds spend"
+    raise ConfigError("rounds", experiment.rounds, expected)

@@ -80,11 +80,11 @@ def _make(process: Process, experiment: Experiment, shards: str, host: str) -> N
         process.make(experiment, shards)
     except ConfigError as error:  # where the run was started it was none
         where = "needs the directory of your modules in PYTHONPATH"
-        accepted = f"{error.expected}; so it is on node {host}, which {where}"
-        raise ConfigError(error.field, error.value, accepted) from None
-    except NoStack as error:  # a way that the driver's machine can take, and this one cannot
-        accepted = f"another way, or what it needs on node {host}: {error}"
-        raise ConfigError("client.way", experiment.client.way, accepted) from None
+        expected = f"{error.expected}; so it is on node {host}, which {where}"
+        raise ConfigError(error.field, error.value, expected) from None
+    except NoStack as error:  # a backend that the driver's machine can take, and this one cannot
+        expected = f"another backend, or what it needs on node {host}: {error}"
+        raise ConfigError("client.backend", experiment.client.backend, expected) from None
 
 
 def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> Experiment:
@@ -94,8 +94,8 @@ def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> 
     try:
         experiment = pickle.loads(pickled)
     except (ImportError, AttributeError) as error:
-        accepted = f"directories that all nodes of the cluster have; on node {host}: {error}"
-        raise ConfigError("PYTHONPATH", path[0] if path else "", accepted) from None
+        expected = f"directories that all nodes of the cluster have; on node {host}: {error}"
+        raise ConfigError("PYTHONPATH", path[0] if path else "", expected) from None
     init = experiment.model.init
     if not (source and init):
         return experiment
@@ -107,6 +107,6 @@ def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> 
 def _check_data(shards: str, host: str) -> None:
     """Raises `ConfigError` where the node `host` has no prepared data in the folder `shards`."""
     if not os.path.exists(os.path.join(shards, "data.json")):
-        accepted = f"one directory for all nodes of the cluster; on node {host} it has no "
-        accepted += "prepared data"
-        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), accepted)
+        expected = f"one directory for all nodes of the cluster; on node {host} it has no "
+        expected += "prepared data"
+        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), expected)

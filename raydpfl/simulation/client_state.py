@@ -1,14 +1,14 @@
 """What clients remember from one round to their next.
 
-The coordinator keeps it, since any actor may run any lane and must not take it along when it is
-lost. It travels with the lane.
+The coordinator keeps it, since any actor may run any chunk and must not take it along when it is
+lost. It travels with the chunk.
 
 >>> memory = Memory({}, {})
 >>> sent = {"local": np.ones((2, 3), np.float32)}
 >>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
->>> memory.keep([LaneResult(np.zeros(3), columns, sent)])
->>> lane = Lane(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
->>> memory.given(lane).memory["local"]
+>>> memory.keep([ChunkResult(np.zeros(3), columns, sent)])
+>>> chunk = Chunk(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
+>>> memory.given(chunk).memory["local"]
 {0: array([1., 1., 1.], dtype=float32)}
 """
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raydpfl.core.messages import OWN, Lane, LaneResult
+from raydpfl.core.messages import OWN, Chunk, ChunkResult
 
 
 class Memory:
@@ -34,23 +34,23 @@ class Memory:
             for name, clients in members.items()
         }
 
-    def given(self, lane: Lane) -> Lane:
-        """The lane with what its clients remember."""
+    def given(self, chunk: Chunk) -> Chunk:
+        """The chunk with what its clients remember."""
         if not self._by_member:
-            return lane
-        slots = list(enumerate(lane.clients.tolist()))
+            return chunk
+        slots = list(enumerate(chunk.clients.tolist()))
         memory = {
             name: {slot: kept[client] for slot, client in slots if client in kept}
             for name, kept in self._by_member.items()
         }
-        return replace(lane, memory=memory)
+        return replace(chunk, memory=memory)
 
     @property
     def own(self) -> Mapping[int, np.ndarray]:
         """The clients that have a part of the model of their own, and what it is."""
         return self._by_member.get(OWN, {})
 
-    def keep(self, results: Iterable[LaneResult]) -> None:
+    def keep(self, results: Iterable[ChunkResult]) -> None:
         """Keeps what clients will remember in their next round; the changes of one that was drawn
         several times add up, and parts of the model are averaged.
         """

@@ -17,7 +17,7 @@ import numpy as np
 
 from raydpfl import models
 from raydpfl.core import exact_sum
-from raydpfl.core.messages import Broadcast, Facts, Grid, LaneResult, Work
+from raydpfl.core.messages import Broadcast, ChunkResult, Facts, Grid, Work
 from raydpfl.data import Shards
 from raydpfl.methods.probes import Finished, Problem, Round
 from raydpfl.methods.selection import Cohort
@@ -122,7 +122,7 @@ class Coordinator:
         self.witness.see(t, cohort, self.at.participations)
         return cohort
 
-    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[LaneResult]]:
+    def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
         actor's account of them.
         """
@@ -130,11 +130,11 @@ class Coordinator:
         at = self.at
         clients = cohort.clients
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
-        width = self.experiment.client.lane
+        width = self.experiment.client.chunk
         assert isinstance(width, int)  # the plan has settled "auto"
         each = plan.weights(clients), sizes, width, plan.step_stds(clients)
-        cut = scheduler.lanes(cohort, *each, plan.lane_costs(clients))
-        shares = self.pool.shares([at.memory.given(lane) for lane in cut])
+        cut = scheduler.chunks(cohort, *each, plan.chunk_costs(clients))
+        shares = self.pool.shares([at.memory.given(chunk) for chunk in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
         grid = Grid.of(len(cohort), most, std)

@@ -105,8 +105,8 @@ def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     place = np.flatnonzero(members == client)
     if last is None or not len(place):
         some = ", ".join(map(str, sorted(members.tolist())[:5])) + ", ..." * (len(members) > 5)
-        accepted = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
-        raise ConfigError("client", client, accepted)
+        expected = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
+        raise ConfigError("client", client, expected)
     return torch.from_numpy(last.memory[OWN][int(place[0])])
 
 
@@ -199,9 +199,9 @@ def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
 def _file(folder: Path) -> Path:
     path = folder / weights.SAVED
     if not os.path.isfile(path):
-        accepted = f"the directory of a run that has ended; it has no {weights.SAVED} "
-        accepted += f"(raydpfl run {folder} --resume ends it)"
-        raise ConfigError("run", str(folder), accepted)
+        expected = f"the directory of a run that has ended; it has no {weights.SAVED} "
+        expected += f"(raydpfl run {folder} --resume ends it)"
+        raise ConfigError("run", str(folder), expected)
     return path
 
 

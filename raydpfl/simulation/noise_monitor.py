@@ -40,7 +40,7 @@ from raydpfl.errors import RunError
 from raydpfl.methods.noise.banded_gaussian import Whitening
 
 if TYPE_CHECKING:
-    from raydpfl.core.messages import LaneResult, Work
+    from raydpfl.core.messages import ChunkResult, Work
     from raydpfl.methods.noise.base import Noise, SideQuery
 
 FALSE_ALARM = 1e-6  # of a whole run with sound noise
@@ -462,7 +462,7 @@ class Drawing:
         return added
 
     def of_clients(
-        self, work: Work, cohort: int, results: Sequence[LaneResult], total: np.ndarray
+        self, work: Work, cohort: int, results: Sequence[ChunkResult], total: np.ndarray
     ) -> None:
         """Looks at what the clients of a round have drawn, whose sum is `total`."""
         if self._tested and self._sum_std:

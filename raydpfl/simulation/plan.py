@@ -1,6 +1,6 @@
 """The plan of a run: an experiment and its data put together once, before the first round.
 
-It settles what `auto` left open (the lane, the way of training), calibrates the noise, and
+It settles what `auto` left open (the chunk, the backend), calibrates the noise, and
 describes the mechanism. The sampler, the clients' noise and the accountants all read this one
 object, so they cannot disagree; a combination that no accountant covers is refused here.
 """
@@ -37,6 +37,8 @@ log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
 # computes.
 FREE = {"client": {"actors", "num_cpus", "timeout"}}
+# keys by the names that the noise is keyed by, which never change
+DIGESTED = {"chunk": "lane", "backend": "way"}
 SHOWS = ("track",)  # sections that say where a run is shown, and nothing of what it is
 
 
@@ -234,7 +236,7 @@ class Plan:
         for name in self.experiment.selection.named:  # the file is among the clients' facts
             kept["selection"].pop(name)
         kept["client"] = {
-            name: value
+            DIGESTED.get(name, name): value
             for name, value in e.client.model_dump(mode="json").items()
             if name not in FREE["client"]
         }
@@ -259,11 +261,11 @@ class Plan:
             return
         if not self.rigorous:
             reason = self._uncovered(self.named[-1])
-            accepted = f"none here, as no rigorous accountant can hold it: {reason}"
-            raise ConfigError("privacy.budget", budget, accepted)
+            expected = f"none here, as no rigorous accountant can hold it: {reason}"
+            raise ConfigError("privacy.budget", budget, expected)
         if self.mechanism.unproved:
-            accepted = f"none here, as no proof holds it: {self.mechanism.unproved}"
-            raise ConfigError("privacy.budget", budget, accepted)
+            expected = f"none here, as no proof holds it: {self.mechanism.unproved}"
+            raise ConfigError("privacy.budget", budget, expected)
 
     def _uncovered(self, accountant: str) -> str | None:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
@@ -350,9 +352,9 @@ class Plan:
         """
         return self.mechanism.step_stds(clients) if self.mechanism else None
 
-    def lane_costs(self, clients: np.ndarray) -> np.ndarray | None:
-        """What lanes of these clients are cut by, float64 [3, r]; see
-        `raydpfl.training.backends.base.Way.costs`.
+    def chunk_costs(self, clients: np.ndarray) -> np.ndarray | None:
+        """What chunks of these clients are cut by, float64 [3, r]; see
+        `raydpfl.training.backends.base.Backend.costs`.
         """
         return backends.costs(self.experiment, self.population.sizes[clients], self.d)
 

@@ -39,8 +39,8 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
 
     experiment = _without_model(experiment)
     if not experiment.private:
-        accepted = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
-        raise ConfigError("noise.kind", experiment.noise.kind, accepted)
+        expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
+        raise ConfigError("noise.kind", experiment.noise.kind, expected)
     plan = Plan.make(experiment, data_root)
     e = plan.experiment
     seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
@@ -92,7 +92,7 @@ def _without_model(experiment: Experiment) -> Experiment:
     changes: dict[str, Any] = {}
     if "model" in experiment.unread:
         changes["model"] = models.FAMILY["linear"]()
-        changes["client"] = experiment.client.model_copy(update={"way": "auto"})
+        changes["client"] = experiment.client.model_copy(update={"backend": "auto"})
     if "server" in experiment.unread:
         changes["server"] = server.Sgd()
     return experiment.model_copy(update=changes)

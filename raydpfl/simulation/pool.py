@@ -17,14 +17,14 @@ import numpy as np
 
 from raydpfl.core import signals
 from raydpfl.core.hardware import threads
-from raydpfl.core.messages import Broadcast, Lane, LaneResult, Work
+from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
 from raydpfl.simulation import scheduler
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.thread_pool import Crew, Pace, timed
-from raydpfl.training.backends import WAYS
+from raydpfl.training.backends import BACKENDS
 from raydpfl.training.process_settings import single_thread
 
 
@@ -41,12 +41,12 @@ class Pool(Protocol):
     def replaced(self) -> int:
         """How many actors there were in the place of which others were started."""
 
-    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        """The lanes of a round dealt to the actors."""
+    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """The chunks of a round dealt to the actors."""
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, LaneResult]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+    ) -> Iterator[tuple[int, ChunkResult]]:
         """Yields (index of the share, its result) as they arrive.
 
         Raises:
@@ -78,17 +78,17 @@ class _Late(BaseException):
 class Inline:
     """The same classes as plain objects in this process, without Ray.
 
-    What compiled code does not train in threads of its own is trained in threads of Python, a lane
+    What compiled code does not train in threads of its own is trained in threads of Python, a chunk
     by one of them, where that is faster than by one after another
     (`raydpfl.simulation.thread_pool.Pace`).
     """
 
     healthy = 1
     replaced = 0
-    PIECE = 0.1  # seconds of lanes that a thread takes up at once, about
+    PIECE = 0.1  # seconds of chunks that a thread takes up at once, about
 
     def __init__(self, experiment: Experiment, shards: str, piece: float = math.inf):
-        """`piece`: seconds of lanes that are trained at once at most, about."""
+        """`piece`: seconds of chunks that are trained at once at most, about."""
         self.client = ClientActor(experiment, shards)
         self.per_client = False
         timeout = experiment.client.timeout
@@ -99,7 +99,7 @@ class Inline:
         self._costs = scheduler.Costs()
         self._clients = [self.client]  # of each thread, the first the caller's too
         self._crew: Crew | None = None
-        self._compiled = WAYS[experiment.client.way].threads
+        self._compiled = BACKENDS[experiment.client.backend].threads
         most = threads()
         if most > 1 and not self.client.has_twins():
             most = 1
@@ -138,39 +138,39 @@ class Inline:
         at_work = [self._clients[thread].progress.client for thread in self._at_work() or [0]]
         return next((client for client in at_work if client >= 0), -1)
 
-    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
+    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         count = self._pace.threads
         piece = self._piece if count == 1 else min(self._piece, self.PIECE)
         if math.isinf(piece):
-            return [list(lanes)] if lanes else []
-        if not self._costs.known:  # nobody knows yet how long a lane takes: one of most rows first
-            return [[lane] for lane in sorted(lanes, key=lambda lane: -lane.rows)]
-        costs = self._costs.of(lanes)
-        return scheduler.shares(lanes, max(count, round(costs.sum() / piece)), costs)
+            return [list(chunks)] if chunks else []
+        if not self._costs.known:  # nobody knows yet how long a chunk takes: one of most rows first
+            return [[chunk] for chunk in sorted(chunks, key=lambda chunk: -chunk.rows)]
+        costs = self._costs.of(chunks)
+        return scheduler.shares(chunks, max(count, round(costs.sum() / piece)), costs)
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, LaneResult]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+    ) -> Iterator[tuple[int, ChunkResult]]:
         return self.begin(broadcast, work, shares, lambda: False)
 
     def begin(
         self,
         broadcast: Broadcast,
         work: Work,
-        shares: Sequence[Sequence[Lane]],
+        shares: Sequence[Sequence[Chunk]],
         others: Callable[[], bool],
-    ) -> Iterator[tuple[int, LaneResult]]:
+    ) -> Iterator[tuple[int, ChunkResult]]:
         """As `run`, of the first shares alone where `others` take over those that are left: they
         are asked before each.
         """
 
-        def ours() -> Iterator[tuple[int, Sequence[Lane]]]:
+        def ours() -> Iterator[tuple[int, Sequence[Chunk]]]:
             for index, share in enumerate(shares):
                 if others():
                     return
                 yield index, share
 
-        def train(client: ClientActor, share: Sequence[Lane]) -> LaneResult:
+        def train(client: ClientActor, share: Sequence[Chunk]) -> ChunkResult:
             return client.train(broadcast, work, share)
 
         count = min(self._pace.threads, len(shares))
@@ -268,7 +268,7 @@ class Inline:
 
 
 class Moving:
-    """The clients in this process, until there are others to take the lanes over.
+    """The clients in this process, until there are others to take the chunks over.
 
     `others` is asked for them before every piece of work, and gives None while there are none.
     While there are none a round is cut in pieces of about `PIECE` seconds, so that a long one is
@@ -302,12 +302,12 @@ class Moving:
             self._pool = self._others() or self._pool
         return self._pool
 
-    def shares(self, lanes: Sequence[Lane]) -> list[list[Lane]]:
-        return self._now().shares(lanes)
+    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        return self._now().shares(chunks)
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Lane]]
-    ) -> Iterator[tuple[int, LaneResult]]:
+        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+    ) -> Iterator[tuple[int, ChunkResult]]:
         done = 0
         if self._here:
             given = (broadcast, work, shares, lambda: self._now() is not self._here)

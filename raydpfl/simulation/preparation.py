@@ -1,6 +1,6 @@
 """The parts of a run that its data settle, before any noise is sized.
 
-They are the data, the clients, their weights, the way of training, and who takes part how often.
+They are the data, the clients, their weights, the backend, and who takes part how often.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population, Selection
 from raydpfl.models.tasks import Form
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import WAYS
+from raydpfl.training.backends import BACKENDS
 from raydpfl.training.validation import check_counts
 
 log = logging.getLogger("raydpfl")
 
-LANE = 32  # clients at most, for the ways that train a whole lane at once
-KNOWN: set[bytes] = set()  # ways of training that this process has compared with the loop
+CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
+KNOWN: set[bytes] = set()  # backends that this process has compared with the loop
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a run is made of, but for what it guarantees."""
 
-    experiment: Experiment  # the lane, the way of training and the noise as they are resolved
+    experiment: Experiment  # the chunk, the backend and the noise as they are resolved
     shards: Path
     population: Population
     d: int  # parameters of the model that travel
@@ -78,12 +78,12 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
     check_counts(experiment.local, sizes)
-    way = _way(experiment, module, form, int(sizes.max()))
+    backend = _way(experiment, module, form, int(sizes.max()))
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(Problem(experiment, opened, population))
     cohorts = selection.sampling(population)
-    experiment = resolved(experiment, way, cohorts.cohort, module, opened)
+    experiment = resolved(experiment, backend, cohorts.cohort, module, opened)
     noise = experiment.noise.resolved(experiment, cohorts)
     return Parts(
         experiment=experiment.model_copy(update={"noise": noise}),
@@ -100,7 +100,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
 
 
 def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> str:
-    """The way to train clients of so many rows; a warning where its precision is a slow one."""
+    """The backend to train clients of so many rows; a warning where its precision is a slow one."""
     client = experiment.client
     if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
         log.warning(
@@ -112,7 +112,7 @@ def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> st
         experiment.local,
         rows,
         form,
-        client.way,
+        client.backend,
         clip=experiment.bounding.sample_bound,
         gpu=client.num_gpus > 0,
         precision=client.precision,
@@ -131,32 +131,32 @@ def clients(
 
 
 def resolved(
-    experiment: Experiment, way: str, cohort: int, module: nn.Module, shards: Shards
+    experiment: Experiment, backend: str, cohort: int, module: nn.Module, shards: Shards
 ) -> Experiment:
-    """With the way of training and the width of a lane, so that the bits do not depend on what
+    """With the backend and the width of a chunk, so that the bits do not depend on what
     another machine would choose, and the whole path of the weights that it starts from.
     """
-    lane = experiment.client.lane
-    if lane == "auto":
-        most = held_at_once(experiment, module, shards) if experiment.client.num_gpus > 0 else LANE
-        lane = 1 if WAYS[way].one_by_one else lane_width(cohort, most)
-    client = experiment.client.model_copy(update={"way": way, "lane": lane})
+    chunk = experiment.client.chunk
+    if chunk == "auto":
+        most = held_at_once(experiment, module, shards) if experiment.client.num_gpus > 0 else CHUNK
+        chunk = 1 if BACKENDS[backend].one_by_one else chunk_width(cohort, most)
+    client = experiment.client.model_copy(update={"backend": backend, "chunk": chunk})
     model = experiment.model
     if model.init is not None:  # as actors stand in other directories
         model = model.model_copy(update={"init": os.path.abspath(model.init)})
     return experiment.model_copy(update={"client": client, "model": model})
 
 
-def lane_width(cohort: int, most: int = LANE) -> int:
-    """How many clients of a cohort train at once: an even number of lanes, evenly filled, of at
-    most `most`; one lane where that holds more than `LANE`, as on a GPU, and the whole cohort.
+def chunk_width(cohort: int, most: int = CHUNK) -> int:
+    """How many clients of a cohort train at once: an even number of chunks, evenly filled, of at
+    most `most`; one chunk where that holds more than `CHUNK`, as on a GPU, and the whole cohort.
 
-    >>> lane_width(150), lane_width(80), lane_width(10)
+    >>> chunk_width(150), chunk_width(80), chunk_width(10)
     (25, 20, 5)
-    >>> lane_width(150, most=1000), lane_width(150, most=100)
+    >>> chunk_width(150, most=1000), chunk_width(150, most=100)
     (150, 75)
     """
-    if most > LANE and cohort <= most:
+    if most > CHUNK and cohort <= most:
         return cohort
     return math.ceil(cohort / (2 * math.ceil(cohort / (2 * most))))
 
@@ -180,17 +180,17 @@ def check_means(experiment: Experiment, population: Population) -> None:
     selection = experiment.selection
     remembering = experiment.stateful
     if experiment.bounding.sends_model() and not selection.means(population):
-        accepted = (
+        expected = (
             "one whose cohorts all have the size that the sum is divided by, without weights or "
             "dropouts: the new model is the mean of those sent"
         )
-        raise ConfigError("selection.kind", selection.kind, accepted)
+        raise ConfigError("selection.kind", selection.kind, expected)
     if remembering and selection.corrections(population) is not None:
-        accepted = (
+        expected = (
             f"one without weights of its own, as {remembering.kind} keeps the plain mean over all "
             "clients"
         )
-        raise ConfigError("selection.kind", selection.kind, accepted)
+        raise ConfigError("selection.kind", selection.kind, expected)
 
 
 def check_measures(problem: Problem) -> None:
@@ -219,11 +219,11 @@ def weights(experiment: Experiment, population: Population) -> np.ndarray:
         found = given.astype(np.float64, copy=False) if number else np.empty(0)
         largest = _largest(found)
         if found.shape != (count,) or not np.isfinite(found).all():
-            accepted = f"one whose weights are {count} finite numbers, one per client"
-            raise ConfigError("weights.kind", member.kind, accepted)
+            expected = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, expected)
         if not 1e-15 <= largest <= 1e15:
-            accepted = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
-            raise ConfigError("weights.kind", member.kind, accepted)
+            expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
+            raise ConfigError("weights.kind", member.kind, expected)
         corrections = experiment.selection.corrections(population)
         return found if corrections is None else found * corrections
 
@@ -251,14 +251,14 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
         or found.dtype.kind not in "iu"
         or (np.diff(found, prepend=0) < 0).any()
     ):
-        accepted = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
-        raise ConfigError("selection.kind", selection.kind, accepted)
+        expected = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
+        raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * law.population
     if not law.by_participation and (found * len(population) < available).any():
         t = int(np.argmax(found * len(population) < available))
-        accepted = (
+        expected = (
             f"one whose exposures count every round that a client can be in; {law} cannot give "
             f"{found[t]} in {t + 1}"
         )
-        raise ConfigError("selection.kind", selection.kind, accepted)
+        raise ConfigError("selection.kind", selection.kind, expected)
     return found.astype(np.int64)

@@ -201,9 +201,9 @@ def _compiled() -> Iterator[np.ndarray]:
     x = drawn[: 3 * 10 * 20].view(3, 10, 20)
     y = torch.arange(30).view(3, 10) % 3
     rule = Sgd(steps=3, batch=4, lr=0.1, momentum=0.5)
-    trainer = Trainer(module, rule, way="compiled", seed=1, clip=1.0)
+    trainer = Trainer(module, rule, backend="compiled", seed=1, clip=1.0)
     who: dict[str, Any] = {"clients": [3, 5, 8], "draws": [0, 0, 0], "stds": np.full(3, 0.5)}
-    for block in trainer.lane(models.flatten(module), x, y, [10, 7, 3], t=2, **who):
+    for block in trainer.chunk(models.flatten(module), x, y, [10, 7, 3], t=2, **who):
         yield block.updates.numpy()
 
 
@@ -346,8 +346,8 @@ def _check_private(paths: Sequence[Path]) -> None:
     for path in paths:
         found = path.lstat()
         if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & 0o002:
-            accepted = "kept code that is yours, that not everyone can write, and no link; "
-            raise ConfigError("code", str(path), f"{accepted}read it, then take a copy of it")
+            expected = "kept code that is yours, that not everyone can write, and no link; "
+            raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
 
 
 def _named(path: Path, place: Path) -> str:
@@ -369,8 +369,8 @@ def _warn(paths: Sequence[Path], place: Path) -> None:
     """
     names = {_named(path, place): path for path in paths}
     for name in names.keys() & sys.modules.keys():
-        accepted = f"a process that has not imported another {name} ({_place(name)})"
-        raise ConfigError("code", str(names[name]), accepted)
+        expected = f"a process that has not imported another {name} ({_place(name)})"
+        raise ConfigError("code", str(names[name]), expected)
     differ = [str(here) for here in map(_place, names) if here]
     if differ:
         log.warning(

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl import storage
-from raydpfl.core.messages import Columns, LaneResult
+from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.methods.probes import Afterwards, Finished, Problem, Round
@@ -40,7 +40,7 @@ SHARES = (0.1, 0.5, 0.9)  # of the quantiles of norms
 PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
 
-def joined(results: Iterable[LaneResult]) -> Columns:
+def joined(results: Iterable[ChunkResult]) -> Columns:
     """The columns of all clients, in client order; empty columns if there are no results."""
     every = [result.columns for result in results]
     if not every:
@@ -114,7 +114,7 @@ class Record:
             follower(at.t, at.model)
 
     def row(
-        self, seen: Round, results: list[LaneResult], spent: Mapping[str, float], at: Position
+        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float], at: Position
     ) -> dict[str, Any]:
         """The row of a round, without its evaluation. Also writes what the probes write besides."""
         e = self.plan.experiment

@@ -105,11 +105,11 @@ def _alone(stack: ExitStack, place: Path, address: str, patience: float) -> None
         make(place)
         stack.enter_context(holding(place, patience))
     except Timeout:
-        accepted = "a directory that no other run is writing to"
-        raise ConfigError("--out", address, accepted) from None
+        expected = "a directory that no other run is writing to"
+        raise ConfigError("--out", address, expected) from None
     except OSError as error:
-        accepted = f"a folder that can be written ({error.strerror})"
-        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), accepted) from None
+        expected = f"a folder that can be written ({error.strerror})"
+        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected) from None
 
 
 def _empty(place: Path) -> None:
@@ -143,8 +143,8 @@ def _told(folder: Path, address: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         value = error.value.replace(here, address) if isinstance(error.value, str) else error.value
-        accepted = error.expected.replace(here, address)
-        raise ConfigError(error.field, value, accepted) from None
+        expected = error.expected.replace(here, address)
+        raise ConfigError(error.field, value, expected) from None
     except RunError as error:
         if type(error) not in (RunError, FileError) or here not in str(error):
             raise

@@ -125,8 +125,8 @@ class _Ticket:
                 owner = others[0]
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.get("since", 0)))
                 who = f"process {owner.get('pid')} on {owner.get('host')}, since {since}"
-                accepted = f"a directory that no other run is writing to; this one is held by {who}"
-                raise ConfigError("--out", self.store.address, accepted)
+                expected = f"a directory that no other run is writing to; this one is held by {who}"
+                raise ConfigError("--out", self.store.address, expected)
             time.sleep(TICK * 10)
 
     def _living(self) -> list[dict[str, Any]]:

@@ -60,8 +60,8 @@ class Store:
             self._root = root.rstrip("/")
             self.times()
         except Exception as error:  # of any library that fsspec takes
-            accepted = f"a folder that can be reached ({_line(error)})"
-            raise ConfigError("--out", address, accepted) from None
+            expected = f"a folder that can be reached ({_line(error)})"
+            raise ConfigError("--out", address, expected) from None
 
     def times(self, names: str = "") -> dict[str, int | None]:
         """When each file was written, in nanoseconds of the store's own clock; None: unknown.

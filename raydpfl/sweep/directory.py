@@ -35,8 +35,8 @@ class Directory:
         try:
             yield
         except (OSError, FileError) as error:
-            accepted = f"a directory that can be written to ({said(error)})"
-            raise ConfigError("--out", str(self.folder), accepted) from None
+            expected = f"a directory that can be written to ({said(error)})"
+            raise ConfigError("--out", str(self.folder), expected) from None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -49,12 +49,12 @@ class Directory:
         folder = self.folder
         taken = not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir())
         if folder.exists() and taken and not (folder.is_dir() and resume):
-            accepted = f"a new or empty directory, or --resume to go on with the {self.kind} in it"
-            raise ConfigError("--out", str(folder), accepted)
+            expected = f"a new or empty directory, or --resume to go on with the {self.kind} in it"
+            raise ConfigError("--out", str(folder), expected)
         trials = folder / "trials"
         if (trials.exists() or trials.is_symlink()) and not trials.is_dir():
-            accepted = "a directory whose trials/ is a directory; it is a file"
-            raise ConfigError("--out", str(folder), accepted)
+            expected = "a directory whose trials/ is a directory; it is a file"
+            raise ConfigError("--out", str(folder), expected)
 
     def begun(self, parse: Callable[[Path], Stored]) -> Stored | None:
         """What was begun here, as `parse` reads it; None if nothing was.
@@ -65,16 +65,16 @@ class Directory:
         if not path.exists():
             known = {*self.left_over(), self.folder / LOCK}
             if self.folder.exists() and {*self.folder.iterdir()} - known:
-                accepted = f"the directory of a {self.kind}; it has no {path.name}"
-                raise ConfigError("--resume", str(self.folder), accepted)
+                expected = f"the directory of a {self.kind}; it has no {path.name}"
+                raise ConfigError("--resume", str(self.folder), expected)
             return None
         try:
             return parse(self.folder)
         except ConfigError as error:
             if error.field == "--resume":
                 raise
-            accepted = f"the {path.name} of a {self.kind}; {error}"
-            raise ConfigError("--resume", str(path), accepted) from None
+            expected = f"the {path.name} of a {self.kind}; {error}"
+            raise ConfigError("--resume", str(path), expected) from None
 
     def left_over(self) -> list[Path]:
         """What a kill has left half written."""

@@ -36,8 +36,8 @@ def optuna(
     try:
         return importlib.import_module("optuna")
     except ImportError:
-        accepted = f"{other}; optuna needs pip install 'raydpfl[optuna]'"
-        raise ConfigError(field, value, accepted) from None
+        expected = f"{other}; optuna needs pip install 'raydpfl[optuna]'"
+        raise ConfigError(field, value, expected) from None
 
 
 def guided(sweep: Sweep, add: Callable[[dict[str, Any]], Setting]) -> Iterator[Setting | None]:

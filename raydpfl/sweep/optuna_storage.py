@@ -61,8 +61,8 @@ class Mirror:
         except ConfigError:
             raise
         except Exception as error:  # of any library that the URL names
-            accepted = f"a storage that Optuna can open ({_said(error)})"
-            raise ConfigError("sweep.storage", self.url, accepted) from None
+            expected = f"a storage that Optuna can open ({_said(error)})"
+            raise ConfigError("sweep.storage", self.url, expected) from None
 
     def _open(self) -> None:
         self._storage = self._library.storages.get_storage(self.url)
@@ -71,8 +71,8 @@ class Mirror:
             return
         self._study = self._library.load_study(study_name=self.name, storage=self._storage)
         if self._study.user_attrs.get("sweep") != self._mark:
-            accepted = f"a storage without another study named {self.name}, as the directory is"
-            raise ConfigError("sweep.storage", self.url, accepted)
+            expected = f"a storage without another study named {self.name}, as the directory is"
+            raise ConfigError("sweep.storage", self.url, expected)
         for trial in self._study.get_trials(deepcopy=False):
             value = trial.value if trial.values else None
             self._known[trial.user_attrs.get("setting", "")] = trial.state.name, value

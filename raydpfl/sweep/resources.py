@@ -96,10 +96,10 @@ class Room:
         if not fits(bundles, nodes):
             field, value = gpus if client.num_gpus else cpus
             wants = f"a trial that fits the cluster at all: {_wants(bundles)}"
-            accepted = f"{wants}; the nodes have {_have(nodes)}"
+            expected = f"{wants}; the nodes have {_have(nodes)}"
             if inline:
-                raise ConfigError(field, value, accepted)
-            raise ConfigError("client.actors", client.actors, accepted)
+                raise ConfigError(field, value, expected)
+            raise ConfigError("client.actors", client.actors, expected)
 
 
 def _wants(bundles: Sequence[dict[str, float]]) -> str:

@@ -215,8 +215,8 @@ def _check(sweep: Sweep, root: Path | None) -> None:
     metric = sweep.search.metric
     task = sweep.probes[0].data.task
     if metric.partition("_")[2] == "accuracy" and "accuracy" not in task.scores():
-        accepted = f"{set_of(metric)}_loss; a {task.kind} has no accuracy"
-        raise ConfigError("sweep.metric", metric, accepted)
+        expected = f"{set_of(metric)}_loss; a {task.kind} has no accuracy"
+        raise ConfigError("sweep.metric", metric, expected)
 
 
 def _same_sweep(sweep: Sweep, directory: Directory) -> None:

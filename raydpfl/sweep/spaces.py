@@ -86,7 +86,7 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
 
 
 def _options(given: Any) -> Options:
-    """Raises ValueError saying what is accepted."""
+    """Raises ValueError saying what is expected."""
     if not isinstance(given, list) or not given:
         raise ValueError("a list of at least one value")
     if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
@@ -95,7 +95,7 @@ def _options(given: Any) -> Options:
 
 
 def _range(kind: str, given: Any) -> Space:
-    """Of two ends. Raises ValueError saying what is accepted."""
+    """Of two ends. Raises ValueError saying what is expected."""
     numbers = isinstance(given, list) and all(
         type(each) in (int, float) and math.isfinite(each) for each in given
     )

@@ -74,8 +74,8 @@ class Search(Section):
     def complete(self) -> dict[str, Any]:
         """With all defaults, but for fields that mean nothing here."""
         values = self.model_dump(mode="json")
-        for name, (other, accepted) in _ONLY_WITH.items():
-            if values[other] not in accepted:
+        for name, (other, expected) in _ONLY_WITH.items():
+            if values[other] not in expected:
                 del values[name]
         return values
 
@@ -159,10 +159,10 @@ class Sweep:
         section = tree.pop("sweep", {})
         search = validate(Search, "sweep", section)
         for name in search.model_fields_set & _ONLY_WITH.keys():
-            other, accepted = _ONLY_WITH[name]
+            other, expected = _ONLY_WITH[name]
             given = getattr(search, name)
-            if getattr(search, other) not in accepted and given is not None:
-                only = f"nothing unless sweep.{other} is {' or '.join(accepted)}"
+            if getattr(search, other) not in expected and given is not None:
+                only = f"nothing unless sweep.{other} is {' or '.join(expected)}"
                 raise ConfigError(f"sweep.{name}", given, only)
         return cls(tree, search, find(tree), None if imports is None else tuple(imports))
 
@@ -292,36 +292,36 @@ class Sweep:
             given = [name for name in experiment.given if sign(name, experiment.metrics)]
             if metric in given:
                 continue
-            accepted = f"a score that every trial has; {_not_given(metric, experiment)}"
-            raise ConfigError("sweep.metric", metric, accepted)
+            expected = f"a score that every trial has; {_not_given(metric, experiment)}"
+            raise ConfigError("sweep.metric", metric, expected)
 
     def _check_spaces(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or not in this way."""
         if "seed" in self.spaces:
-            accepted = "a number; sweep.repeats runs every setting with several seeds"
-            raise ConfigError("seed", self.tree["seed"], accepted)
+            expected = "a number; sweep.repeats runs every setting with several seeds"
+            raise ConfigError("seed", self.tree["seed"], expected)
         if not self.spaces and self.search.repeats == 1:
-            accepted = "a search space in some field, or sweep.repeats above 1"
-            raise ConfigError("sweep", self._given(), accepted)
+            expected = "a search space in some field, or sweep.repeats above 1"
+            raise ConfigError("sweep", self._given(), expected)
         if self.search.search == "grid":
             for key, space in self.spaces.items():
                 if space.count == math.inf:
-                    accepted = "a grid, choice or powers_of_two; an interval needs sweep.search"
-                    raise ConfigError(key, at(self.tree, key), f"{accepted} random or optuna")
+                    expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
+                    raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
 
     def _check_size(self) -> None:
         """Raises `ConfigError` for more settings than there are, or than can be tried."""
         search = self.search
         if search.search != "grid" and search.samples is None:
-            accepted = f"a number of settings to try, for sweep.search {search.search}"
-            raise ConfigError("sweep.samples", None, accepted)
+            expected = f"a number of settings to try, for sweep.search {search.search}"
+            raise ConfigError("sweep.samples", None, expected)
         most = math.prod(space.count for space in self.spaces.values())
         if search.search == "random" and self.size > most:
-            accepted = f"at most the {most:.0f} settings that the spaces hold"
-            raise ConfigError("sweep.samples", search.samples, accepted)
+            expected = f"at most the {most:.0f} settings that the spaces hold"
+            raise ConfigError("sweep.samples", search.samples, expected)
         if self.size * search.repeats > MOST:
-            accepted = f"at most {MOST:,} trials, which are settings times repeats"
-            raise ConfigError("sweep", self._given(), accepted)
+            expected = f"at most {MOST:,} trials, which are settings times repeats"
+            raise ConfigError("sweep", self._given(), expected)
 
     def _given(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)
@@ -335,8 +335,8 @@ class Sweep:
                 same = [key for key in values if text_of(before[key]) == text_of(values[key])]
                 key = next(key for key in values if key not in same)
                 pair = f"{before[key]!r} and {values[key]!r}"
-                accepted = f"values that differ; {pair} make the same experiment"
-                raise ConfigError(key, at(self.tree, key), accepted)
+                expected = f"values that differ; {pair} make the same experiment"
+                raise ConfigError(key, at(self.tree, key), expected)
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and

@@ -118,10 +118,10 @@ class TrialActor(tune.Trainable):
             with storage.at(self._work["folder"], PATIENCE) as folder:
                 self._carry_out(folder)
         except ConfigError as error:
-            accepted = error.expected
-            if self._away() and "on node" not in accepted:
-                accepted += f" (on node {place()}, which {SEES})"
-            end["refused"] = [error.field, error.value, accepted]
+            expected = error.expected
+            if self._away() and "on node" not in expected:
+                expected += f" (on node {place()}, which {SEES})"
+            end["refused"] = [error.field, error.value, expected]
         except RunError as error:
             end["failed"] = str(error)
         except BaseException as error:
@@ -145,12 +145,12 @@ class TrialActor(tune.Trainable):
             os.chdir(home)
         except OSError as error:
             if mark:
-                accepted = f"{every} {place()}: {error.strerror}"
-                raise ConfigError("working directory", home, accepted) from None
+                expected = f"{every} {place()}: {error.strerror}"
+                raise ConfigError("working directory", home, expected) from None
         search(self._work["path"])
         if mark and not os.path.exists(mark):
-            accepted = f"{every} {place()} it is not what it is where it was started from"
-            raise ConfigError("--out", os.path.dirname(mark), accepted)
+            expected = f"{every} {place()} it is not what it is where it was started from"
+            raise ConfigError("--out", os.path.dirname(mark), expected)
 
     def _carry_out(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from raydpfl.sweep.spaces import put
 
 FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
 # What a run settles before it writes its config, by the value that leaves it open.
-SETTLED = {"client.lane": "auto", "client.way": "auto", "noise.coefficients": None}
+SETTLED = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
 # A directory that holds any of these has a run in it, or the remains of one.
 REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
 log = logging.getLogger("raydpfl")
@@ -130,13 +130,13 @@ def _stored(path: Path, named: str) -> Experiment:
         raise _refused(path, f"the config of {named}; {why}") from None
 
 
-def _refused(path: Path, accepted: str) -> ConfigError:
+def _refused(path: Path, expected: str) -> ConfigError:
     place = path if path.parent.name == "trials" else path.parent
     shown = path.relative_to(place.parent.parent)
     hint = (
         f"rename {place.name} within trials/, where it still counts, to have the trial trained anew"
     )
-    return ConfigError("--resume", str(shown), f"{accepted} ({hint})")
+    return ConfigError("--resume", str(shown), f"{expected} ({hint})")
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:

@@ -46,5 +46,5 @@ def installed(trackers: Sequence[Tracker]) -> None:
     for tracker in trackers:
         library = tracker.library
         if library and importlib.util.find_spec(library) is None:
-            accepted = f"others, or none (track=[]); {tracker.kind} needs pip install "
-            raise ConfigError("track", tracker.kind, f"{accepted}'raydpfl[{library}]'")
+            expected = f"others, or none (track=[]); {tracker.kind} needs pip install "
+            raise ConfigError("track", tracker.kind, f"{expected}'raydpfl[{library}]'")

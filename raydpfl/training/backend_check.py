@@ -1,4 +1,4 @@
-"""A way's first steps against those of the loop, on made-up rows."""
+"""A backend's first steps against those of the loop, on made-up rows."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def mismatch(
     module: nn.Module,
     local: Local,
     form: Form,
-    way: str,
+    backend: str,
     clip: float | None,
     known: set[bytes] | None = None,
 ) -> str | None:
-    """Why `way` cannot train `module`, or None: its first steps against the loop's.
+    """Why `backend` cannot train `module`, or None: its first steps against the loop's.
 
     With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
     half of them are clipped. Each client is to take the loop's steps on one attempt's rows.
@@ -61,18 +61,18 @@ def mismatch(
     now is added. None: everything is compared.
     """
     if known is None:
-        return _compared(module, local, form, way, clip)
-    digest = _digest(module, local, form, way, clip)
+        return _compared(module, local, form, backend, clip)
+    digest = _digest(module, local, form, backend, clip)
     if digest in known:
         return None
-    reason = _compared(module, local, form, way, clip)
+    reason = _compared(module, local, form, backend, clip)
     if reason is None and digest is not None:
         known.add(digest)
     return reason
 
 
 def _compared(
-    module: nn.Module, local: Local, form: Form, way: str, clip: float | None
+    module: nn.Module, local: Local, form: Form, backend: str, clip: float | None
 ) -> str | None:
     """See `mismatch`."""
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
@@ -81,7 +81,7 @@ def _compared(
     try:
         with limited(LIMIT, late):
             for seed in range(ATTEMPTS):
-                ours, theirs = first_steps(module, local, form, way, clip, seed)
+                ours, theirs = first_steps(module, local, form, backend, clip, seed)
                 apart = (ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)
                 far = torch.minimum(far, apart.cpu())
                 if far.max() <= TOLERANCE:
@@ -120,15 +120,15 @@ class _Facts(pickle.Pickler):
 
 
 def first_steps(
-    module: nn.Module, local: Local, form: Form, way: str, clip: float | None, seed: int = 0
+    module: nn.Module, local: Local, form: Form, backend: str, clip: float | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What three clients come to by `way` and by the loop: see `FirstSteps`."""
-    return FirstSteps(module, local, form, clip, seed).by(way)
+    """What three clients come to by `backend` and by the loop: see `FirstSteps`."""
+    return FirstSteps(module, local, form, clip, seed).by(backend)
 
 
 class FirstSteps:
     """What three clients come to on rows drawn by `seed`: the rows are drawn, and the loop is run,
-    once for all ways. Other arguments as for `mismatch`.
+    once for all backends. Other arguments as for `mismatch`.
     """
 
     def __init__(
@@ -143,14 +143,14 @@ class FirstSteps:
         self._rows: dict[bool, _Rows] = {}
         self._theirs: dict[bool, torch.Tensor] = {}
 
-    def by(self, way: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """By `way` and by the loop, float32 [3, d] each. Raises whatever the way does with a module
-        that it cannot train.
+    def by(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """By `backend` and by the loop, float32 [3, d] each. Raises whatever the backend does with
+        a module that it cannot train.
         """
         module = copy.deepcopy(self.module)
         # a dropout layer draws for each sample apart, but not what the loop draws, one sample after
         # another
-        apart = way == "layerwise" or (way == "one_batch" and self.clip is not None)
+        apart = backend == "layerwise" or (backend == "one_batch" and self.clip is not None)
         dropouts = [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
         still = apart and bool(dropouts)
         for layer in dropouts if still else ():
@@ -158,13 +158,13 @@ class FirstSteps:
         if still not in self._rows:
             self._rows[still] = _rows(module, self.local, self.form, self.clip, self.seed)
         rows = self._rows[still]
-        ours = self._updates(module, way, rows)
+        ours = self._updates(module, backend, rows)
         if still not in self._theirs:
             self._theirs[still] = self._updates(module, REFERENCE, rows)
         return ours, self._theirs[still]
 
-    def _updates(self, module: nn.Module, way: str, rows: _Rows) -> torch.Tensor:
-        return _updates(module, self.local, self.form.task, way, rows)
+    def _updates(self, module: nn.Module, backend: str, rows: _Rows) -> torch.Tensor:
+        return _updates(module, self.local, self.form.task, backend, rows)
 
 
 def _without_zeros(module: nn.Module) -> nn.Module:
@@ -219,11 +219,13 @@ def _rows(module: nn.Module, local: Local, form: Form, clip: float | None, seed:
     return _Rows(x, y, clip, corrections, begun)
 
 
-def _updates(module: nn.Module, local: Local, task: Task, way: str, rows: _Rows) -> torch.Tensor:
+def _updates(
+    module: nn.Module, local: Local, task: Task, backend: str, rows: _Rows
+) -> torch.Tensor:
     """What the three clients have trained to, float32 [3, D]."""
-    trainer = Trainer(module, local, way=way, seed=0, clip=rows.clip, own=True, task=task)
+    trainer = Trainer(module, local, backend=backend, seed=0, clip=rows.clip, own=True, task=task)
     parameters = models.trained(module)
-    lane = trainer.lane(
+    chunk = trainer.chunk(
         parameters,
         rows.x,
         rows.y,
@@ -234,7 +236,7 @@ def _updates(module: nn.Module, local: Local, task: Task, way: str, rows: _Rows)
         corrections=rows.corrections,
         starts=None if rows.begun is None else Starts.at(rows.begun),
     )
-    return torch.cat([block.updates for block in lane])
+    return torch.cat([block.updates for block in chunk])
 
 
 def _median_norm(module: nn.Module, task: Task, x: torch.Tensor, y: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Which way trains a model.
+"""Which backend trains a model.
 
 A stack of linear layers is trained by compiled code, where its activations are ReLU, tanh or
 sigmoid, the rule is linear and there is a C compiler; else by torch, in sample space (if the rule
@@ -9,9 +9,9 @@ clients' own. On a GPU all convolutions are trained by vmap, as one client after
 waiting for the host. With a bound on every sample's gradient: a stack of linear layers likewise by
 compiled code, or else fused, convolutions that are max-pooled by hand, any other module layerwise,
 or else by vmap, with recurrent layers by the loop. A module with frozen parameters goes through as
-one batch, with such a bound or without. The way's first steps are compared with the loop's on
-made-up rows. Where they fail or differ the next way is taken, in the end the loop, and the log says
-why.
+one batch, with such a bound or without. The backend's first steps are compared with the loop's on
+made-up rows. Where they fail or differ the next backend is taken, in the end the loop, and the log
+says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -37,14 +37,14 @@ from raydpfl.models.linear_stack import Layer, NoStack, stack
 from raydpfl.models.shared_and_local import Split
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import REFERENCE, WAYS, check_way, lacking
+from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
 from raydpfl.training.backends.compiled import Compiled, unfit
 from raydpfl.training.backends.convolutional import links, unpooled
 from raydpfl.training.backends.fused import SampleSpace
 from raydpfl.training.validation import check_apart, check_loss, check_rule, drawn_from
 
 log = logging.getLogger("raydpfl")
-UNFIT = "this way does not fit the model"
+UNFIT = "this backend does not fit the model"
 SAID = "clients are trained by %s; %s does not fit the model: %s"
 SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
 CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
@@ -55,38 +55,39 @@ def resolve(
     local: Local,
     rows: int,
     form: Form,
-    way: str = "auto",
+    backend: str = "auto",
     clip: float | None = None,
     gpu: bool = False,
     precision: Precision = "float32",
     known: set[bytes] | None = None,
 ) -> str:
-    """The way to train `module` on samples of this form when the largest client has `rows` of them.
+    """The backend to train `module` on samples of this form when the largest client has `rows` of
+    them.
 
-    With `way` auto it is a function of all that is given and of whether there is a C compiler,
+    With `backend` auto it is a function of all that is given and of whether there is a C compiler,
     never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
 
     Raises:
-        ConfigError: for a way that does not fit and was asked for by name; for a module that has
-            BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none for
-            its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none
+        ConfigError: for a backend that does not fit and was asked for by name; for a module that
+            has BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none
+            for its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none
             (`check_rule`).
     """
-    _check_device(way, gpu)
+    _check_device(backend, gpu)
     check_rule(local)
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
     asked = (local, clip, precision, Split.of(module))
-    look = way in ("auto", REFERENCE)
+    look = backend in ("auto", REFERENCE)
     suited = _suited(module, local, rows, form, clip, gpu) if look else []
-    choices = _choices(suited, asked, clip) if way == "auto" else [way]
+    choices = _choices(suited, asked, clip) if backend == "auto" else [backend]
     drawn = drawn_from(module, form)
     if drawn:
-        choices = [_one_by_one(way, drawn)]
+        choices = [_one_by_one(backend, drawn)]
     for each in choices:
-        check_way(each, *asked)
-    chosen, slow = _first_that_fits(module, local, form, way, clip, choices, known)
+        check_backend(each, *asked)
+    chosen, slow = _first_that_fits(module, local, form, backend, clip, choices, known)
     if chosen == REFERENCE:
         log.warning(SLOW, *(slow or _hindrance(module, suited, asked, drawn)))
     return chosen
@@ -96,14 +97,14 @@ def _first_that_fits(
     module: nn.Module,
     local: Local,
     form: Form,
-    way: str,
+    backend: str,
     clip: float | None,
     choices: list[str],
     known: set[bytes] | None,
 ) -> tuple[str, tuple[str, str] | None]:
     """The first of `choices` that fits the module, else the loop; then why the others do not, and
     what would be faster than the loop, in words (None: none was tried). Raises `ConfigError` for a
-    `way` that was asked for by name.
+    `backend` that was asked for by name.
     """
     slow = None
     for chosen, other in pairwise([*choices, REFERENCE]):
@@ -112,19 +113,19 @@ def _first_that_fits(
         reason = mismatch(module, local, form, chosen, clip, known)
         if reason is None:
             return chosen, None
-        if way != "auto":
-            raise ConfigError("client.way", way, f"auto or {REFERENCE}; {UNFIT}: {reason}")
+        if backend != "auto":
+            raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {UNFIT}: {reason}")
         if other != REFERENCE:
             log.warning(SAID, other, chosen, reason)
         slow = f"{chosen} does not fit the model: {reason}", _without(module, chosen)
     return REFERENCE, slow
 
 
-def _without(module: nn.Module, way: str) -> str:
-    """A model that a way fits which does not fit this one, in words."""
+def _without(module: nn.Module, backend: str) -> str:
+    """A model that a backend fits which does not fit this one, in words."""
     if any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
         return "a model without dropout"
-    return f"a model that {way} fits"
+    return f"a model that {backend} fits"
 
 
 def _hindrance(
@@ -133,7 +134,7 @@ def _hindrance(
     asked: tuple[Local, float | None, Precision, Split],
     drawn: str | None,
 ) -> tuple[str, str]:
-    """Why the loop trains, where no other way was tried, and what would be faster, in words.
+    """Why the loop trains, where no other backend was tried, and what would be faster, in words.
 
     Args:
         suited: see `_suited`.
@@ -142,9 +143,9 @@ def _hindrance(
     """
     if drawn:
         return f"the module draws from {drawn}", "a module that draws nothing"
-    able = [way for way in suited if not lacking(way, *asked)]
+    able = [backend for backend in suited if not lacking(backend, *asked)]
     if able and able[0] != REFERENCE:
-        return "client.way asks for it", f"client.way=auto, which tries {able[0]}"
+        return "client.backend asks for it", f"client.backend=auto, which tries {able[0]}"
     if suited[0] != REFERENCE:
         lacks = lacking(suited[0], *asked)
         faster = "a step in its place" if asked[0].trains else f"what {suited[0]} can do"
@@ -158,14 +159,14 @@ def _hindrance(
     return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
 
 
-def _one_by_one(way: str, drawn: str) -> str:
-    """The way for a module that draws from a generator of the process. Raises `ConfigError`."""
-    if way == "auto":
+def _one_by_one(backend: str, drawn: str) -> str:
+    """The backend for a module that draws from a generator of the process. Raises `ConfigError`."""
+    if backend == "auto":
         return REFERENCE
-    if way in WAYS and way != "noop" and not WAYS[way].one_by_one:
+    if backend in BACKENDS and backend != "noop" and not BACKENDS[backend].one_by_one:
         reason = f"the module draws from {drawn}, which has to be client by client"
-        raise ConfigError("client.way", way, f"auto or {REFERENCE}; {reason}")
-    return way
+        raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {reason}")
+    return backend
 
 
 def _unlinked(module: nn.Module) -> str | None:
@@ -181,10 +182,12 @@ def _clipped_by_hand(module: nn.Module) -> bool:
     return _unlinked(module) is None and unpooled(links(module)) is None
 
 
-def _check_device(way: str, gpu: bool) -> None:
-    """Raises `ConfigError` for a way that is none for the device."""
-    if gpu and way == "compiled":
-        raise ConfigError("client.way", way, "auto, or another way; compiled code is for the CPU")
+def _check_device(backend: str, gpu: bool) -> None:
+    """Raises `ConfigError` for a backend that is none for the device."""
+    if gpu and backend == "compiled":
+        raise ConfigError(
+            "client.backend", backend, "auto, or another backend; compiled code is for the CPU"
+        )
 
 
 def _choices(
@@ -192,10 +195,11 @@ def _choices(
     asked: tuple[Local, float | None, Precision, Split],
     clip: float | None,
 ) -> list[str]:
-    """The ways to try before the loop, the best first: of those that suit the module, those that
-    can do what is asked of them; only the best where samples are not clipped and none are frozen.
+    """The backends to try before the loop, the best first: of those that suit the module, those
+    that can do what is asked of them; only the best where samples are not clipped and none are
+    frozen.
     """
-    able = [way for way in suited if not lacking(way, *asked)]
+    able = [backend for backend in suited if not lacking(backend, *asked)]
     lacks = lacking(suited[0], *asked)
     if lacks and able and suited[0] != REFERENCE:
         log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
@@ -205,8 +209,8 @@ def _choices(
 def _suited(
     module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
-    """The ways that suit the module, whether or not they can do what is asked, the best first."""
-    if Split.of(module).buffers:  # which no other way keeps, and a forward may put anew
+    """The backends that suit the module, the best first, able to do what is asked or not."""
+    if Split.of(module).buffers:  # which no other backend keeps, and a forward may put anew
         return [REFERENCE]
     try:
         layers = stack(module)

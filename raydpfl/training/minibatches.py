@@ -71,7 +71,7 @@ def batches(
 
 @dataclass(frozen=True)
 class _Streams:
-    """The streams of a lane's clients in a round: int64 [C] each, who, and which of its draws."""
+    """The streams of a chunk's clients in a round: int64 [C] each, who, and which of its draws."""
 
     seed: int
     t: int

@@ -1,13 +1,13 @@
 """Noise on local steps, drawn in the span of a client's rows.
 
 Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
-output, is drawn so by way `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these weights
-through the outputs on the client's own rows X [n, p] alone (with a column of ones for the bias),
-and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum, decay and
-the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B ~ N(0,
-s^2 sum_t c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of each
-z_t the steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t is
-normal with mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of
+output, is drawn so by backend `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these
+weights through the outputs on the client's own rows X [n, p] alone (with a column of ones for the
+bias), and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum,
+decay and the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B
+~ N(0, s^2 sum_t c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of
+each z_t the steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t
+is normal with mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of
 c_t, c_(t+1),
 ...; so that, with K = X X^T = L L^T,
 
@@ -25,8 +25,9 @@ it had, and the composition over the steps, in which an observer is granted ever
 gradient, is proven for that law. That K, and by it the form of the drawing, depends on the
 client's data tells nobody anything, as no law depends on it. A rule whose update is not linear in
 the gradients with numbers known beforehand (Adam, SAM, a schedule within a round), and corrections
-that are added to every gradient (SCAFFOLD), are for the ways that form z_t; and so is a method that
-would look at the weights between the steps. What a client keeps of its update it may keep here.
+that are added to every gradient (SCAFFOLD), are for the backends that form z_t; and so is a method
+that would look at the weights between the steps. What a client keeps of its update it may keep
+here.
 
 Exactness. B has its law whatever the rows are. K is summed in double from exact products, so that L
 has the law's covariance to 1e-14 over the smallest squared share of a row that lies outside of the
@@ -99,8 +100,8 @@ def triangle(x: np.ndarray) -> np.ndarray | None:
 def step_noises(
     noise: StepNoise, layers: Sequence[Layer], x: np.ndarray, batch: int, responses: Sequence[float]
 ) -> np.ndarray:
-    """Noises of all steps that would lead the plain loop to the update of way `compiled`, of which
-    this is the plain reference.
+    """Noises of all steps that would lead the plain loop to the update of backend `compiled`, of
+    which this is the plain reference.
 
     They are those that it draws where the rows reach, and elsewhere every z_t is the part c_t B /
     l_0^2 of B.

@@ -1,9 +1,9 @@
-"""The trainer, which carries out one way of training.
+"""The trainer, which trains by one backend.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
->>> trainer = Trainer(module, Sgd(steps=20, batch=10), way="sample_space", seed=0)
+>>> trainer = Trainer(module, Sgd(steps=20, batch=10), backend="sample_space", seed=0)
 >>> x, y, sizes = torch.ones(2, 20, 1, 28, 28), torch.zeros(2, 20, dtype=torch.long), [20, 13]
->>> for block in trainer.lane(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
+>>> for block in trainer.chunk(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
 ...     print(block.slots, tuple(block.updates.shape), block.losses.round(2))
 [0 1] (2, 7850) [0.12 0.12]
 """
@@ -28,12 +28,12 @@ from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.models.shared_and_local import Split
 from raydpfl.models.tasks import Classification, Task
-from raydpfl.training.backends import WAYS, check_way
+from raydpfl.training.backends import BACKENDS, check_backend
 from raydpfl.training.backends.base import (
     BEGINS,
     VECTORS,
     Block,
-    LaneData,
+    ChunkData,
     Starts,
     StepNoise,
     Sum,
@@ -42,7 +42,7 @@ from raydpfl.training.backends.base import (
 from raydpfl.training.minibatches import Integers, batches
 
 CLASSES = Classification()
-TOGETHER = 1 << 24  # bytes that lanes trained together may take
+TOGETHER = 1 << 24  # bytes that chunks trained together may take
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,20 @@ class _Draw:
 
 
 class Trainer:
-    """Trains lanes of clients, one way. `way` is what `resolve` gave; the module is never changed.
+    """Trains chunks of clients by one backend. `backend` is what `resolve` gave; the module is
+    never changed.
 
     `clip` is the bound on the L2 norm of one sample's gradient. `own` says that code of the user's
     takes part: what it draws from the generators of the process is then keyed by the client. Raises
-    `ConfigError` for a way that cannot clip each sample, or cannot add the corrections that `local`
-    needs. Call `single_thread` first: a number of threads that changes would change bits.
+    `ConfigError` for a backend that cannot clip each sample, or cannot add the corrections that
+    `local` needs. Call `single_thread` first: a number of threads that changes would change bits.
 
-    `lane` gives the clients of a lane, in its order, in blocks
-    (`raydpfl.training.backends.base.Block`): of one client where the way trains one by one, each
-    trained when its block is asked for; else of as many as lie in the cache. A client's bits depend
-    on its rows, key and slot, the shapes C and n and the steps of the lane's clients (`planned`),
-    not on what else is in the other slots. One without rows has an update of zeros and the loss
-    NaN; a diverged update comes back as it is. Its arguments:
+    `chunk` gives the clients of a chunk, in its order, in blocks
+    (`raydpfl.training.backends.base.Block`): of one client where the backend trains one by one,
+    each trained when its block is asked for; else of as many as lie in the cache. A client's bits
+    depend on its rows, key and slot, the shapes C and n and the steps of the chunk's clients
+    (`planned`), not on what else is in the other slots. One without rows has an update of zeros and
+    the loss NaN; a diverged update comes back as it is. Its arguments:
 
         parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
@@ -87,20 +88,20 @@ class Trainer:
             into it by the time that its block is yielded.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
-        planned: int64 [C], the steps of all clients of the lane, where some of them do not train
+        planned: int64 [C], the steps of all clients of the chunk, where some of them do not train
             here (-1 among `clients`): a client's bits may depend on them, as slots that have made
             their steps take no part in later ones. None: as if these made as many as any.
         clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
             share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
             finite is not). NaN for a slot without rows, and for all where nothing is clipped.
-        width: the C clients are C / `width` lanes one after another, trained together: each client
-            has the bits that it has in its lane alone, and no block holds clients of two. See
+        width: the C clients are C / `width` chunks one after another, trained together: each client
+            has the bits that it has in its chunk alone, and no block holds clients of two. See
             `together`.
-        into: where the updates are added up in place of being given, where the way `adds`, every
-            client has rows, and none a part of its own.
+        into: where the updates are added up in place of being given, where the backend `adds`,
+            every client has rows, and none a part of its own.
 
     It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
-    and for corrections where the way cannot add them.
+    and for corrections where the backend cannot add them.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Trainer:
         module: nn.Module,
         local: Local,
         *,
-        way: str,
+        backend: str,
         seed: int,
         device: torch.device | str = "cpu",
         clip: float | None = None,
@@ -116,7 +117,7 @@ class Trainer:
         task: Task = CLASSES,
         precision: Precision = "float32",
     ):
-        check_way(way, local, clip, precision, Split.of(module))
+        check_backend(backend, local, clip, precision, Split.of(module))
         if clip is not None:
             check_bound("bounding.bound", clip)
         self.local = local
@@ -125,11 +126,11 @@ class Trainer:
         self.seed = self.noise_seed = seed  # a run sets them for each round
         self.own = own
         with prng.keyed_globals(seed):
-            self._way = WAYS[way](module, local, self.device, task)
+            self._way = BACKENDS[backend](module, local, self.device, task)
         self._way.precision = precision
         self._way.fits(clip)
 
-    def lane(
+    def chunk(
         self,
         parameters: torch.Tensor,
         x: torch.Tensor | np.ndarray,
@@ -148,23 +149,23 @@ class Trainer:
         planned: np.ndarray | None = None,
         into: Sum | None = None,
     ) -> Iterator[Block]:
-        """The clients of a lane in blocks; the class says what of."""
+        """The clients of a chunk in blocks; the class says what of."""
         self._check(stds, corrections)
         draw = _Draw(np.asarray(clients), np.asarray(draws), t)
         members = draw.clients >= 0
         present = np.where(members, sizes, 0)
-        lane = self._data(x, y, present, drawn, draw)
-        lane = replace(lane, clipped=clipped, width=width, starts=starts, planned=planned)
-        lane = replace(lane, noise=self._noise(draw, stds, len(parameters)), into=into)
+        chunk = self._data(x, y, present, drawn, draw)
+        chunk = replace(chunk, clipped=clipped, width=width, starts=starts, planned=planned)
+        chunk = replace(chunk, noise=self._noise(draw, stds, len(parameters)), into=into)
         if clipped is not None:
             clipped.fill(np.nan)
         if corrections is not None:
             added = sent(torch.as_tensor(corrections, dtype=torch.float32), self.device)
-            lane = replace(lane, corrections=added)
+            chunk = replace(chunk, corrections=added)
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
-        trained = self._trained(parameters, lane, draw)
+        trained = self._trained(parameters, chunk, draw)
         idle = np.flatnonzero(members & (present == 0))
         yield from _with_idle(trained, idle, parameters, width or len(members))
 
@@ -175,13 +176,13 @@ class Trainer:
         sizes: np.ndarray,
         drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
         draw: _Draw,
-    ) -> LaneData:
+    ) -> ChunkData:
         """What is trained on, without what is added to gradients."""
         if drawn is None:
             who = (draw.t, draw.clients, draw.draws)
             found = batches(self.seed, *who, sizes, self.local, rows=y.shape[1])
             drawn = *found, self.local.step_counts(sizes)
-        return LaneData(
+        return ChunkData(
             x=self._here(x),
             y=self._here(y),
             sizes=sizes,
@@ -196,7 +197,7 @@ class Trainer:
         )
 
     def _noise(self, draw: _Draw, stds: np.ndarray | None, d: int) -> StepNoise | None:
-        """See `LaneData.noise`."""
+        """See `ChunkData.noise`."""
         if stds is None:
             return None
         drawn_by = (self.noise_seed, draw.t, draw.clients, draw.draws, np.asarray(stds))
@@ -215,10 +216,10 @@ class Trainer:
         if corrections is None and self.local.corrects:
             raise ValueError(f"{self.local.kind} needs corrections")
         if corrections is not None and not self._way.corrects:
-            raise ValueError("this way adds no corrections")
+            raise ValueError("this backend adds no corrections")
 
     def _generator(self, draw: _Draw, slot: int) -> torch.Generator:
-        """See `LaneData.generator`."""
+        """See `ChunkData.generator`."""
         return torch_stream(self.seed, Purpose.MODULE, **draw.key(slot))
 
     def noises(
@@ -226,21 +227,21 @@ class Trainer:
     ) -> np.ndarray:
         """Noises of the steps of one client in round t, float64 [steps, d], with which a plain loop
         comes to its update; `x` [n, *shape] are the rows that its batches take, in their order
-        (`raydpfl.training.minibatches.picked`), and the rest is as for `lane`.
+        (`raydpfl.training.minibatches.picked`), and the rest is as for `chunk`.
         """
         whose = np.array([client]), np.array([draw]), np.array([std])
         noise = StepNoise(self.noise_seed, t, *whose, d, torch.device("cpu"))
         return self._way.noises(noise, x, steps, self.local.learning_rate(t))
 
-    def _trained(self, parameters: torch.Tensor, lane: LaneData, draw: _Draw) -> Iterator[Block]:
-        """What the way gives. What the user's own code draws in it is keyed: by the client, or by
-        the round where a lane is trained at once.
+    def _trained(self, parameters: torch.Tensor, chunk: ChunkData, draw: _Draw) -> Iterator[Block]:
+        """What the backend gives. What the user's own code draws in it is keyed: by the client, or
+        by the round where a chunk is trained at once.
         """
-        if not lane.slots:
+        if not chunk.slots:
             return
-        running = self._way.run(parameters, lane)
+        running = self._way.run(parameters, chunk)
         if self._way.one_by_one:
-            for slot in lane.slots:
+            for slot in chunk.slots:
                 with self._keyed(**draw.key(slot)):
                     block = next(running)
                 yield block
@@ -256,7 +257,7 @@ class Trainer:
         return prng.keyed_globals(self.seed, **name) if self.own else nullcontext()
 
     def alike(self, width: int, rows: int) -> tuple[int, ...]:
-        """The same for lanes of `width` clients, padded to `rows` rows, that may be trained
+        """The same for chunks of `width` clients, padded to `rows` rows, that may be trained
         together.
         """
         if self._way.alone:
@@ -266,8 +267,8 @@ class Trainer:
         return width, batch, rows if self._way.padded or batch == rows else 0, steps
 
     def joins(self, steps: np.ndarray) -> bool:
-        """Whether a lane whose clients make so many steps, int64 [C], may be trained together with
-        others: no step takes so few of it that they are trained one by one (`Way.few`), nor one
+        """Whether a chunk whose clients make so many steps, int64 [C], may be trained together with
+        others: no step takes so few of it that they are trained one by one (`Backend.few`), nor one
         alone, as products of one matrix may have other bits than those of several.
         """
         if self._way.alone:
@@ -278,19 +279,19 @@ class Trainer:
 
     @property
     def padding(self) -> int:
-        """Numbers of padding by which joining another lane costs about what training it by itself
+        """Numbers of padding by which joining another chunk costs about what training it by itself
         does.
         """
         return self._way.calls // 16
 
     def together(self, width: int, rows: int, features: int) -> int:
-        """How many lanes of `width` clients, padded to `rows` rows of `features` numbers, are to be
-        trained in one call of `lane`: as many as keep within `TOGETHER`, at least 1; and 1 on a
-        GPU. But for ways in which no client depends on others (`Way.alone`), also 1 where a lane's
-        part of some array would begin at another place within `BEGINS` bytes than that of a lane
-        alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where those
-        of other functions may (`Way.placed`); and 1 for lanes of one client, as products of one
-        matrix may have other bits than those of several.
+        """How many chunks of `width` clients, padded to `rows` rows of `features` numbers, are to
+        be trained in one call of `chunk`: as many as keep within `TOGETHER`, at least 1; and 1 on a
+        GPU. But for backends in which no client depends on others (`Backend.alone`), also 1 where a
+        chunk's part of some array would begin at another place within `BEGINS` bytes than that of a
+        chunk alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where
+        those of other functions may (`Backend.placed`); and 1 for chunks of one client, as products
+        of one matrix may have other bits than those of several.
         """
         if self.device.type != "cpu" or (width == 1 and not self._way.alone):
             return 1
@@ -307,7 +308,7 @@ class Trainer:
 
     @property
     def adds(self) -> bool:
-        """Whether `lane` takes an `into`."""
+        """Whether `chunk` takes an `into`."""
         return self._way.adds
 
     @property
@@ -320,7 +321,7 @@ class Trainer:
 
 def _filled(index: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """The batches, int64 [C, Q, B], with a client's first in the place of those that it does not
-    make, so that a way that takes them for all clients reads no other rows.
+    make, so that a backend that takes them for all clients reads no other rows.
     """
     beyond = np.arange(index.shape[1]) >= steps[:, None]
     return np.where(beyond[:, :, None], index[:, :1], index) if beyond.any() else index
@@ -330,7 +331,7 @@ def _with_idle(
     trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor, width: int
 ) -> Iterator[Block]:
     """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN. No
-    block holds clients of two lanes of `width`.
+    block holds clients of two chunks of `width`.
     """
     if not len(idle):
         yield from trained
@@ -352,8 +353,8 @@ def _with_idle(
 
 
 def _idle(slots: np.ndarray, parameters: torch.Tensor, width: int) -> Iterator[Block]:
-    for lane in np.unique(slots // width):
-        own = slots[slots // width == lane]
+    for chunk in np.unique(slots // width):
+        own = slots[slots // width == chunk]
         for some in spans(0, len(own), len(parameters)):
             given = own[some]
             updates = parameters.new_zeros(len(given), len(parameters))

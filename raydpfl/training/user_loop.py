@@ -10,7 +10,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LaneData
+from raydpfl.training.backends.base import ChunkData
 
 ROWS = 1024  # in a pass of those that the loss is taken on
 
@@ -20,7 +20,7 @@ def trained_whole(
     module: nn.Module,
     task: Task,
     parameters: torch.Tensor,
-    lane: LaneData,
+    chunk: ChunkData,
     slot: int,
 ) -> tuple[torch.Tensor, float]:
     """What the client at a slot has trained to, and its loss. The code is given a copy of the
@@ -31,7 +31,7 @@ def trained_whole(
         module: the model, which stays as it is.
         task: what losses are told by; the code has its own.
         parameters: the round's model, float32 [D].
-        lane: of the client's rows, where what it has trained to of its own is written too.
+        chunk: of the client's rows, where what it has trained to of its own is written too.
         slot: its slot.
 
     Returns:
@@ -42,17 +42,17 @@ def trained_whole(
         ValueError: what it was to train is gone, or of another shape.
     """
     own = copy.deepcopy(module).to(parameters.device).train()
-    begun = lane.begins(parameters, slot)
+    begun = chunk.begins(parameters, slot)
     models.set_trained(own, begun)
-    size = int(lane.sizes[slot])
-    x = lane.x[slot, :size].clone()
-    y = lane.y[slot, :size].clone()
+    size = int(chunk.sizes[slot])
+    x = chunk.x[slot, :size].clone()
+    y = chunk.y[slot, :size].clone()
     loss = _loss(own, task, x, y)
     trained = [parameter for parameter in own.parameters() if parameter.requires_grad]
-    local.train(own, x, y, lane.generator(slot))
+    local.train(own, x, y, chunk.generator(slot))
     flat = _parameters(own, trained, len(parameters))
-    if lane.starts is not None:
-        lane.starts.ended[slot] = models.trained(own)
+    if chunk.starts is not None:
+        chunk.starts.ended[slot] = models.trained(own)
     return flat.to(parameters.device) - begun[: len(parameters)], loss
 
 

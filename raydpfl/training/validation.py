@@ -77,19 +77,19 @@ def check_loss(module: nn.Module, form: Form) -> None:
     given = tuple(outputs.shape[1:])
     # of classes a module may know more than there are
     y = task.made_up(generator, 4, given if form.target.classes else form.outputs)
-    accepted = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
+    expected = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             together = task.loss(outputs, y)
             alone = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
     except RAISED as error:
-        raise ConfigError("data.task.kind", task.kind, f"{accepted} ({in_line(error)})") from None
+        raise ConfigError("data.task.kind", task.kind, f"{expected} ({in_line(error)})") from None
     if together.shape != (4,):
         reason = f"for a batch of 4 it gives shape {list(together.shape)}"
-        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
+        raise ConfigError("data.task.kind", task.kind, f"{expected}; {reason}")
     if not torch.allclose(together, torch.cat(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
         reason = "that of one does not depend on the others"
-        raise ConfigError("data.task.kind", task.kind, f"{accepted}; {reason}")
+        raise ConfigError("data.task.kind", task.kind, f"{expected}; {reason}")
 
 
 def check_apart(module: nn.Module, form: Form) -> None:
@@ -119,8 +119,8 @@ def check_apart(module: nn.Module, form: Form) -> None:
 
 
 def _mixes(module: nn.Module, reason: str) -> ConfigError:
-    accepted = "a module that mixes no samples, as they are clipped one by one"
-    return ConfigError("model", type(module).__name__, f"{accepted}; {reason}")
+    expected = "a module that mixes no samples, as they are clipped one by one"
+    return ConfigError("model", type(module).__name__, f"{expected}; {reason}")
 
 
 def check_rule(local: Local) -> None:
@@ -154,7 +154,7 @@ def check_rule(local: Local) -> None:
 
 def check_counts(local: Local, sizes: np.ndarray) -> None:
     """Raises `ConfigError` for a rule of the user's whose batches or steps are not a matter of a
-    client's own rows, `sizes` int64 [N]: a lane would train by others than are accounted for.
+    client's own rows, `sizes` int64 [N]: a chunk would train by others than are accounted for.
     """
     if not local.is_own or local.trains:
         return

@@ -69,7 +69,7 @@ class Pca(Features):
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         components = f"components [{self.components} or more, {p}]"
-        accepted = f"an NPZ file with mean [{p}] and {components}, finite numbers"
+        expected = f"an NPZ file with mean [{p}] and {components}, finite numbers"
         try:
             path = find_file("data.features.file", self.file or "", root)
             with np.load(path, allow_pickle=False) as arrays:
@@ -79,7 +79,7 @@ class Pca(Features):
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
             raise ConfigError(
-                "data.features.file", self.file, f"{accepted} ({type(error).__name__}: {error})"
+                "data.features.file", self.file, f"{expected} ({type(error).__name__}: {error})"
             ) from None
         if (
             mean.shape != (p,)
@@ -89,7 +89,7 @@ class Pca(Features):
             raise ConfigError(
                 "data.features.file",
                 self.file,
-                f"{accepted}; this one has {mean.shape} and {axes.shape}",
+                f"{expected}; this one has {mean.shape} and {axes.shape}",
             )
         return mean, axes
 

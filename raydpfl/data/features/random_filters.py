@@ -42,12 +42,12 @@ class RandomFilters(Features):
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None
     ) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != np.uint8 or x.ndim != 4:
-            accepted = f"images; the samples are {x.dtype} {x.shape[1:]}"
-            raise ConfigError("data.features.kind", self.kind, accepted)
+            expected = f"images; the samples are {x.dtype} {x.shape[1:]}"
+            raise ConfigError("data.features.kind", self.kind, expected)
         smallest = min(x.shape[2:])
         if self.size + self.pool - 1 > smallest:
-            accepted = f"at most {smallest - self.pool + 1}, for images of {x.shape[2:]}"
-            raise ConfigError("data.features.size", self.size, accepted)
+            expected = f"at most {smallest - self.pool + 1}, for images of {x.shape[2:]}"
+            raise ConfigError("data.features.size", self.size, expected)
         about = [self.model_dump(mode="json")]
         return kept(about, x, self._filtered), kept(about, test_x, self._filtered)
 

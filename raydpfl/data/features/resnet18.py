@@ -110,14 +110,14 @@ class ResNet18Features(Features):
         except OSError as error:  # no network, or no room
             where = Path(torch.hub.get_dir()) / "checkpoints"
             missing = f"put in {where} or named here; it was not downloaded ({error})"
-            accepted = f"a file with these weights: {_pretrained().url}, {missing}"
-            raise ConfigError("data.features.weights", self.weights, accepted) from None
+            expected = f"a file with these weights: {_pretrained().url}, {missing}"
+            raise ConfigError("data.features.weights", self.weights, expected) from None
         except ConfigError:
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            accepted = f"a file with a state dict of torchvision's resnet18 ({reason})"
-            raise ConfigError("data.features.weights", self.weights, accepted) from None
+            expected = f"a file with a state dict of torchvision's resnet18 ({reason})"
+            raise ConfigError("data.features.weights", self.weights, expected) from None
         return net.float().eval()
 
     def _extract(self, images: np.ndarray, root: Path | None) -> np.ndarray:
@@ -169,5 +169,5 @@ def _check_published() -> None:
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
     published = name.rpartition("-")[2].removesuffix(".pth")
     if path.exists() and not digest(path).startswith(published):
-        accepted = f"{path} as it was published; remove the file, so that it is downloaded again"
-        raise ConfigError("data.features.weights", "imagenet", accepted)
+        expected = f"{path} as it was published; remove the file, so that it is downloaded again"
+        raise ConfigError("data.features.weights", "imagenet", expected)

@@ -67,20 +67,20 @@ class Partition(Member):
         if self.by == "client":
             rows, counts = self.deal(*self._owners(owners), sizes, generator)
             if clients not in (None, len(counts)):
-                accepted = f"{len(counts)}, the number of clients in the data, or none"
-                raise ConfigError("data.clients", clients, accepted)
+                expected = f"{len(counts)}, the number of clients in the data, or none"
+                raise ConfigError("data.clients", clients, expected)
             return rows, counts
         if clients is None:
-            accepted = "a number of clients (only partition natural finds it in the data)"
-            raise ConfigError("data.clients", None, accepted)
+            expected = "a number of clients (only partition natural finds it in the data)"
+            raise ConfigError("data.clients", None, expected)
         if self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
-            accepted = "iid or natural for targets that are not one class, to deal by"
-            raise ConfigError("data.partition.kind", self.kind, accepted)
+            expected = "iid or natural for targets that are not one class, to deal by"
+            raise ConfigError("data.partition.kind", self.kind, expected)
         return self.deal(y, clients, sizes, generator)
 
     def _owners(self, owners: np.ndarray | None) -> tuple[np.ndarray, int]:
         """The client of each row, and how many there are."""
         if owners is None:
-            accepted = "a table whose column of client ids data.client names"
-            raise ConfigError("data.partition.kind", self.kind, accepted)
+            expected = "a table whose column of client ids data.client names"
+            raise ConfigError("data.partition.kind", self.kind, expected)
         return owners, int(owners.max()) + 1

@@ -37,14 +37,14 @@ class ClassesPerClient(Partition):
         if clients * self.k < len(supply):
             least = -(-len(supply) // clients)
             aim = f"so that {clients} clients can hold all {len(supply)} classes"
-            accepted = f"at least {least}, {aim}"
-            raise ConfigError("data.partition.k", self.k, accepted)
+            expected = f"at least {least}, {aim}"
+            raise ConfigError("data.partition.k", self.k, expected)
         held = choose_classes(clients, self.k, supply, generator, least=1)
         table = None
         if (supply >= held.sum(0)).all():
             table = fit(held.astype(float), counts - self.k, supply - held.sum(0))
         if table is None:
             wish = f"a k for which {sizes.kind} sizes leave no sample over"
-            accepted = f"{wish}; a larger k or more even sizes make it easier"
-            raise ConfigError("data.partition.k", self.k, accepted)
+            expected = f"{wish}; a larger k or more even sizes make it easier"
+            raise ConfigError("data.partition.k", self.k, expected)
         return deal_table(table + held, labels, generator), counts

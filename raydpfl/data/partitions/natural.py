@@ -28,8 +28,8 @@ class Natural(Partition):
     @model_validator(mode="after")
     def _ordered(self) -> Natural:
         if self.most is not None and self.most < self.least:
-            accepted = f"at least data.partition.least = {self.least}, or none"
-            raise ConfigError("data.partition.most", self.most, accepted)
+            expected = f"at least data.partition.least = {self.least}, or none"
+            raise ConfigError("data.partition.most", self.most, expected)
         return self
 
     def deal(
@@ -39,8 +39,8 @@ class Natural(Partition):
         counts = np.bincount(labels, minlength=clients)
         wanted = counts >= self.least
         if not wanted.any():
-            accepted = f"at most {counts.max()}, the rows of the largest client"
-            raise ConfigError("data.partition.least", self.least, accepted)
+            expected = f"at most {counts.max()}, the rows of the largest client"
+            raise ConfigError("data.partition.least", self.least, expected)
         if self.most is not None:
             order = self._few(order, counts, generator)
             counts = np.minimum(counts, self.most)

@@ -38,8 +38,8 @@ class Overlapping(Partition):
         if (self.classes is None) != (self.share is None):
             missing = "share" if self.share is None else "classes"
             given = "classes" if missing == "share" else "share"
-            accepted = f"a value, as data.partition.{given} has one; or neither"
-            raise ConfigError(f"data.partition.{missing}", None, accepted)
+            expected = f"a value, as data.partition.{given} has one; or neither"
+            raise ConfigError(f"data.partition.{missing}", None, expected)
         return self
 
     def overlaps(self) -> bool:
@@ -50,15 +50,15 @@ class Overlapping(Partition):
     ) -> tuple[np.ndarray, np.ndarray]:
         rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         if self.classes is not None and self.classes >= len(rows):
-            accepted = f"fewer than the {len(rows)} classes of the data"
-            raise ConfigError("data.partition.classes", self.classes, accepted)
+            expected = f"fewer than the {len(rows)} classes of the data"
+            raise ConfigError("data.partition.classes", self.classes, expected)
         most = max(self._counts(len(rows)))
         smallest = min(map(len, rows))
         if most > smallest:
-            accepted = f"one by which a client takes at most {smallest} of a class, not {most}"
+            expected = f"one by which a client takes at most {smallest} of a class, not {most}"
             if self.classes is None:
-                accepted = f"at most {len(rows) * smallest}: the smallest class times the classes"
-            raise ConfigError("data.partition.per_client", self.per_client, accepted)
+                expected = f"at most {len(rows) * smallest}: the smallest class times the classes"
+            raise ConfigError("data.partition.per_client", self.per_client, expected)
         draws = [
             generator.choice(have, want, replace=False)
             for _ in range(clients)

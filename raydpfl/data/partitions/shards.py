@@ -35,10 +35,10 @@ class LabelShards(Partition):
             least = -(-len(present) // self.per_client)
             most = len(labels) // self.per_client
             dealt = f"{len(labels)} samples of {len(present)} classes"
-            accepted = (
+            expected = (
                 f"from {least} to {most} with {self.per_client} one-class shards each: {dealt}"
             )
-            raise ConfigError("data.clients", clients, accepted)
+            raise ConfigError("data.clients", clients, expected)
         quotas = 1 + apportion(
             shards - len(present),
             np.maximum(counts * (shards / counts.sum()) - 1, 1e-12),

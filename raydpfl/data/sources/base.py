@@ -259,8 +259,8 @@ class Dealt(Sized):
         self.partition.check_sizes(self.sizes)
         if self.features and self.constants() != ((), ()):
             constants = "constants to normalise pixels by (data.normalize, data.mean)"
-            accepted = f"none with {constants}: it scales them itself"
-            raise ConfigError("data.features.kind", self.features.kind, accepted)
+            expected = f"none with {constants}: it scales them itself"
+            raise ConfigError("data.features.kind", self.features.kind, expected)
         return self
 
     def samples(self, seed: int, root: Path | None) -> Samples:
@@ -294,8 +294,8 @@ class Dealt(Sized):
     def _check_size(self, x: np.ndarray) -> None:
         """Raises `ConfigError` for samples that are too large."""
         if int(np.prod(x.shape[1:], dtype=object)) > LARGEST:
-            accepted = f"samples of at most {LARGEST:,} numbers, not {x.shape[1:]}"
-            raise ConfigError("data.kind", self.kind, accepted)
+            expected = f"samples of at most {LARGEST:,} numbers, not {x.shape[1:]}"
+            raise ConfigError("data.kind", self.kind, expected)
 
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)

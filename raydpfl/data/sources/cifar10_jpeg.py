@@ -46,5 +46,5 @@ class Cifar10Jpeg(Images):
         folder = data_root(root)
         missing = [name for name in (TRAIN, TEST) if not (folder / name).is_file()]
         if missing:
-            accepted = f"{' and '.join(missing)} under {folder} (--data-root, RAYDPFL_DATA)"
-            raise ConfigError("data.kind", self.kind, accepted)
+            expected = f"{' and '.join(missing)} under {folder} (--data-root, RAYDPFL_DATA)"
+            raise ConfigError("data.kind", self.kind, expected)

@@ -47,8 +47,8 @@ class TorchvisionImages(Images):
         try:
             return [[name, digest(folder / name)] for name in names]
         except OSError as error:
-            accepted = f"files under {folder} that can be read ({error.filename}: {error.strerror})"
-            raise ConfigError("data.kind", self.kind, accepted) from None
+            expected = f"files under {folder} that can be read ({error.filename}: {error.strerror})"
+            raise ConfigError("data.kind", self.kind, expected) from None
 
     def _part(self, folder: Path, train: bool, **options: Any) -> Any:
         from torchvision import datasets
@@ -90,8 +90,8 @@ class TorchvisionImages(Images):
             said = str(error).strip() or type(error).__name__
             reason = said.splitlines()[-1]
             where = f"under {folder} (--data-root, RAYDPFL_DATA)"
-            accepted = f"a data set that is {where}; it is not, and was not downloaded ({reason})"
-            raise ConfigError("data.kind", self.kind, accepted) from None
+            expected = f"a data set that is {where}; it is not, and was not downloaded ({reason})"
+            raise ConfigError("data.kind", self.kind, expected) from None
         return folder
 
     def _download(self, folder: Path) -> None:

@@ -66,8 +66,8 @@ class HuggingFace(Tabular):
             raise
         except (pa.ArrowException, ValueError, OSError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            accepted = f"a data set that can be read ({reason})"
-            raise ConfigError("data.path", self.path, accepted) from None
+            expected = f"a data set that can be read ({reason})"
+            raise ConfigError("data.path", self.path, expected) from None
         found.part = part
         return found
 
@@ -83,14 +83,14 @@ class HuggingFace(Tabular):
         if of is folder and ((folder / "dataset_dict.json").exists() or split != self.train):
             known = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
             field = "data.train" if split == self.train else "data.test"
-            accepted = f"a split of {folder.name}: {known or 'it has one, data.train'}"
-            raise ConfigError(field, split, accepted)
+            expected = f"a split of {folder.name}: {known or 'it has one, data.train'}"
+            raise ConfigError(field, split, expected)
         try:
             state = json.loads((of / "state.json").read_text())
             return [of / each["filename"] for each in state["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError):
-            accepted = "a folder that save_to_disk of datasets wrote, or the name of a data set"
-            raise ConfigError("data.path", self.path, accepted) from None
+            expected = "a folder that save_to_disk of datasets wrote, or the name of a data set"
+            raise ConfigError("data.path", self.path, expected) from None
 
 
 def _loaded(path: str, split: str) -> Any:
@@ -98,8 +98,8 @@ def _loaded(path: str, split: str) -> Any:
     try:
         from datasets import load_dataset
     except ImportError:
-        accepted = f"a folder that save_to_disk wrote; a name needs the library datasets ({EXTRA})"
-        raise ConfigError("data.path", path, accepted) from None
+        expected = f"a folder that save_to_disk wrote; a name needs the library datasets ({EXTRA})"
+        raise ConfigError("data.path", path, expected) from None
     name, _, config = path.partition(":")
     try:
         return load_dataset(name, config or None, split=split)

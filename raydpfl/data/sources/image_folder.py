@@ -84,8 +84,8 @@ class ImageFolder(Tabular):
         )
         if not found:
             above = "CLIENT/CLASS" if self.client else "CLASS"
-            accepted = f"a folder with images {above}/NAME, a folder for each class"
-            raise ConfigError(f"data.{part}", str(getattr(self, part)), accepted)
+            expected = f"a folder with images {above}/NAME, a folder for each class"
+            raise ConfigError(f"data.{part}", str(getattr(self, part)), expected)
         return found
 
     def _encoded(self, path: Path) -> bytes:
@@ -107,8 +107,8 @@ class ImageFolder(Tabular):
                     wanted = (self.size, self.size)
                     scaled = scaled.resize(wanted, Image.Resampling.BILINEAR)
         except Exception as error:  # whatever a broken image makes its decoder raise
-            accepted = f"encoded images; {path.name} is none ({type(error).__name__})"
-            raise ConfigError("data.train", str(path.parent), accepted) from None
+            expected = f"encoded images; {path.name} is none ({type(error).__name__})"
+            raise ConfigError("data.train", str(path.parent), expected) from None
         buffer = io.BytesIO()
         scaled.save(buffer, "PPM")
         return buffer.getvalue()

@@ -93,8 +93,8 @@ class Tabular(Dealt):
         self._check_text()
         both = [name for name in self.x if name in self.targets]
         if both and not self._next:
-            accepted = f"columns without {both[0]}, which is data.y: a model would read it off"
-            raise ConfigError("data.x", list(self.x), accepted)
+            expected = f"columns without {both[0]}, which is data.y: a model would read it off"
+            raise ConfigError("data.x", list(self.x), expected)
         least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
         if least < 1 or (isinstance(self.classes, tuple) and len(set(self.classes)) < least):
             raise ConfigError("data.classes", self.classes, "a number of classes, or their names")
@@ -105,35 +105,35 @@ class Tabular(Dealt):
         if self.tokenizer is None:
             for name in ("vocabulary", "length"):
                 if getattr(self, name) is not None:
-                    accepted = "none without data.tokenizer, which makes tokens of a text"
-                    raise ConfigError(f"data.{name}", getattr(self, name), accepted)
+                    expected = "none without data.tokenizer, which makes tokens of a text"
+                    raise ConfigError(f"data.{name}", getattr(self, name), expected)
             return
         if self.tokenizer not in TOKENIZERS and not is_path(self.tokenizer):
-            accepted = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
-            raise ConfigError("data.tokenizer", self.tokenizer, accepted)
+            expected = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
+            raise ConfigError("data.tokenizer", self.tokenizer, expected)
         self._check_vocabulary()
         if self.length is None:
-            accepted = "how many tokens of a text are taken, the first ones"
-            raise ConfigError("data.length", None, accepted)
+            expected = "how many tokens of a text are taken, the first ones"
+            raise ConfigError("data.length", None, expected)
         if len(self.x) > 1:
             raise ConfigError("data.x", list(self.x), "one column of text with data.tokenizer")
         wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
         for name in (each for each, given in wrong.items() if given):
-            accepted = "none with data.tokenizer, whose token ids stay whole numbers"
-            raise ConfigError(f"data.{name}", getattr(self, name), accepted)
+            expected = "none with data.tokenizer, whose token ids stay whole numbers"
+            raise ConfigError(f"data.{name}", getattr(self, name), expected)
 
     def _check_vocabulary(self) -> None:
         """Raises `ConfigError` where nothing declares which tokens there are."""
         numbered = isinstance(self.vocabulary, int) and self.tokenizer in TOKENIZERS
         if self.vocabulary is None or numbered:
-            accepted = "a file of tokens, one a line, or the list of them: it is declared, as one "
-            accepted += "that is learnt from the data would be a query that no accountant counts"
-            raise ConfigError("data.vocabulary", self.vocabulary, accepted)
+            expected = "a file of tokens, one a line, or the list of them: it is declared, as one "
+            expected += "that is learnt from the data would be a query that no accountant counts"
+            raise ConfigError("data.vocabulary", self.vocabulary, expected)
         if isinstance(self.vocabulary, tuple):
             check(self.vocabulary, list(self.vocabulary))
         if self._next and self.classes is not None:
-            accepted = "none where the next token is learnt: data.vocabulary says how many"
-            raise ConfigError("data.classes", self.classes, accepted)
+            expected = "none where the next token is learnt: data.vocabulary says how many"
+            raise ConfigError("data.classes", self.classes, expected)
 
     @property
     def _next(self) -> bool:
@@ -152,8 +152,8 @@ class Tabular(Dealt):
             try:
                 tokens = of_file(read_text(path))
             except (OSError, UnicodeDecodeError) as error:
-                accepted = f"a text in UTF-8, a token a line ({in_line(error)})"
-                raise ConfigError("data.vocabulary", vocabulary, accepted) from None
+                expected = f"a text in UTF-8, a token a line ({in_line(error)})"
+                raise ConfigError("data.vocabulary", vocabulary, expected) from None
             check(tokens, vocabulary)
             vocabulary = tokens
         return Encoder(self.tokenizer, vocabulary, self.length + self._next)
@@ -249,8 +249,8 @@ class Tabular(Dealt):
         if test is not None:
             test_x, test_y, _ = self._rows(test, None, encoder)
             if test_x.shape[1:] != x.shape[1:]:
-                accepted = f"samples like those of {train.name}: {x.shape[1:]}"
-                raise ConfigError("data.test", test.name, f"{accepted}, not {test_x.shape[1:]}")
+                expected = f"samples like those of {train.name}: {x.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
             return (x, y, client), (test_x, test_y)
         if self.split_by is None:
             held = self._held_out(len(y), client, seed)
@@ -264,15 +264,15 @@ class Tabular(Dealt):
         """Which rows are for training, and which for testing, bool [rows]; by `split_by`."""
         assert self.split_by is not None
         if self.split_by not in train:
-            accepted = f"a column of {train.name}: {', '.join(train)}"
-            raise ConfigError("data.split_by", self.split_by, accepted)
+            expected = f"a column of {train.name}: {', '.join(train)}"
+            raise ConfigError("data.split_by", self.split_by, expected)
         column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
         values = np.char.lower(column)
         found = values == "train", values == "test"
         if not all(each.any() for each in found):
             some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
-            accepted = f"a column that says train or test of every row; this one says {some}"
-            raise ConfigError("data.split_by", self.split_by, accepted)
+            expected = f"a column that says train or test of every row; this one says {some}"
+            raise ConfigError("data.split_by", self.split_by, expected)
         return found
 
     def _targets(
@@ -302,13 +302,13 @@ class Tabular(Dealt):
         """Raises `ConfigError` where no row is left to train on, or to test on."""
         where = {key: getattr(self, key, None) for key in ("train", "test")}
         if not train:
-            accepted = "a table that leaves at least one row to train"
-            raise ConfigError("data.train", where["train"], accepted)
+            expected = "a table that leaves at least one row to train"
+            raise ConfigError("data.train", where["train"], expected)
         if not test:
-            accepted = "a table that leaves at least one row to test"
+            expected = "a table that leaves at least one row to test"
             if by_client:
-                accepted += ", or a file of test rows: each client keeps one row"
-            raise ConfigError("data.test", where["test"], accepted)
+                expected += ", or a file of test rows: each client keeps one row"
+            raise ConfigError("data.test", where["test"], expected)
 
     def _rows(
         self, columns: Columns, owner: str | None, encoder: Encoder | None
@@ -320,8 +320,8 @@ class Tabular(Dealt):
         wanted = [(field, column) for field, named in fields.items() for column in named]
         for field, column in wanted:
             if column not in columns:
-                accepted = f"a column of {columns.name}: {', '.join(columns)}"
-                raise ConfigError(field, column, accepted)
+                expected = f"a column of {columns.name}: {', '.join(columns)}"
+                raise ConfigError(field, column, expected)
         arrays = [columns[column] for _, column in wanted]
         if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
             field = f"data.{columns.part}"
@@ -340,8 +340,8 @@ class Tabular(Dealt):
         """Inputs [rows, *shape], as the columns have them."""
         parts = [inputs(columns[column], column, columns.rows) for column in self.x]
         if len(parts) > 1 and any(part.ndim > 1 for part in parts):
-            accepted = "one column of images or lists, or several of numbers"
-            raise ConfigError("data.x", self.x, accepted)
+            expected = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, expected)
         if parts[0].ndim > 1:
             return parts[0]
         whole = all(part.dtype.kind in "biu" for part in parts)
@@ -352,17 +352,17 @@ class Tabular(Dealt):
         for each in (x, test_x):
             if each.dtype == np.float32 and not np.isfinite(each).all():
                 row = int(np.argwhere(~np.isfinite(each))[0, 0])
-                accepted = f"finite numbers; row {row} of {file} has another"
-                raise ConfigError("data.x", self.x, accepted)
+                expected = f"finite numbers; row {row} of {file} has another"
+                raise ConfigError("data.x", self.x, expected)
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
-            accepted = "one number per channel of an image; the samples are"
-            raise ConfigError("data.mean", self.mean, f"{accepted} {x.dtype} {x.shape[1:]}")
+            expected = "one number per channel of an image; the samples are"
+            raise ConfigError("data.mean", self.mean, f"{expected} {x.dtype} {x.shape[1:]}")
 
     @staticmethod
     def _clients_of(column: Any, name: str, file: str) -> np.ndarray:
         client = plain(column, name, "data.client")
         if client.dtype.kind == "f" and not np.isfinite(client).all():
             row = np.argmin(np.isfinite(client))
-            accepted = f"a column without gaps; row {row} of {file} is one"
-            raise ConfigError("data.client", name, accepted)
+            expected = f"a column without gaps; row {row} of {file} is one"
+            raise ConfigError("data.client", name, expected)
         return client

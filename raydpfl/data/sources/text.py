@@ -83,8 +83,8 @@ class Text(Dealt):
         written = self.written(root)
         codes = {name: _codes(text) for name, text in written.items() if len(text) > 1}
         if not codes:
-            accepted = "text of two characters or more by some client"
-            raise ConfigError("data.path", self.path, accepted)
+            expected = "text of two characters or more by some client"
+            raise ConfigError("data.path", self.path, expected)
         alphabet = self._alphabet(codes)
         parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
         owners = []
@@ -96,10 +96,10 @@ class Text(Dealt):
             owners.append(np.full(len(windows) - held, place))
         train, test = (np.concatenate(each) for each in parts.values())
         if not len(test):
-            accepted = (
+            expected = (
                 "a larger share (or a smaller data.length): it comes to no window of any client"
             )
-            raise ConfigError("data.test_fraction", self.test_fraction, accepted)
+            raise ConfigError("data.test_fraction", self.test_fraction, expected)
         names = tuple(map(chr, alphabet.tolist()))
         target = Target((self.length,), len(alphabet), names)
         client = np.concatenate(owners)
@@ -118,12 +118,12 @@ class Text(Dealt):
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            accepted = f"a text in UTF-8, or {KINDS} ({reason})"
-            raise ConfigError("data.path", self.path, accepted) from None
+            expected = f"a text in UTF-8, or {KINDS} ({reason})"
+            raise ConfigError("data.path", self.path, expected) from None
         for field in ("text", "client"):
             if getattr(self, field) not in columns:
-                accepted = f"a column of {path.name}: {', '.join(columns)}"
-                raise ConfigError(f"data.{field}", getattr(self, field), accepted)
+                expected = f"a column of {path.name}: {', '.join(columns)}"
+                raise ConfigError(f"data.{field}", getattr(self, field), expected)
         texts = plain(columns[self.text], self.text, "data.text").astype(str)
         clients = plain(columns[self.client], self.client, "data.client").astype(str)
         found: dict[str, list[str]] = {}
@@ -139,8 +139,8 @@ class Text(Dealt):
             if line is not None:
                 spoken.append(line)
         if not found:
-            accepted = "a pattern of names: no line is such a name and a colon"
-            raise ConfigError("data.speaker", self.speaker, accepted)
+            expected = "a pattern of names: no line is such a name and a colon"
+            raise ConfigError("data.speaker", self.speaker, expected)
         return {name: "\n".join(each) for name, each in found.items()}
 
     def _alphabet(self, codes: dict[str, np.ndarray]) -> np.ndarray:

@@ -103,22 +103,22 @@ class Bounding(Member):
             if bound is not None:
                 check_bound("bounding.bound", bound)
         if self.sends_model() and not experiment.weights.plain():
-            accepted = f"uniform with {self.kind}: the new model is the mean of those sent"
-            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+            expected = f"uniform with {self.kind}: the new model is the mean of those sent"
+            raise ConfigError("weights.kind", experiment.weights.kind, expected)
         if self.queries() and not self.adapts:
-            accepted = "a class with adapt, which takes up the answers to its queries"
-            raise ConfigError("bounding.kind", self.kind, accepted)
+            expected = "a class with adapt, which takes up the answers to its queries"
+            raise ConfigError("bounding.kind", self.kind, expected)
         if not self.remembers:
             return
         if experiment.local.remembers:
-            accepted = (
+            expected = (
                 f"a bounding without memory beside local.kind {experiment.local.kind}, which has "
                 "one"
             )
-            raise ConfigError("bounding.kind", self.kind, accepted)
+            raise ConfigError("bounding.kind", self.kind, expected)
         if not experiment.weights.plain():
-            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
-            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+            expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, expected)
 
     @property
     def scales(self) -> bool:

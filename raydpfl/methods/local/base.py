@@ -131,7 +131,7 @@ class Local(Schedule, Member):
 
     `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
     and `fresh` if it keeps something from one step to the next; it may give a `learning_rate` too.
-    Every way of training carries the rule out, for one client or for many at once, clipping every
+    Every backend carries the rule out, for one client or for many at once, clipping every
     sample's gradient and adding noise to it before, where the experiment asks for that:
 
     >>> class Signs(Local):
@@ -192,7 +192,7 @@ class Local(Schedule, Member):
 
     def step_counts(self, sizes: np.ndarray) -> np.ndarray:
         """How many steps clients that have so many rows make in a round, int64 [C], as accountants
-        and every way of training know them, from their sizes, int64 [C].
+        and every backend know them, from their sizes, int64 [C].
         """
         if self.trains:
             return np.zeros(len(sizes), np.int64)
@@ -208,7 +208,7 @@ class Local(Schedule, Member):
 
     def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
         """Rows in each batch of clients that have so many rows, int64 [C], as accountants and every
-        way of training know them; they never fall as `sizes`, int64 [C], rise.
+        backend know them; they never fall as `sizes`, int64 [C], rise.
         """
         if self.batch == "full":
             return sizes
@@ -219,7 +219,7 @@ class Local(Schedule, Member):
     def rows_used(self, sizes: np.ndarray) -> np.ndarray:
         """How many of its rows each client can train on in a round at most, int64 [C], from its
         number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, or a rule
-        has `batch_sizes` or `step_counts` of its own, as the size of a lane's batches is known by
+        has `batch_sizes` or `step_counts` of its own, as the size of a chunk's batches is known by
         them, and for a `train` of one's own.
         """
         cls = type(self)
@@ -246,8 +246,8 @@ class Local(Schedule, Member):
 
         Args:
             x: float32 [..., P], the parameters of each client. The last axis holds all parameters
-                of one, in an order that may differ from way to way; a rule that needs a client's
-                norm takes it along that axis. No client may depend on another.
+                of one, in an order that may differ from way to backend; a rule that needs a
+                client's norm takes it along that axis. No client may depend on another.
             gradient: float32 [..., P], of each client's batch, at x or where `perturb` says:
                 clipped, noised and corrected.
             state: as `fresh` made it and the steps before left it.
@@ -299,7 +299,8 @@ class Local(Schedule, Member):
 
     def linear(self) -> Linear | None:
         """The coefficients of `step`, if it is linear as `Linear` says, with one learning rate in
-        all steps of a round: some ways are fast because of that. None for any other rule, and of
+        all steps of a round: some backends are fast because of that. None for any other rule, and
+            of
         itself for a class with a `step` of its own.
         """
         return None if self.within else Linear()
@@ -322,9 +323,9 @@ class Local(Schedule, Member):
         _check_precision(self, experiment)
         clips = experiment.bounding.sample_bound is not None
         if clips and (self.perturbs or self.trains):
-            accepted = f"one that bounds what a client sends: local.kind {self.kind} "
-            accepted += "has its own gradients" if self.trains else "takes two of every batch"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+            expected = f"one that bounds what a client sends: local.kind {self.kind} "
+            expected += "has its own gradients" if self.trains else "takes two of every batch"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
 
     # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
 
@@ -372,11 +373,11 @@ def _check_precision(local: Local, experiment: Experiment) -> None:
     """
     precision = experiment.client.precision
     if local.trains and precision == "bfloat16":
-        accepted = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
-        raise ConfigError("client.precision", precision, accepted)
+        expected = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
+        raise ConfigError("client.precision", precision, expected)
     if experiment.bounding.sample_bound is not None and precision != "float32":
-        accepted = "float32 where every sample's gradient is clipped, as its norm must be exact"
-        reason = f"{accepted} (bounding.kind {experiment.bounding.kind})"
+        expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
+        reason = f"{expected} (bounding.kind {experiment.bounding.kind})"
         raise ConfigError("client.precision", precision, reason)
 
 
@@ -387,23 +388,23 @@ def _check_personal(local: Local, experiment: Experiment) -> None:
     beside = local is experiment.personal
     field = "personal" if beside else "evaluate.fine_tune"
     if local.remembers or local.corrects:
-        accepted = "a rule without variates, as it is for one client's own model"
-        raise ConfigError(f"{field}.kind", local.kind, accepted)
+        expected = "a rule without variates, as it is for one client's own model"
+        raise ConfigError(f"{field}.kind", local.kind, expected)
     if not beside:
         return
     linear = local.linear()
     if not (local.is_own and not local.trains) and not (linear and linear.proximal):
-        accepted = "sgd with proximal above 0, which draws a client's own model to that of all "
-        accepted += "(Ditto), or a rule of your own with a step"
-        raise ConfigError("personal.kind", local.kind, accepted)
+        expected = "sgd with proximal above 0, which draws a client's own model to that of all "
+        expected += "(Ditto), or a rule of your own with a step"
+        raise ConfigError("personal.kind", local.kind, expected)
     evaluate = experiment.evaluate
     if experiment.model.local or evaluate.fine_tune:
         other = "model.local" if experiment.model.local else "evaluate.fine_tune"
-        accepted = f"none with {other}, which makes another model of each client's own"
-        raise ConfigError("personal", local.kind, accepted)
+        expected = f"none with {other}, which makes another model of each client's own"
+        raise ConfigError("personal", local.kind, expected)
     if isinstance(evaluate.apart, dict):
-        accepted = "a share of every client's rows: clients that are held out train no model"
-        raise ConfigError("evaluate.validation", evaluate.apart, accepted)
+        expected = "a share of every client's rows: clients that are held out train no model"
+        raise ConfigError("evaluate.validation", evaluate.apart, expected)
 
 
 def _check_train(local: Local) -> None:
@@ -413,8 +414,8 @@ def _check_train(local: Local) -> None:
     cls = type(local)
     for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
         if getattr(cls, name) not in (getattr(Local, name), _not_linear):
-            accepted = f"a class without {name} beside train, as nothing calls it"
-            raise ConfigError("local.kind", local.kind, accepted)
+            expected = f"a class without {name} beside train, as nothing calls it"
+            raise ConfigError("local.kind", local.kind, expected)
     read = user_classes.mentioned(cls, Local)
     for name, field in type(local).model_fields.items():
         if name not in Local.model_fields:
@@ -423,8 +424,8 @@ def _check_train(local: Local) -> None:
         read_or_none = name in read | {"kind"} or getattr(local, name) in (default, None)
         if read_or_none or (name == "lr" and "learning_rate" in read):
             continue
-        accepted = f"{default}: train of {local.kind} does not read it"
-        raise ConfigError(f"local.{name}", getattr(local, name), accepted)
+        expected = f"{default}: train of {local.kind} does not read it"
+        raise ConfigError(f"local.{name}", getattr(local, name), expected)
 
 
 def _not_linear(self: Local) -> Linear | None:

@@ -65,20 +65,20 @@ class Scaffold(Sgd):
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` where c would not follow the mean of the c_i."""
         if experiment.private and experiment.selection.hides_size():
-            accepted = f"one with cohorts of known size: the server of {self.kind} divides by it"
-            raise ConfigError("selection.kind", experiment.selection.kind, accepted)
+            expected = f"one with cohorts of known size: the server of {self.kind} divides by it"
+            raise ConfigError("selection.kind", experiment.selection.kind, expected)
         if not experiment.weights.plain():
-            accepted = f"uniform, as {self.kind} keeps the plain mean over all clients"
-            raise ConfigError("weights.kind", experiment.weights.kind, accepted)
+            expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
+            raise ConfigError("weights.kind", experiment.weights.kind, expected)
         if experiment.noise.unseen():
-            accepted = (
+            expected = (
                 f"client or step with local.kind {self.kind}: noise that no client's variate holds "
                 "would add up in the server's, round after round"
             )
-            raise ConfigError("noise.placement", "server", accepted)
+            raise ConfigError("noise.placement", "server", expected)
         if experiment.bounding.sends_model():
-            accepted = f"one that sends updates, for local.kind {self.kind}"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+            expected = f"one that sends updates, for local.kind {self.kind}"
+            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
 
     @field_validator("epochs", "within")
     @classmethod

@@ -48,8 +48,8 @@ class Sgd(Local):
     def step(
         self, x: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor, at: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Local.step`. The ways take `linear` for it; a class derived from this one may call
-        it from a step of its own.
+        """See `Local.step`. The backends take `linear` for it; a class derived from this one may
+        call it from a step of its own.
         """
         pull = self.weight_decay * x + self.proximal * (x - at.model)
         velocity = self.momentum * state + gradient + pull

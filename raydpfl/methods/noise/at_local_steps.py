@@ -51,8 +51,8 @@ def _batch(experiment: Experiment, sizes: np.ndarray) -> int | np.ndarray | None
     taken = np.asarray(local.batch_sizes(sizes))
     counts = taken.shape == sizes.shape and taken.dtype.kind in "iu"
     if not counts or (taken < np.minimum(sizes, 1)).any() or (taken > sizes).any():
-        accepted = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
-        raise ConfigError("local.kind", local.kind, accepted)
+        expected = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
+        raise ConfigError("local.kind", local.kind, expected)
     if local.batch == "full" and np.array_equal(taken, sizes):
         return None
     if isinstance(local.batch, int) and np.array_equal(taken, np.minimum(sizes, local.batch)):
@@ -78,10 +78,10 @@ def _calibrated(noise: Gaussian, facts: Facts, what: dict[str, Any]) -> LocalSte
     e = facts.experiment
     accountants = privacy.rigorous(e.privacy.accountants)
     if not accountants and noise.calibration == "rigorous":
-        accepted = (
+        expected = (
             "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper or tcdp"
         )
-        raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
+        raise ConfigError("privacy.accountants", list(e.privacy.accountants), expected)
     counts = np.zeros(len(facts.sizes), np.int64)
     for clients in facts.draws():
         np.add.at(counts, clients, 1)
@@ -115,31 +115,31 @@ def drawn_budgets(noise: Gaussian, seed: int, clients: int, root: Path | None) -
 def check(noise: Gaussian, experiment: Experiment) -> None:
     """Raises `ConfigError` for settings that noise at local steps rules out."""
     if experiment.client.on_error == "drop":
-        accepted = (
+        expected = (
             "fail, with noise at local steps: a client that failed would send no noise, and be "
             "known by it"
         )
-        raise ConfigError("client.on_error", "drop", accepted)
+        raise ConfigError("client.on_error", "drop", expected)
     if experiment.data.overlaps():
-        accepted = (
+        expected = (
             "one that gives a sample to a single client, with noise at local steps, which protects "
             "samples"
         )
-        raise ConfigError("data.partition.kind", "overlapping", accepted)
+        raise ConfigError("data.partition.kind", "overlapping", expected)
     uncounted = experiment.selection.uncounted
     if uncounted is not None and noise.epsilon is None:
-        accepted = f"a budget to size the noise for, where {uncounted}"
-        raise ConfigError("noise.epsilon", None, accepted)
+        expected = f"a budget to size the noise for, where {uncounted}"
+        raise ConfigError("noise.epsilon", None, expected)
     if noise.rounds is not None:
-        accepted = "none with placement step: a client's noise is for the rounds that it is in"
-        raise ConfigError("noise.rounds", noise.rounds, accepted)
+        expected = "none with placement step: a client's noise is for the rounds that it is in"
+        raise ConfigError("noise.rounds", noise.rounds, expected)
     if noise.v != 4.0:
-        accepted = "none with placement step, whose formulas have no such constant"
-        raise ConfigError("noise.v", noise.v, accepted)
+        expected = "none with placement step, whose formulas have no such constant"
+        raise ConfigError("noise.v", noise.v, expected)
     if noise.virtual_cohort is not None:
-        accepted = "none with placement step: each client's noise is its own"
-        raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, accepted)
+        expected = "none with placement step: each client's noise is its own"
+        raise ConfigError("noise.virtual_cohort", noise.virtual_cohort, expected)
     relation = experiment.privacy.relation
     if relation not in ("auto", "replace_one"):
-        accepted = "replace_one (of a sample), for noise at local steps"
-        raise ConfigError("privacy.relation", relation, accepted)
+        expected = "replace_one (of a sample), for noise at local steps"
+        raise ConfigError("privacy.relation", relation, expected)

@@ -208,18 +208,18 @@ class Gaussian(Noise):
         assert isinstance(self.epsilon, int | float)
         target = float(self.epsilon)
         if self.calibration == "tcdp":
-            accepted = f"rigorous or paper; tcdp ({PAPERS['002']}) is for noise at local steps"
-            raise ConfigError("noise.calibration", self.calibration, accepted)
+            expected = f"rigorous or paper; tcdp ({PAPERS['002']}) is for noise at local steps"
+            raise ConfigError("noise.calibration", self.calibration, expected)
         if self.calibration == "paper":
             law = outline.sampling
             return privacy.paper_multiplier(target, law, facts.calibrated, self.delta, self.v)
         e = facts.experiment
         accountants = on_sums.covering(e, outline)
         if not accountants:
-            accepted = (
+            expected = (
                 "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
             )
-            raise ConfigError("privacy.accountants", list(e.privacy.accountants), accepted)
+            raise ConfigError("privacy.accountants", list(e.privacy.accountants), expected)
         whole = replace(outline, rounds=facts.calibrated).asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
@@ -239,8 +239,8 @@ class Gaussian(Noise):
 
     def check_audit(self) -> None:
         if self.virtual_cohort is not None:
-            accepted = "none: the clients that it stands for do not run, and cannot be audited"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+            expected = "none: the clients that it stands for do not run, and cannot be audited"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
 
     def sampling(self, cohorts: Sampling) -> Sampling:
         if self.virtual_cohort is None:
@@ -260,42 +260,42 @@ class Gaussian(Noise):
         if self.virtual_cohort is None:
             return
         if cohorts.by_participation or cohorts.rule or cohorts.p_max:
-            accepted = f"none with selection.kind {selection}; uniform, poisson or full scale to it"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+            expected = f"none with selection.kind {selection}; uniform, poisson or full scale to it"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
         if self.virtual_cohort < cohorts.cohort:
-            accepted = f"at least the simulated cohort of {cohorts.cohort}"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, accepted)
+            expected = f"at least the simulated cohort of {cohorts.cohort}"
+            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
         virtual = self._stands_for(cohorts)
         exact = cohorts.everyone and virtual != self.virtual_cohort
         if exact or virtual < self.virtual_cohort:
             size = "exactly" if cohorts.everyone else "at least"
-            accepted = (
+            expected = (
                 f"{size} noise.virtual_cohort, {self.virtual_cohort}, with selection.kind "
                 f"{selection}"
             )
-            raise ConfigError("noise.virtual_population", virtual, accepted)
+            raise ConfigError("noise.virtual_population", virtual, expected)
 
     # --- what it refuses ---
 
     def check(self, experiment: Experiment) -> None:
         bounding = experiment.bounding
         if bounding.initial_bound is None and bounding.sample_bound is None:
-            accepted = (
+            expected = (
                 "none without a bound; set bounding.kind to clip, normalize, ... with a bound"
             )
-            raise ConfigError("noise.kind", self.kind, accepted)
+            raise ConfigError("noise.kind", self.kind, expected)
         if self.rounds is not None and self.rounds > experiment.rounds:
-            accepted = f"at most the {experiment.rounds} rounds of the run"
-            raise ConfigError("noise.rounds", self.rounds, accepted)
+            expected = f"at most the {experiment.rounds} rounds of the run"
+            raise ConfigError("noise.rounds", self.rounds, expected)
         self._by.check(self, experiment)
         accountants = experiment.privacy.accountants
         if self.epsilon is not None and not accountants:
-            accepted = "pld or rdp, to calibrate the noise of noise.epsilon with"
-            raise ConfigError("privacy.accountants", [], accepted)
+            expected = "pld or rdp, to calibrate the noise of noise.epsilon with"
+            raise ConfigError("privacy.accountants", [], expected)
         budget = experiment.privacy.budget
         if budget is not None and not accountants:
-            accepted = "none without noise and an accountant: this run spends without bound"
-            raise ConfigError("privacy.budget", budget, accepted)
+            expected = "none without noise and an accountant: this run spends without bound"
+            raise ConfigError("privacy.budget", budget, expected)
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
         """See `Member.warnings`."""
@@ -307,14 +307,14 @@ class Gaussian(Noise):
     def check_sums(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for settings that noise on sums rules out."""
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
-            accepted = (
+            expected = (
                 "a number; budgets of clients' own need placement step, and bounding.kind "
                 "per_sample_clip"
             )
-            raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], accepted)
+            raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], expected)
         if self.std is not None and experiment.bounding.adapts:
-            accepted = (
+            expected = (
                 "none with an adaptive bound, with which the noise moves; give noise.multiplier or "
                 "noise.epsilon"
             )
-            raise ConfigError("noise.std", self.std, accepted)
+            raise ConfigError("noise.std", self.std, expected)

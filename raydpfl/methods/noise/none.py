@@ -36,5 +36,5 @@ class NoNoise(Noise):
     def check(self, experiment: Experiment) -> None:
         budget = experiment.privacy.budget
         if budget is not None:
-            accepted = "none without noise and an accountant: this run spends without bound"
-            raise ConfigError("privacy.budget", budget, accepted)
+            expected = "none without noise and an accountant: this run spends without bound"
+            raise ConfigError("privacy.budget", budget, expected)

@@ -52,11 +52,11 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
     asked = experiment.bounding.queries()
     names = [each.name for each in asked]
     if len({*names, *RESERVED}) < len(names) + len(RESERVED):
-        accepted = (
+        expected = (
             f"a class whose queries have names that differ, none of them "
             f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
         )
-        raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+        raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
     rest = 1 - sum(each.share for each in asked)
     found = [Query("updates", 1.0, z / math.sqrt(rest))]
     for each in asked:
@@ -103,9 +103,9 @@ def excluded(experiment: Experiment, noise: Noise, at_steps: bool = False) -> tu
 def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
     """See `Noise.outline`. Raises `ConfigError` too for a bounding of nothing that clients send."""
     if experiment.bounding.initial_bound is None:
-        accepted = f"one that bounds what a client sends, as clip with a bound: noise {noise.kind} "
-        accepted += "is scaled by that bound"
-        raise ConfigError("bounding.kind", experiment.bounding.kind, accepted)
+        expected = f"one that bounds what a client sends, as clip with a bound: noise {noise.kind} "
+        expected += "is scaled by that bound"
+        raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
     remembering = experiment.stateful.kind if experiment.stateful else ""
     if experiment.model.local:
         remembering = remembering or "model.local"
@@ -170,10 +170,10 @@ def _refusal(
     others = [each for each in RELATIONS if not mechanism.uncovered(accountant, each)]
     if not others:
         return ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
-    accepted = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
+    expected = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
     drawn = replace(mechanism, placement="server")
     if by_clients and not drawn.uncovered(accountant, asked):
-        accepted += f"; or {asked} with noise.placement server"
+        expected += f"; or {asked} with noise.placement server"
     elif asked == "add_remove":
-        accepted += "; add_remove needs selection.kind poisson, and noise that the server draws"
-    return ConfigError("privacy.relation", asked, accepted)
+        expected += "; add_remove needs selection.kind poisson, and noise that the server draws"
+    return ConfigError("privacy.relation", asked, expected)

@@ -99,8 +99,8 @@ class DuringSteps(DrawnBy):
 
     def check(self, noise: Gaussian, experiment: Experiment) -> None:
         if experiment.bounding.sample_bound is None:
-            accepted = "client or server; noise at local steps needs bounding.kind per_sample_clip"
-            raise ConfigError("noise.placement", self.name, accepted)
+            expected = "client or server; noise at local steps needs bounding.kind per_sample_clip"
+            raise ConfigError("noise.placement", self.name, expected)
         at_local_steps.check(noise, experiment)
 
     def outline(
@@ -169,8 +169,8 @@ class ByClients(OnSums):
     def noised(self, noise: Gaussian, outline: Mechanism | None, facts: Facts) -> Release:
         if not facts.survivors:
             dropout = facts.experiment.selection.dropout
-            accepted = "one that leaves some client, and its noise, in every round of the run"
-            raise ConfigError("selection.dropout", dropout, accepted)
+            expected = "one that leaves some client, and its noise, in every round of the run"
+            raise ConfigError("selection.dropout", dropout, expected)
         return super().noised(noise, outline, facts)
 
 

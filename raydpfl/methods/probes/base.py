@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What k clients of a lane send, as a probe is shown it.
+    """What k clients of a chunk send, as a probe is shown it.
 
     Args:
         updates: float32 [k, d].
@@ -53,7 +53,7 @@ class Round:
         t: the round, from 0.
         bound: the bound that was in force, an L2 norm; None: nothing is bounded.
         columns: all that is known of each client, [r] by name: `client`, `norm`, `factor`,
-            `train_loss`, and what `lane` gave; NaN where a client failed.
+            `train_loss`, and what `chunk` gave; NaN where a client failed.
         total: float64 [d]: the sum of what was sent, without the server's noise.
         noise: float64 [d]: what the server has drawn on it; None: nothing.
         update: float64 [d]: the mean update, noise included.
@@ -147,7 +147,7 @@ Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
 
 class Probe(Member):
-    """Base of the family: what a member takes of a lane, and what it gives a round.
+    """Base of the family: what a member takes of a chunk, and what it gives a round.
 
     Nothing that a probe does changes the model, and none of it is noised: it is for those who may
     see all data.
@@ -156,24 +156,24 @@ class Probe(Member):
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` where there is no one model of all clients to look at."""
         if self.of_all and experiment.model.local:
-            accepted = "no measure of one model of all clients, as with model.local there is none"
-            raise ConfigError("measure", self.kind, accepted)
+            expected = "no measure of one model of all clients, as with model.local there is none"
+            raise ConfigError("measure", self.kind, expected)
 
     # whether it looks at clients' losses under one model of all
     of_all: ClassVar[bool] = False
 
-    # --- of a lane, where the clients are ---
+    # --- of a chunk, where the clients are ---
 
     @property
     def looks(self) -> bool:
         """Whether it looks at what clients send."""
-        return type(self).lane is not Probe.lane
+        return type(self).chunk is not Probe.chunk
 
     def columns(self, client_noise: bool) -> tuple[str, ...]:
-        """The names of what `lane` gives. `client_noise`: clients draw noise on what they send."""
+        """The names of what `chunk` gives. `client_noise`: clients draw noise on what they send."""
         return ()
 
-    def lane(self, sent: Sent) -> Columns:
+    def chunk(self, sent: Sent) -> Columns:
         """A number for each client, float64 [k] by name."""
         return {}
 

@@ -307,7 +307,7 @@ def _rows(
     shards: Shards, clients: Sequence[int] | np.ndarray, shares: Shares
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
-    rows = [shards.lane([i], int(shards.sizes[i])) for i in clients]
+    rows = [shards.chunk([i], int(shards.sizes[i])) for i in clients]
     x, y = (np.concatenate([each[k][0] for each in rows]) for k in (0, 1))
     weights = [
         np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)

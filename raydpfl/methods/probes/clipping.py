@@ -61,7 +61,7 @@ class BoundingProbe(Probe):
         expected = ("expected_norm",) if self.repeats else ()
         return ("bounded_norm", "angle", *expected, *(("noise_norm",) if client_noise else ()))
 
-    def lane(self, sent: Sent) -> Columns:
+    def chunk(self, sent: Sent) -> Columns:
         norms = torch.linalg.vector_norm(sent.vectors, dim=1).cpu().numpy()
         found = {"bounded_norm": norms, "angle": _angles(sent)}
         if self.repeats:

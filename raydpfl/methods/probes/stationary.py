@@ -60,8 +60,8 @@ class StationaryProbe(Probe):
     def fits(self, problem: Problem) -> None:
         found = linear(problem.module, problem.task, problem.shards, 0.0)
         if problem.shards.classes or found is None or found.width != 1:
-            accepted = "none of it, but for regression by a linear model of one parameter"
-            raise ConfigError("measure", self.kind, accepted)
+            expected = "none of it, but for regression by a linear model of one parameter"
+            raise ConfigError("measure", self.kind, expected)
         e = problem.experiment
         if not e.selection.sampling(problem.population).everyone or e.selection.dropout:
             raise _refused("selection.kind", e.selection.kind, "full, without dropouts")
@@ -84,8 +84,8 @@ class StationaryProbe(Probe):
         return Done(found)
 
 
-def _refused(field: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(field, value, f"{accepted}, with measure stationary")
+def _refused(field: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(field, value, f"{expected}, with measure stationary")
 
 
 class _Parabolas:
@@ -166,8 +166,8 @@ def _beyond(pull: Callable[[float], float], start: float, side: float) -> float:
         if pull(x) * side < 0:
             return x
         step *= 2
-    accepted = "none of it for a bounding that never pulls the model back"
-    raise ConfigError("measure", "stationary", accepted)
+    expected = "none of it for a bounding that never pulls the model back"
+    raise ConfigError("measure", "stationary", expected)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:

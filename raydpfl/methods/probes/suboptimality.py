@@ -49,16 +49,16 @@ class SuboptimalityProbe(Probe):
     def fits(self, problem: Problem) -> None:
         found = linear(problem.module, problem.task, problem.shards, problem.l2)
         if found is None:
-            accepted = "none of it for this model: only one linear layer has an optimum to find"
-            raise ConfigError("measure", self.kind, accepted)
+            expected = "none of it for this model: only one linear layer has an optimum to find"
+            raise ConfigError("measure", self.kind, expected)
         if problem.shards.classes and not problem.l2:
-            accepted = (
+            expected = (
                 "a number above 0 with measure suboptimality: without an L2 term there may be no "
             )
-            raise ConfigError("local.weight_decay", problem.l2, f"{accepted}optimum")
+            raise ConfigError("local.weight_decay", problem.l2, f"{expected}optimum")
         if not problem.shards.classes and found.width > WIDTH:
-            accepted = f"none of it for a linear model of more than {WIDTH} inputs"
-            raise ConfigError("measure", self.kind, accepted)
+            expected = f"none of it for a linear model of more than {WIDTH} inputs"
+            raise ConfigError("measure", self.kind, expected)
 
     def assess(self, problem: Problem, out: Path) -> Assess | None:
         optimum = _Optimum(problem, out)

@@ -202,11 +202,11 @@ class Selection(Member):
         return type(self).exposed is not Selection.exposed
 
     def _unasked(self, clients: np.ndarray) -> np.ndarray:
-        accepted = (
+        expected = (
             "one whose cohorts are known before the run; this one asks for losses, so that it must "
             "give exposed(seed, t, population), and only a run can draw"
         )
-        raise ConfigError("selection.kind", self.kind, accepted)
+        raise ConfigError("selection.kind", self.kind, expected)
 
     def fits(self, count: int) -> None:
         """Raises `ConfigError` if a population of `count` clients cannot give such cohorts."""

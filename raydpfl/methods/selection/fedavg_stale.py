@@ -26,11 +26,11 @@ class FedAvgStale(Uniform):
     def check(self, experiment: Experiment) -> None:
         bounding = experiment.bounding
         if bounding.remembers:
-            accepted = (
+            expected = (
                 f"another with bounding.kind {bounding.kind}, whose mean has every client's memory "
                 "in it, drawn or not"
             )
-            raise ConfigError("selection.kind", self.kind, accepted)
+            raise ConfigError("selection.kind", self.kind, expected)
 
     def divisor(self, population: Population) -> float:
         return float(len(population))

@@ -81,8 +81,8 @@ class PowerOfChoice(Sized):
     @model_validator(mode="after")
     def _alone(self) -> PowerOfChoice:
         if self.accounted == "chosen" and self.loss_std:
-            accepted = "candidates with selection.loss_std: noised losses are counted, of all asked"
-            raise ConfigError("selection.accounted", self.accounted, accepted)
+            expected = "candidates with selection.loss_std: noised losses are counted, of all asked"
+            raise ConfigError("selection.accounted", self.accounted, expected)
         return self
 
     @model_validator(mode="after")
@@ -96,8 +96,8 @@ class PowerOfChoice(Sized):
             )
         least = 1e-9 * (self.loss_bound or 0.0)
         if 0 < self.loss_std < least:
-            accepted = f"0, or at least {least:g}, a billionth of selection.loss_bound"
-            raise ConfigError("selection.loss_std", self.loss_std, accepted)
+            expected = f"0, or at least {least:g}, a billionth of selection.loss_bound"
+            raise ConfigError("selection.loss_std", self.loss_std, expected)
         return self
 
     @property
@@ -128,8 +128,8 @@ class PowerOfChoice(Sized):
         noise = experiment.noise
         at_steps = noise.private() and noise.protects() == "sample"
         if self.accounted == "chosen" and not at_steps:
-            accepted = "candidates, unless noise is drawn at local steps"
-            raise ConfigError("selection.accounted", self.accounted, accepted)
+            expected = "candidates, unless noise is drawn at local steps"
+            raise ConfigError("selection.accounted", self.accounted, expected)
 
     def fits(self, count: int) -> None:
         super().fits(count)

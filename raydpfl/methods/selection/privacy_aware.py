@@ -35,14 +35,14 @@ class PrivacyAware(WithReplacement):
     def check(self, experiment: Experiment) -> None:
         epochs = experiment.local.epochs
         if epochs is not None:
-            accepted = f"none with selection.kind {self.kind}: its costs are of clients with as "
-            raise ConfigError("local.epochs", epochs, f"{accepted}many steps each")
+            expected = f"none with selection.kind {self.kind}: its costs are of clients with as "
+            raise ConfigError("local.epochs", epochs, f"{expected}many steps each")
 
     def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
         found = variances()
         if found is None:
-            accepted = "noise at local steps, with noise.epsilon for the clients' budgets"
-            raise ConfigError("selection.kind", self.kind, accepted)
+            expected = "noise at local steps, with noise.epsilon for the clients' budgets"
+            raise ConfigError("selection.kind", self.kind, expected)
         return d * found
 
     def law(self, population: Population) -> np.ndarray:

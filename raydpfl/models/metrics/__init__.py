@@ -43,8 +43,8 @@ ALWAYS = ("loss", "accuracy")  # every evaluation has these
 def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError` on the field `section`."""
     if not isinstance(values, (list, tuple)) or not values:
-        accepted = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
-        raise ConfigError(section, values, accepted)
+        expected = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
+        raise ConfigError(section, values, expected)
     given = [{"kind": each} if isinstance(each, str) else each for each in values]
     found = tuple(choose(section, each, FAMILY, Metric) for each in given)
     if len({metric.name for metric in found}) < len(found):

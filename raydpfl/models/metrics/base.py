@@ -78,9 +78,9 @@ class Metric(Member):
         y = form.task.made_up(stream(0, Purpose.DATA), 2, form.outputs)
         self.sums(form, outputs, y.reshape(2, *form.target.shape))
 
-    def refused(self, accepted: str) -> ConfigError:
+    def refused(self, expected: str) -> ConfigError:
         """The error for a task that it has no meaning for."""
-        return ConfigError("evaluate.metrics", self.name, f"a metric of the task; {accepted}")
+        return ConfigError("evaluate.metrics", self.name, f"a metric of the task; {expected}")
 
 
 class Percent(Metric):

@@ -35,8 +35,8 @@ class TopK(Percent):
     def fits(self, form: Form) -> None:
         super().fits(form)
         if self.k >= form.outputs[-1]:
-            accepted = f"a k below the {form.outputs[-1]} classes"
-            raise ConfigError("evaluate.metrics.k", self.k, accepted)
+            expected = f"a k below the {form.outputs[-1]} classes"
+            raise ConfigError("evaluate.metrics.k", self.k, expected)
 
     def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         scores, y, counts = of_classes(self, form, outputs, y)

@@ -28,8 +28,8 @@ class HuggingFace(Module):
             module = make(make.config_class(**{**known, **self.args}))
         except RAISED as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            accepted = f"fields of {make.config_class.__name__} ({reason})"
-            raise ConfigError("model.args", self.args, accepted) from None
+            expected = f"fields of {make.config_class.__name__} ({reason})"
+            raise ConfigError("model.args", self.args, expected) from None
         module.register_forward_hook(partial(_scores, form.outputs))
         return module
 

@@ -18,7 +18,7 @@ class Mlp(Model):
     components).
 
     Sigmoid and ELU are left out: torch computes them differently by the position in a tensor, so a
-    run's bits would depend on the lane.
+    run's bits would depend on the chunk.
     """
 
     kind: str = "mlp"

@@ -53,11 +53,11 @@ def factory(path: str) -> Callable[..., Any]:
     makes = _declared(found) if isinstance(found, FunctionType) else None
     if isinstance(makes, type) and issubclass(makes, nn.Module):
         return found
-    accepted = "a class or a function that makes a torch.nn.Module"
+    expected = "a class or a function that makes a torch.nn.Module"
     if callable(found):
         said = f"def {path.split(':')[-1]}(...) -> torch.nn.Module"
-        accepted = f"a subclass of torch.nn.Module, or a function that says so: {said}"
-    raise ConfigError("model.kind", path, accepted)
+        expected = f"a subclass of torch.nn.Module, or a function that says so: {said}"
+    raise ConfigError("model.kind", path, expected)
 
 
 def _declared(function: FunctionType) -> Any:

@@ -33,8 +33,8 @@ class Transformer(TokenModel):
     @model_validator(mode="after")
     def _divides(self) -> Transformer:
         if self.width % self.heads:
-            accepted = f"a number that divides model.width = {self.width}"
-            raise ConfigError("model.heads", self.heads, accepted)
+            expected = f"a number that divides model.width = {self.width}"
+            raise ConfigError("model.heads", self.heads, expected)
         return self
 
     def tokens(

@@ -115,7 +115,7 @@ class Task(Member):
         raise NotImplementedError
 
     def closed(self) -> Closed | None:
-        """The form of the loss by which ways of training write its gradient out: `softmax`, the
+        """The form of the loss by which backends write its gradient out: `softmax`, the
         cross-entropy of a class in int64, or `squares`, half the mean squared error in float32.
         None: they have to differentiate `loss`.
         """
@@ -124,8 +124,8 @@ class Task(Member):
     def same_sort(self, other: Task) -> None:
         """Raises `ConfigError` where `other`, which a config names, takes other targets."""
         if other.takes != self.takes:
-            accepted = f"a task whose targets are those of the data ({self.kind}, or a loss of "
-            raise ConfigError("data.task.kind", other.kind, f"{accepted}your own with its base)")
+            expected = f"a task whose targets are those of the data ({self.kind}, or a loss of "
+            raise ConfigError("data.task.kind", other.kind, f"{expected}your own with its base)")
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Classification(Task):
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:
         if y.ndim != 1 or (y.dtype == object and not isinstance(y[0], str)):
-            accepted = "one column with a number or name to a row (several: task multi_label, "
-            raise ConfigError("data.y", name, f"{accepted}regression or sequence)")
+            expected = "one column with a number or name to a row (several: task multi_label, "
+            raise ConfigError("data.y", name, f"{expected}regression or sequence)")
         both, names = numbered(name, np.concatenate([y, test_y]), classes)
         count = classes if isinstance(classes, int) else len(names) or 1 + int(both.max())
         return both[: len(y)], both[len(y) :], Target((), count, names)
@@ -78,8 +78,8 @@ def numbered(
     if labels.dtype.kind in "biuf":
         whole = labels.min() >= 0 and labels.max() < CLASSES and (labels == np.floor(labels)).all()
         if not whole:
-            accepted = f"whole numbers from 0, or names; at most {CLASSES:,} classes"
-            raise ConfigError("data.y", name, f"{accepted} (numbers to predict: task regression)")
+            expected = f"whole numbers from 0, or names; at most {CLASSES:,} classes"
+            raise ConfigError("data.y", name, f"{expected} (numbers to predict: task regression)")
         found = labels.astype(np.int64)
         _check_count(name, found, classes)
         return found, ()
@@ -97,8 +97,8 @@ def _placed(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarr
     texts, index = np.unique(labels.astype(str), return_inverse=True)
     strange = [text for text in texts.tolist() if text not in places]
     if strange:
-        accepted = f"names of all labels of {name}; {strange[0]!r} is another"
-        raise ConfigError("data.classes", list(classes), accepted)
+        expected = f"names of all labels of {name}; {strange[0]!r} is another"
+        raise ConfigError("data.classes", list(classes), expected)
     return np.array([places[text] for text in texts.tolist()], np.int64)[index]
 
 
@@ -106,10 +106,10 @@ def _check_count(name: str, found: np.ndarray, classes: int | None) -> None:
     """Raises `ConfigError` for numbers beyond the classes that are given, and for ids."""
     largest = int(found.max())
     if classes is not None and largest >= classes:
-        accepted = f"more than {largest}, the largest label of {name}"
-        raise ConfigError("data.classes", classes, accepted)
+        expected = f"more than {largest}, the largest label of {name}"
+        raise ConfigError("data.classes", classes, expected)
     present = len(np.unique(found))
     if classes is None and largest + 1 >= MANY and present < FEW * (largest + 1):
         remedy = "give data.classes: their number, or the list of the labels that there are"
-        accepted = f"class numbers from 0 without such gaps: {present} up to {largest}"
-        raise ConfigError("data.y", name, f"{accepted} ({remedy})")
+        expected = f"class numbers from 0 without such gaps: {present} up to {largest}"
+        raise ConfigError("data.y", name, f"{expected} ({remedy})")

@@ -72,8 +72,8 @@ def _names(name: str, column: np.ndarray) -> list[list[str]]:
     rows: list[Any] = column.tolist()
     lists = [[row] if isinstance(row, str) else [str(each) for each in row] for row in rows]
     if any(not isinstance(each, str) for row in rows if not isinstance(row, str) for each in row):
-        accepted = "lists of names, or lists of 0 and 1 of one length"
-        raise ConfigError("data.y", name, f"{accepted}, for multi_label")
+        expected = "lists of names, or lists of 0 and 1 of one length"
+        raise ConfigError("data.y", name, f"{expected}, for multi_label")
     return lists
 
 
@@ -84,8 +84,8 @@ def _bits(rows: list[list[str]], names: tuple[str, ...]) -> np.ndarray:
     for row, labels in enumerate(rows):
         for label in labels:
             if label not in places:
-                accepted = f"names of all labels; {label!r} is another"
-                raise ConfigError("data.classes", list(names), accepted)
+                expected = f"names of all labels; {label!r} is another"
+                raise ConfigError("data.classes", list(names), expected)
             found[row, places[label]] = 1
     return found
 

@@ -96,8 +96,8 @@ class _Held(Accountant):
         if epsilons.shape == (count,) and (epsilons >= 0).all():  # NaN is not
             return epsilons
         given = " ".join(repr(found).split())[:80]
-        accepted = f"an accountant that gives {count} epsilons, each 0 or more (it gives {given})"
-        raise ConfigError("accountant", self.name, accepted)
+        expected = f"an accountant that gives {count} epsilons, each 0 or more (it gives {given})"
+        raise ConfigError("accountant", self.name, expected)
 
 
 def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:

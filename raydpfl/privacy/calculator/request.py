@@ -116,8 +116,8 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
             raise ConfigError(_flag(name), value, f"none with --unit {unit}, which takes {takes}")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
-            accepted = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
-            raise ConfigError(_flag(name), None, accepted)
+            expected = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
+            raise ConfigError(_flag(name), None, expected)
     given = {
         name: value.replace("-", "_") if isinstance(value, str) else value
         for name, value in options.items()
@@ -153,14 +153,14 @@ def _check_participations(most: int | None, rounds: int | None, sampling: Sampli
     draws = sampling.cohort if sampling.repeats else 1
     limit = math.inf if rounds is None else rounds * draws
     if not 1 <= most <= limit:
-        accepted = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
-        raise ConfigError("participations", most, accepted)
+        expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
+        raise ConfigError("participations", most, expected)
 
 
 def _check_steps(sampling: str, steps: int, participations: int | None) -> None:
     if sampling == "epochs":
-        accepted = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
-        raise ConfigError("sampling", sampling, accepted)
+        expected = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
+        raise ConfigError("sampling", sampling, expected)
     for name, value in (("steps", steps), ("participations", participations)):
         if value is not None and value < 1:
             raise ConfigError(name, value, "an integer, at least 1")
@@ -187,8 +187,8 @@ def _in_range(field: str, given: float | None, z: float | None) -> float | None:
     float64.
     """
     if z is not None and not 1e-6 <= z <= 1e6:
-        accepted = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
-        raise ConfigError(field, given, accepted)
+        expected = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
+        raise ConfigError(field, given, expected)
     return z
 
 
@@ -196,8 +196,8 @@ def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeate
     values: dict[Unknown, float | None] = {"noise": z, "epsilon": epsilon, "rounds": rounds}
     given = [name for name, value in values.items() if value is not None]
     if len(given) != 2:
-        accepted = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
-        raise ConfigError("given", given or None, f"{accepted}the third is computed")
+        expected = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
+        raise ConfigError("given", given or None, f"{expected}the third is computed")
     (missing,) = values.keys() - set(given)
     return missing
 
@@ -217,10 +217,10 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
     nearest += [f"--sampling {kind}" for kind in _laws_for(mechanism, relation)]
-    accepted = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
+    expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
-        raise ConfigError("relation", relation, accepted)
-    raise ConfigError("placement", mechanism.placement, accepted)
+        raise ConfigError("relation", relation, expected)
+    raise ConfigError("placement", mechanism.placement, expected)
 
 
 def _laws_for(mechanism: Mechanism, relation: Relation) -> list[str]:

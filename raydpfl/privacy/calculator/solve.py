@@ -46,8 +46,8 @@ class Question:
         answers = self.answers()
         first = answers[0]
         if first.rounds == 0:
-            accepted = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
-            raise ConfigError("epsilon", self.epsilon, f"{accepted}or more noise")
+            expected = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
+            raise ConfigError("epsilon", self.epsilon, f"{expected}or more noise")
         mechanism = mechanism or self.at(first.noise_multiplier, first.rounds)
         held = answers
         if self.unknown != "epsilon":

@@ -41,8 +41,8 @@ class Law:
     def check(self, sampling: Sampling) -> None:
         """Raises `ConfigError` for a population, cohort or p_max that the law cannot have."""
         if sampling.cohort > sampling.population:
-            accepted = f"an integer from 1 to the population of {sampling.population}"
-            raise ConfigError("cohort", sampling.cohort, accepted)
+            expected = f"an integer from 1 to the population of {sampling.population}"
+            raise ConfigError("cohort", sampling.cohort, expected)
 
     def default(self, population: int) -> int | None:
         """The cohort where none is given; None: it must be given."""

@@ -14,8 +14,8 @@ class Full(Law):
 
     def check(self, sampling):
         if sampling.cohort != sampling.population:
-            accepted = f"the whole population of {sampling.population} under full participation"
-            raise ConfigError("cohort", sampling.cohort, accepted)
+            expected = f"the whole population of {sampling.population} under full participation"
+            raise ConfigError("cohort", sampling.cohort, expected)
 
     def default(self, population):
         return population

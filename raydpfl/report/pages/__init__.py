@@ -37,9 +37,9 @@ def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
         source = _source(folder)
         found = source.runs(folder, name)
         if not found:
-            accepted = "the directories of runs, sweeps and studies, where several are compared"
+            expected = "the directories of runs, sweeps and studies, where several are compared"
             told = f"this one ({source.name}) has no run that has ended"
-            raise ConfigError("DIR", str(folder), f"{accepted}; {told}")
+            raise ConfigError("DIR", str(folder), f"{expected}; {told}")
         runs += found
     return Compared(runs, metric)
 

@@ -2,15 +2,15 @@
 
 `ClientActor` is a plain class. The runtime makes it a Ray actor (`client.actors` above 0) or calls
 it in the same process (`client.actors: 0`); the bits are the same, because all randomness is keyed
-and every lane has the same shape whoever runs it:
+and every chunk has the same shape whoever runs it:
 
-- pooled, an actor trains lanes, or parts of them where a client has the same bits in any
-  (`raydpfl.training.backends.base.Way.alone`), and returns one vector, the exact sum of what their
-  clients send;
-- per client, it trains its own client at that client's slot of the lane, the other slots standing
+- pooled, an actor trains chunks, or parts of them where a client has the same bits in any
+  (`raydpfl.training.backends.base.Backend.alone`), and returns one vector, the exact sum of what
+  their clients send;
+- per client, it trains its own client at that client's slot of the chunk, the other slots standing
   empty.
 
-A lane is trained in blocks of clients, [k, d]. `_contribute` makes of a block's updates what its
+A chunk is trained in blocks of clients, [k, d]. `_contribute` makes of a block's updates what its
 clients send, which is rounded to the grid (`raydpfl.core.exact_sum`), so that its sum has no order.
 """
 
@@ -34,7 +34,7 @@ import torch
 from raydpfl import models
 from raydpfl.core import device, exact_sum, native
 from raydpfl.core.hardware import threads
-from raydpfl.core.messages import OWN, Broadcast, Lane, LaneResult, View, Work
+from raydpfl.core.messages import OWN, Broadcast, Chunk, ChunkResult, View, Work
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import (
@@ -55,7 +55,7 @@ from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.data_cache import Resident, Rows
 from raydpfl.simulation.evaluation import Evaluator, Scored
 from raydpfl.simulation.worker import Process, Progress, any_own, own_code, peak_rss_mb
-from raydpfl.training.backends import WAYS
+from raydpfl.training.backends import BACKENDS
 from raydpfl.training.backends.base import Block, Sum
 from raydpfl.training.minibatches import batches, picked
 from raydpfl.training.process_settings import single_thread, tune_allocator
@@ -83,8 +83,8 @@ class Tally:
     largest: list[torch.Tensor] = field(default_factory=list)
     # of noise by a class from outside, see `raydpfl.simulation.noise_monitor`
     drawn: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    # the lane that was trained again for its measures, and what came of it (see `_again`)
-    again: tuple[Lane, torch.Tensor, np.ndarray] | None = None
+    # the chunk that was trained again for its measures, and what came of it (see `_again`)
+    again: tuple[Chunk, torch.Tensor, np.ndarray] | None = None
 
     @cached_property
     def d(self) -> int:
@@ -107,8 +107,8 @@ class Tally:
         _check_shape(f"{member} remembers", vectors, shape)
         self.memory.setdefault(member, []).append(vectors.float().cpu().numpy())
 
-    def result(self, total: np.ndarray, seconds: float) -> LaneResult:
-        """What goes back, in client order, in which joined lanes need not be trained."""
+    def result(self, total: np.ndarray, seconds: float) -> ChunkResult:
+        """What goes back, in client order, in which joined chunks need not be trained."""
         columns = {name: np.concatenate(each) for name, each in self.columns.items()}
         memory = {name: np.concatenate(each) for name, each in self.memory.items()}
         order = np.lexsort((columns["draw"], columns["client"]))
@@ -120,12 +120,12 @@ class Tally:
             name: np.sum(each, axis=0) if name == "sum" else np.concatenate(each)
             for name, each in self.drawn.items()
         }
-        return LaneResult(total, columns, memory, dropped, drawn, seconds, peak_rss_mb())
+        return ChunkResult(total, columns, memory, dropped, drawn, seconds, peak_rss_mb())
 
 
 class ClientActor(Process):
-    """Trains lanes of clients. Raises `ClientError` naming the client whose training failed or gave
-    a non-finite update.
+    """Trains chunks of clients. Raises `ClientError` naming the client whose training failed or
+    gave a non-finite update.
     """
 
     # whether updates may be added up as they are trained, and are not looked at
@@ -160,7 +160,7 @@ class ClientActor(Process):
         self.trainer = Trainer(
             module,
             experiment.local,
-            way=experiment.client.way,
+            backend=experiment.client.backend,
             seed=experiment.seed,
             device=self.device,
             clip=experiment.bounding.sample_bound,
@@ -186,24 +186,24 @@ class ClientActor(Process):
         if self.device.type != "cpu" or self.any_own or self.shards.made_by_own:
             return False
         others = e.personal is not None or e.evaluate.fine_tune is not None
-        draws = WAYS[e.client.way].draws or others
+        draws = BACKENDS[e.client.backend].draws or others
         return not (draws and draws_torch(self.module, self.form))
 
     def _empty(self) -> None:
-        """With nothing of any lane."""
+        """With nothing of any chunk."""
         self._scaled = self.device.type == "cpu" and _scales(self.experiment)
         self._shares = 0
-        self._sample: tuple[Lane, int, torch.Tensor] | None = None
+        self._sample: tuple[Chunk, int, torch.Tensor] | None = None
         self._state = self._kept()
         self._buffer = np.zeros((0, 0))
-        # of the lane in training: float64 [C], see `Trainer.lane`; norms, factors, losses [3, C]
+        # of the chunk in training: float64 [C], see `Trainer.chunk`; norms, factors, losses [3, C]
         self.clipped = np.empty(0)
         self.known = np.empty((3, 0))
         # what its clients have of their own once they have trained, [C, own]
         self.own_parts = torch.empty(0, 0)
-        # into how many parts a lane is cut, as the device's memory does not hold all of it
+        # into how many parts a chunk is cut, as the device's memory does not hold all of it
         self._cut = 1
-        # the slots of the lane in training, and their noise, which a thread draws
+        # the slots of the chunk in training, and their noise, which a thread draws
         self._drawn: tuple[np.ndarray, Future] | None = None
 
     def check(self) -> None:
@@ -222,7 +222,7 @@ class ClientActor(Process):
         y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
         added = torch.zeros(2, len(flat)) if local.corrects else None
         given = (flat, x, y.view(2, 2, *y.shape[1:]), [2, 2])
-        train = partial(self.trainer.lane, *given, clients=[0, 1], draws=[0, 0])
+        train = partial(self.trainer.chunk, *given, clients=[0, 1], draws=[0, 0])
         try:
             with device.blamed(self.device):
                 for _ in train(t=0, corrections=added):
@@ -232,26 +232,26 @@ class ClientActor(Process):
         except RAISED as error:
             kind = self.experiment.model.kind
             reason = in_line(error)
-            accepted = "a module that trains on a GPU, with all its tensors where its input is"
-            raise ConfigError("model.kind", kind, f"{accepted} ({reason})") from None
+            expected = "a module that trains on a GPU, with all its tensors where its input is"
+            raise ConfigError("model.kind", kind, f"{expected} ({reason})") from None
 
-    def train(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
-        """The exact sum of what the lanes' clients send, and what is known of each of them."""
+    def train(self, broadcast: Broadcast, work: Work, chunks: Sequence[Chunk]) -> ChunkResult:
+        """The exact sum of what the chunks' clients send, and what is known of each of them."""
         with contained(f"round {work.t}"):
-            return self._share(broadcast, work, lanes)
+            return self._share(broadcast, work, chunks)
 
-    def _share(self, broadcast: Broadcast, work: Work, lanes: Sequence[Lane]) -> LaneResult:
+    def _share(self, broadcast: Broadcast, work: Work, chunks: Sequence[Chunk]) -> ChunkResult:
         began = time.perf_counter()
         self.trainer.seed = work.seed
         self.trainer.noise_seed = work.noise_seed
         tally = self._tally(broadcast, work)
         total = self._zeros(tally.d)
-        joined = list(self._joined(lanes))
-        for lane in joined[1:]:  # the first is read at once
-            self.shards.prefetch(lane.members, lane.rows)
+        joined = list(self._joined(chunks))
+        for chunk in joined[1:]:  # the first is read at once
+            self.shards.prefetch(chunk.members, chunk.rows)
         with device.blamed(self.device):
-            for lane in joined:
-                self._sum(tally, lane, total)
+            for chunk in joined:
+                self._sum(tally, chunk, total)
             for other in total[1:]:
                 total[0] += other
             summed = total[0, : tally.d].cpu().numpy()
@@ -284,7 +284,7 @@ class ClientActor(Process):
         with device.blamed(self.device), torch.inference_mode():
             for client in clients:
                 self.progress.at(client)
-                x, y, _ = self.rows.lane([client], int(self.shards.sizes[client]), again=True)
+                x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]), again=True)
                 with self.keyed(self.experiment.seed, t=t, client=client, step=3):
                     outputs = self.module(torch.as_tensor(x[0]))
                     parts.append(self.form.task.loss(outputs, torch.as_tensor(y[0])).double())
@@ -302,7 +302,7 @@ class ClientActor(Process):
         with device.blamed(self.device):
             return self.evaluator.evaluate(model, t, which, own)
 
-    # --- the sum of a lane ---
+    # --- the sum of a chunk ---
 
     def _tally(self, broadcast: Broadcast, work: Work) -> Tally:
         def here(array: np.ndarray) -> torch.Tensor:
@@ -316,53 +316,53 @@ class ClientActor(Process):
         lr = self.experiment.local.learning_rate(work.t)
         return Tally(work, lr, here(broadcast.model), told)
 
-    def _joined(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
-        """The lanes, those joined that the trainer takes at once and that hardly pad each other."""
+    def _joined(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        """The chunks, joined where the trainer takes them at once and padding hardly grows."""
         features = math.prod(self.shards.shape)
-        alike: dict[tuple[int, ...], list[Lane]] = {}
-        for lane in sorted(lanes, key=lambda each: each.rows):
-            steps = self.experiment.local.step_counts(self._held(lane.clients))
-            if lane.slot is not None or not self.trainer.joins(steps):
-                yield lane
+        alike: dict[tuple[int, ...], list[Chunk]] = {}
+        for chunk in sorted(chunks, key=lambda each: each.rows):
+            steps = self.experiment.local.step_counts(self._held(chunk.clients))
+            if chunk.slot is not None or not self.trainer.joins(steps):
+                yield chunk
                 continue
-            same = alike.setdefault(self.trainer.alike(lane.width, lane.rows), [])
+            same = alike.setdefault(self.trainer.alike(chunk.width, chunk.rows), [])
             if same:
-                padded = len(same) * (lane.rows - same[-1].rows)
-                most = self.trainer.together(lane.width, lane.rows, features)
-                if len(same) >= most or padded * lane.width * features > self.trainer.padding:
-                    yield Lane.joined(same)
+                padded = len(same) * (chunk.rows - same[-1].rows)
+                most = self.trainer.together(chunk.width, chunk.rows, features)
+                if len(same) >= most or padded * chunk.width * features > self.trainer.padding:
+                    yield Chunk.joined(same)
                     same.clear()
-            same.append(lane)
-        yield from map(Lane.joined, filter(None, alike.values()))
+            same.append(chunk)
+        yield from map(Chunk.joined, filter(None, alike.values()))
 
-    def _sum(self, tally: Tally, lane: Lane, found: torch.Tensor) -> None:
-        """Adds what the clients of a lane send, or of several, to `found`, as of `_zeros`."""
-        if self._added(tally, lane, found):
+    def _sum(self, tally: Tally, chunk: Chunk, found: torch.Tensor) -> None:
+        """Adds what the clients of a chunk send, or of several, to `found`, as of `_zeros`."""
+        if self._added(tally, chunk, found):
             return
         # What a user's own code computes or draws for one client must not depend on the others.
         apart = self.experiment.bounding.is_own
-        self.own_parts = self.personal.had(lane, np.arange(len(lane.clients)))
-        with self._drawing(tally, lane):
-            for trained in self._trained(tally, lane):
+        self.own_parts = self.personal.had(chunk, np.arange(len(chunk.clients)))
+        with self._drawing(tally, chunk):
+            for trained in self._trained(tally, chunk):
                 if trained.own is not None:
                     self.own_parts[self._index(trained.slots)] = trained.own
                 for block in trained.apart() if apart else (trained,):
-                    self._send(tally, lane, block, found[0, : tally.d])
-        slots = np.flatnonzero(lane.members >= 0)
-        self._beside(tally, lane, slots)
+                    self._send(tally, chunk, block, found[0, : tally.d])
+        slots = np.flatnonzero(chunk.members >= 0)
+        self._beside(tally, chunk, slots)
         for some in slots[:, None] if apart else [slots]:
-            self._know(tally, lane, some)
+            self._know(tally, chunk, some)
 
-    def _added(self, tally: Tally, lane: Lane, found: torch.Tensor) -> bool:
-        """As `_sum`, by a way that adds up itself, while each update is in the cache; False where
-        none does, or the lane cannot be trained as it is, and nothing is done.
+    def _added(self, tally: Tally, chunk: Chunk, found: torch.Tensor) -> bool:
+        """As `_sum`, by a backend that adds up itself, while each update is in the cache; False
+        where none does, or the chunk cannot be trained as it is, and nothing is done.
         """
         work = tally.work
-        into = self._into(work, lane, found)
+        into = self._into(work, chunk, found)
         if into is None:
             return False
-        self._forget(lane)
-        blocks = self._train(tally, lane, lane.members, self.clipped, into)
+        self._forget(chunk)
+        blocks = self._train(tally, chunk, chunk.members, self.clipped, into)
         try:
             first = next(blocks)
         except RAISED:  # before anything is trained
@@ -373,53 +373,53 @@ class ClientActor(Process):
             norms = np.where(finite, block.norms, np.nan)
             for place in () if finite.all() else (~finite).nonzero()[0]:
                 slot = int(block.slots[place])
-                self._fault(tally, lane, slot, float(block.norms[place]))
+                self._fault(tally, chunk, slot, float(block.norms[place]))
             self.known[:, block.slots] = norms, into.factors[block.slots], block.losses
         if not into.fits[0]:
             exact_sum.check_range(math.inf, work.grid)
-        slots = np.flatnonzero(lane.members >= 0)
+        slots = np.flatnonzero(chunk.members >= 0)
         norms, factors, _ = self.known[:, slots]
-        clients = lane.clients[slots]
+        clients = chunk.clients[slots]
         self._check_factors(work, clients, np.where(np.isfinite(norms), norms, 0), factors)
-        self._know(tally, lane, slots)
+        self._know(tally, chunk, slots)
         return True
 
-    def _into(self, work: Work, lane: Lane, found: torch.Tensor) -> Sum | None:
-        """Where the way is to add up what the clients of a lane send; None: it is not."""
+    def _into(self, work: Work, chunk: Chunk, found: torch.Tensor) -> Sum | None:
+        """Where the backend is to add up what the clients of a chunk send; None: it is not."""
         e = self.experiment
         plain = self._scaled and not self.own and not self.personal.own
         # what a class from outside draws is looked at, vector by vector
         drawn = work.client_std == 0 or (e.noise.keyed and not e.noise.is_own)
         if not (self.adds and self.trainer.adds and plain and drawn):
             return None
-        members = lane.members[lane.members >= 0]
+        members = chunk.members[chunk.members >= 0]
         trained = len(members) and self.shards.sizes[members].all()
         closed = e.bounding.closed(math.inf if work.bound is None else work.bound)
         if not trained or closed is None:
             return None
         return Sum(
             closed,
-            np.ascontiguousarray(lane.weights, np.float64),
-            *(work.client_std, work.noise_seed, work.t, lane.clients, lane.draws),
+            np.ascontiguousarray(chunk.weights, np.float64),
+            *(work.client_std, work.noise_seed, work.t, chunk.clients, chunk.draws),
             *(work.grid, found.numpy()),
-            factors=np.empty(len(lane.clients)),
+            factors=np.empty(len(chunk.clients)),
             fits=np.ones(1, bool),
         )
 
-    def _beside(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
+    def _beside(self, tally: Tally, chunk: Chunk, slots: np.ndarray) -> None:
         """Has the clients at these slots train what they have of their own beside the model, but
         for those that have failed.
         """
         failed = np.isnan(self.known[0])
-        members = np.where(failed, -1, lane.members)
+        members = np.where(failed, -1, chunk.members)
         work = tally.work
-        own = self.personal.beside(tally.model, lane, members, work.t, work.seed)
+        own = self.personal.beside(tally.model, chunk, members, work.t, work.seed)
         if own is None:
             return
         finite = own[self._index(slots)].isfinite().all(1).cpu().numpy()
         for slot in slots[~finite].tolist():
             detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
-            self._drop(tally, int(lane.clients[slot]), detail)
+            self._drop(tally, int(chunk.clients[slot]), detail)
             own[slot] = self.own_parts[slot]
         self.own_parts = own
 
@@ -427,16 +427,16 @@ class ClientActor(Process):
         """See `device.index`."""
         return device.index(slots, self.device)
 
-    def _send(self, tally: Tally, lane: Lane, block: Block, found: torch.Tensor) -> None:
+    def _send(self, tally: Tally, chunk: Chunk, block: Block, found: torch.Tensor) -> None:
         """Adds what a block's clients send to `found`, float64 [d]: half of them after the others
         where the device's memory does not hold it of all.
         """
         if self._scaled:
-            self._scale(tally, lane, block, found)
+            self._scale(tally, chunk, block, found)
             return
         vectors = None
         try:
-            vectors = self._contribute(tally, lane, block)
+            vectors = self._contribute(tally, chunk, block)
         except RuntimeError as error:
             alone = len(block.slots) == 1
             if alone or self.device.type == "cpu" or not device.exhausted(error):
@@ -448,9 +448,9 @@ class ClientActor(Process):
         device.freed(self.device)
         half = len(block.slots) // 2
         for part in (slice(half), slice(half, None)):
-            self._send(tally, lane, block.part(part), found)
+            self._send(tally, chunk, block.part(part), found)
 
-    def _scale(self, tally: Tally, lane: Lane, block: Block, found: torch.Tensor) -> None:
+    def _scale(self, tally: Tally, chunk: Chunk, block: Block, found: torch.Tensor) -> None:
         """Adds what a block's clients send to `found`, float64 [d]: as `_contribute` and `_reduce`
         do, where that is their updates, scaled, without the vectors in float64.
         """
@@ -459,16 +459,16 @@ class ClientActor(Process):
         norms = lengths.copy()
         finite = np.isfinite(norms)
         for place in () if finite.all() else (~finite).nonzero()[0]:
-            self._fault(tally, lane, int(slots[place]), float(norms[place]))
+            self._fault(tally, chunk, int(slots[place]), float(norms[place]))
             alone = slice(place, place + 1)
-            block.updates[place] = self._idle(tally, lane, slots[alone])
+            block.updates[place] = self._idle(tally, chunk, slots[alone])
             lengths[alone] = native.norms(block.updates[alone])
             norms[place] = math.nan
-        factors = self._factors(tally, lane, slots, lengths).numpy()
+        factors = self._factors(tally, chunk, slots, lengths).numpy()
         self.known[:, slots] = norms, factors, block.losses
-        noise = self._noise(tally, lane, slots)
-        self._look(tally, lane, slots, noise, block.updates)
-        scale = factors * lane.weights[slots]
+        noise = self._noise(tally, chunk, slots)
+        self._look(tally, chunk, slots, noise, block.updates)
+        scale = factors * chunk.weights[slots]
         exact_sum.add(found.numpy(), block.updates.numpy(), tally.work.grid, scale, noise)
 
     def _reduce(self, tally: Tally, vectors: torch.Tensor, found: torch.Tensor) -> None:
@@ -480,21 +480,21 @@ class ClientActor(Process):
         found += vectors.sum(0)
         tally.largest.append(largest)
 
-    def _contribute(self, tally: Tally, lane: Lane, block: Block) -> torch.Tensor:
+    def _contribute(self, tally: Tally, chunk: Chunk, block: Block) -> torch.Tensor:
         """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
         slots = block.slots
         bounding = self.experiment.bounding
-        view = self._view(tally, lane, "bounding", slots)
-        vectors, norms, lengths = self._sent(tally, lane, block, view)
-        factors = self._factors(tally, lane, slots, lengths.numpy())
-        scale = factors * torch.from_numpy(lane.weights[slots])
+        view = self._view(tally, chunk, "bounding", slots)
+        vectors, norms, lengths = self._sent(tally, chunk, block, view)
+        factors = self._factors(tally, chunk, slots, lengths.numpy())
+        scale = factors * torch.from_numpy(chunk.weights[slots])
         unbounded = vectors.clone() if bounding.remembers else vectors
         vectors *= device.sent(scale, self.device)[:, None]
-        noise = self._noise(tally, lane, slots)
-        measured = self._measured(tally, lane, block, vectors, noise)
+        noise = self._noise(tally, chunk, slots)
+        measured = self._measured(tally, chunk, block, vectors, noise)
         left = bounding.remember(unbounded, vectors, view)
         if self.any_own:
-            self._check_sent(tally.work, lane, slots, vectors)
+            self._check_sent(tally.work, chunk, slots, vectors)
         exact = vectors.clone() if self.experiment.noise.is_own else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
@@ -502,28 +502,28 @@ class ClientActor(Process):
         own = None
         if local.remembers:
             moved = bounding.moved(vectors.clone() if self.any_own else vectors, view)
-            own = local.remember(moved, self._view(tally, lane, "local", slots))
+            own = local.remember(moved, self._view(tally, chunk, "local", slots))
         # at last, as what comes before may be done again where memory is short
         self.known[:, slots] = norms, factors.numpy(), block.losses
-        self._look(tally, lane, slots, noise, exact)
+        self._look(tally, chunk, slots, noise, exact)
         tally.add(measured)
         tally.keep("bounding", left, (len(slots), tally.d))
         tally.keep("local", own, (len(slots), tally.d))
         return vectors
 
-    def _know(self, tally: Tally, lane: Lane, slots: np.ndarray) -> None:
+    def _know(self, tally: Tally, chunk: Chunk, slots: np.ndarray) -> None:
         """Takes note of what is known of clients once they have sent."""
         norms, factors, losses = self.known[:, slots]
         if self.personal.own:
             failed = slots[np.isnan(norms)]
-            self.own_parts[self._index(failed)] = self.personal.had(lane, failed)
+            self.own_parts[self._index(failed)] = self.personal.had(chunk, failed)
             kept = self.own_parts[self._index(slots)]
             tally.keep(OWN, kept, (len(slots), self.personal.own))
         samples = np.where(np.isfinite(norms), self.clipped[slots], np.nan)
         tally.add(
             {
-                "client": lane.clients[slots],
-                "draw": lane.draws[slots],
+                "client": chunk.clients[slots],
+                "draw": chunk.draws[slots],
                 "norm": norms,
                 "factor": factors,
                 "clipped": self.experiment.bounding.clipped(factors, samples),
@@ -532,7 +532,7 @@ class ClientActor(Process):
         )
 
     def _sent(
-        self, tally: Tally, lane: Lane, block: Block, view: View
+        self, tally: Tally, chunk: Chunk, block: Block, view: View
     ) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
         """What a block's clients would send unbounded, float64 [k, d], and its norms twice, [k].
 
@@ -546,10 +546,10 @@ class ClientActor(Process):
         lengths = self._lengths(vectors)
         norms = lengths.numpy().copy()
         for place in (~np.isfinite(norms)).nonzero()[0]:
-            self._fault(tally, lane, int(block.slots[place]), float(norms[place]))
+            self._fault(tally, chunk, int(block.slots[place]), float(norms[place]))
             slot = block.slots[place : place + 1]
-            idle = self._idle(tally, lane, slot)[None]
-            alone = self._view(tally, lane, "bounding", slot)
+            idle = self._idle(tally, chunk, slot)[None]
+            alone = self._view(tally, chunk, "bounding", slot)
             vectors[place] = bounding.send(idle.double(), alone)[0]
             lengths[place] = self._lengths(vectors[place : place + 1])[0]
             norms[place] = math.nan
@@ -565,7 +565,7 @@ class ClientActor(Process):
             lengths = torch.from_numpy(native.norms(vectors))
         return torch.where((lengths > 0) & (lengths < FAINT), FAINT, lengths)
 
-    def _noise(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
+    def _noise(self, tally: Tally, chunk: Chunk, slots: np.ndarray) -> np.ndarray | None:
         """What the clients draw on what they send, float64 [k, d]; None: nothing."""
         work = tally.work
         if work.client_std == 0:
@@ -574,26 +574,26 @@ class ClientActor(Process):
             who, drawn = self._drawn
             noise = drawn.result()
             return None if noise is None else noise[np.searchsorted(who, slots)]
-        return self._draw(tally, lane, slots)
+        return self._draw(tally, chunk, slots)
 
     @contextmanager
-    def _drawing(self, tally: Tally, lane: Lane) -> Iterator[None]:
-        """Draws the noise of the lane's clients in a thread while they train on a device."""
-        slots = np.flatnonzero(lane.members >= 0)
+    def _drawing(self, tally: Tally, chunk: Chunk) -> Iterator[None]:
+        """Draws the noise of the chunk's clients in a thread while they train on a device."""
+        slots = np.flatnonzero(chunk.members >= 0)
         small = 8 * tally.d * len(slots) <= AHEAD
         if self.device.type == "cpu" or tally.work.client_std == 0 or not small:
             yield
             return
         with ThreadPoolExecutor(1) as thread:
-            self._drawn = slots, thread.submit(self._draw, tally, lane, slots)
+            self._drawn = slots, thread.submit(self._draw, tally, chunk, slots)
             try:
                 yield
             finally:
                 self._drawn = None
 
-    def _draw(self, tally: Tally, lane: Lane, slots: np.ndarray) -> np.ndarray | None:
+    def _draw(self, tally: Tally, chunk: Chunk, slots: np.ndarray) -> np.ndarray | None:
         work = tally.work
-        who = (lane.clients[slots], lane.draws[slots])
+        who = (chunk.clients[slots], chunk.draws[slots])
         d = tally.d
         noise = self.experiment.noise
         drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, d)
@@ -605,7 +605,7 @@ class ClientActor(Process):
     def _look(
         self,
         tally: Tally,
-        lane: Lane,
+        chunk: Chunk,
         slots: np.ndarray,
         noise: np.ndarray | None,
         sent: torch.Tensor,
@@ -619,14 +619,14 @@ class ClientActor(Process):
         kind = self.experiment.noise.kind
         if noise is None:
             raise RunError(
-                f"noise.kind {kind} draws no noise of client {lane.clients[slots[0]]} in round "
+                f"noise.kind {kind} draws no noise of client {chunk.clients[slots[0]]} in round "
                 f"{tally.work.t}, where N(0, {std:.6g}^2) was accounted for"
             )
         if self.experiment.noise.is_own:
             from raydpfl.simulation.noise_monitor import numbers  # loads scipy
 
             hidden = sent.cpu().numpy().astype(np.float64)
-            found = {**numbers(noise, std, [hidden]), "client": lane.clients[slots]}
+            found = {**numbers(noise, std, [hidden]), "client": chunk.clients[slots]}
             for name, values in {**found, "sum": noise.sum(0)}.items():
                 tally.drawn.setdefault(name, []).append(values)
 
@@ -639,7 +639,7 @@ class ClientActor(Process):
         return torch.from_numpy(self._buffer[:k]).copy_(updates)
 
     def _factors(
-        self, tally: Tally, lane: Lane, slots: np.ndarray, lengths: np.ndarray
+        self, tally: Tally, chunk: Chunk, slots: np.ndarray, lengths: np.ndarray
     ) -> torch.Tensor:
         """What bounding multiplies vectors of these norms by, float64 [k]. Raises `RunError` where
         that leaves more than the bound.
@@ -649,14 +649,14 @@ class ClientActor(Process):
         bound = math.inf if work.bound is None else work.bound
         key = {
             "t": work.t,
-            "client": int(lane.clients[slots[0]]),
-            "draw": int(lane.draws[slots[0]]),
+            "client": int(chunk.clients[slots[0]]),
+            "draw": int(chunk.draws[slots[0]]),
         }
         with self.keyed(work.seed, **key, step=2):
             # a copy, as the norms that what is left is checked by may not be changed
             factors = bounding.factors(torch.from_numpy(lengths.copy()), bound)
         _check_shape(f"bounding.kind {bounding.kind} gives factors", factors, lengths.shape)
-        self._check_factors(work, lane.clients[slots], lengths, factors.numpy())
+        self._check_factors(work, chunk.clients[slots], lengths, factors.numpy())
         return factors
 
     def _check_factors(
@@ -675,28 +675,31 @@ class ClientActor(Process):
                 f"its bound of {work.bound:g}"
             )
 
-    def _check_sent(self, work: Work, lane: Lane, slots: np.ndarray, vectors: torch.Tensor) -> None:
+    def _check_sent(
+        self, work: Work, chunk: Chunk, slots: np.ndarray, vectors: torch.Tensor
+    ) -> None:
         """Raises `RunError` where what clients send, weighted and without noise, float64 [k, d], is
         longer than the bound: code from outside that was given it may have changed it.
         """
         if work.bound is None:
             return
         lengths = self._lengths(vectors).numpy()
-        within = lengths <= work.bound * np.abs(lane.weights[slots]) * (1 + 1e-9)
+        within = lengths <= work.bound * np.abs(chunk.weights[slots]) * (1 + 1e-9)
         if not within.all():
             place = int(np.argmin(within))
-            sent = lengths[place] / abs(lane.weights[slots[place]])
+            sent = lengths[place] / abs(chunk.weights[slots[place]])
+            client = chunk.clients[slots[place]]
             raise RunError(
-                f"client {lane.clients[slots[place]]} sends norm {sent:g} in round {work.t}, above "
-                f"the bound of {work.bound:g} of bounding.kind {self.experiment.bounding.kind}"
+                f"client {client} sends norm {sent:g} in round {work.t}, above the bound of "
+                f"{work.bound:g} of bounding.kind {self.experiment.bounding.kind}"
             )
 
-    def _view(self, tally: Tally, lane: Lane, member: str, slots: np.ndarray) -> View:
+    def _view(self, tally: Tally, chunk: Chunk, member: str, slots: np.ndarray) -> View:
         """What the clients at these slots know of the round, for the hooks of a member."""
 
         def remembered() -> torch.Tensor:
             own = torch.zeros(len(slots), tally.d)
-            stored = lane.memory.get(member, {})
+            stored = chunk.memory.get(member, {})
             for place, slot in enumerate(slots.tolist()):
                 if slot in stored:
                     own[place] = torch.tensor(stored[slot])
@@ -705,16 +708,16 @@ class ClientActor(Process):
         told = tally.told.get(member, {})
         return View(tally.work.t, tally.lr, tally.work.bound, tally.model, told, remembered)
 
-    def _idle(self, tally: Tally, lane: Lane, slots: np.ndarray) -> torch.Tensor:
+    def _idle(self, tally: Tally, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
         """The update of a client that has not trained, float32 [d]."""
-        return self.experiment.local.idle(self._view(tally, lane, "local", slots))
+        return self.experiment.local.idle(self._view(tally, chunk, "local", slots))
 
     # --- what is measured on the side ---
 
     def _measured(
         self,
         tally: Tally,
-        lane: Lane,
+        chunk: Chunk,
         block: Block,
         vectors: torch.Tensor,
         noise: np.ndarray | None,
@@ -723,35 +726,35 @@ class ClientActor(Process):
         found: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
             told = tally.told.get(f"measure.{probe.kind}", {})
-            again = partial(self._again, tally, lane, block.slots)
-            found |= probe.lane(Sent(block.updates, vectors, noise, told, again))
+            again = partial(self._again, tally, chunk, block.slots)
+            found |= probe.chunk(Sent(block.updates, vectors, noise, told, again))
         return found
 
     def _again(
-        self, tally: Tally, lane: Lane, slots: np.ndarray, times: int
+        self, tally: Tally, chunk: Chunk, slots: np.ndarray, times: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """See `raydpfl.methods.probes.Sent.again`. The lane is trained again once for all
+        """See `raydpfl.methods.probes.Sent.again`. The chunk is trained again once for all
         its blocks.
         """
-        if tally.again is None or tally.again[0] is not lane:
-            tally.again = lane, *self._repeated(tally, lane, times)
+        if tally.again is None or tally.again[0] is not chunk:
+            tally.again = chunk, *self._repeated(tally, chunk, times)
         _, sums, squares = tally.again
         return sums[self._index(slots)], squares[slots]
 
-    def _repeated(self, tally: Tally, lane: Lane, times: int) -> tuple[torch.Tensor, np.ndarray]:
-        width = len(lane.clients)
+    def _repeated(self, tally: Tally, chunk: Chunk, times: int) -> tuple[torch.Tensor, np.ndarray]:
+        width = len(chunk.clients)
         sums = torch.zeros(width, tally.d, dtype=torch.float64, device=self.device)
         squares = np.zeros(width)
         for k in range(1, times + 1):
-            again = replace(lane, draws=lane.draws + (k << 20))  # draws that no cohort has
+            again = replace(chunk, draws=chunk.draws + (k << 20))  # draws that no cohort has
             try:
-                for block in self._train(tally, again, lane.members):
-                    view = self._view(tally, lane, "bounding", block.slots)
+                for block in self._train(tally, again, chunk.members):
+                    view = self._view(tally, chunk, "bounding", block.slots)
                     sent = self.experiment.bounding.send(block.updates.double(), view)
                     sums[self._index(block.slots)] += sent
                     squares[block.slots] += (sent * sent).sum(1).cpu().numpy()
             except RAISED as error:
-                # some client's, which is found and named when the lane is trained
+                # some client's, which is found and named when the chunk is trained
                 device.blame(self.device, error)
                 squares[:] = np.nan
                 break
@@ -759,57 +762,57 @@ class ClientActor(Process):
 
     # --- training ---
 
-    def _forget(self, lane: Lane) -> None:
-        """Nothing is known yet of a lane."""
-        self.clipped = np.full(len(lane.clients), np.nan)
-        self.known = np.full((3, len(lane.clients)), np.nan)
+    def _forget(self, chunk: Chunk) -> None:
+        """Nothing is known yet of a chunk."""
+        self.clipped = np.full(len(chunk.clients), np.nan)
+        self.known = np.full((3, len(chunk.clients)), np.nan)
 
-    def _trained(self, tally: Tally, lane: Lane) -> Iterator[Block]:
-        """The updates of the lane's clients, in its order. A client that raises is found by
+    def _trained(self, tally: Tally, chunk: Chunk) -> Iterator[Block]:
+        """The updates of the chunk's clients, in its order. A client that raises is found by
         training each alone; its update is NaN.
         """
-        members = lane.members
-        self._forget(lane)
+        members = chunk.members
+        self._forget(chunk)
         done = 0
         try:
-            for block in self._fitting(tally, lane, members):
-                yield self._sampled(lane, block)
+            for block in self._fitting(tally, chunk, members):
+                yield self._sampled(chunk, block)
                 done = int(block.slots[-1]) + 1
             return
         except (DeviceError, ConfigError):  # no client's: of rows that a source makes, the latter
             raise
         except RAISED as error:
             device.blame(self.device, error)
-            clear_frames(error.__traceback__)  # which hold the tensors of the lane
+            clear_frames(error.__traceback__)  # which hold the tensors of the chunk
             raised = error
-        # not in the clause above, where the lane would be kept in memory
-        failures = self._failures(tally, lane, members)
+        # not in the clause above, where the chunk would be kept in memory
+        failures = self._failures(tally, chunk, members)
         if not failures:
             raise raised
         for slot, detail in failures.items():
-            tally.failed.add((int(members[slot]), int(lane.draws[slot])))
+            tally.failed.add((int(members[slot]), int(chunk.draws[slot])))
             self._drop(tally, int(members[slot]), detail)
         survivors = members.copy()
         survivors[list(failures)] = -1
-        pending = self._one_by_one(tally, lane, survivors)
+        pending = self._one_by_one(tally, chunk, survivors)
         for slot in np.flatnonzero(members >= 0).tolist():
             block = self._none(tally, slot) if slot in failures else next(pending)
             if slot >= done:
                 yield block
 
-    def _one_by_one(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
-        for block in self._fitting(tally, lane, members):
+    def _one_by_one(self, tally: Tally, chunk: Chunk, members: np.ndarray) -> Iterator[Block]:
+        for block in self._fitting(tally, chunk, members):
             yield from block.apart()
 
-    def _fitting(self, tally: Tally, lane: Lane, members: np.ndarray) -> Iterator[Block]:
-        """As `_train`. Where the device's memory does not hold the lane, half as many of its
+    def _fitting(self, tally: Tally, chunk: Chunk, members: np.ndarray) -> Iterator[Block]:
+        """As `_train`. Where the device's memory does not hold the chunk, half as many of its
         clients train at once, from the first on that has not been given.
         """
         done = 0
         while True:
             cut = max(1, min(self._cut, len(members) // 2))
             try:
-                for block in self._parts(tally, lane, members, cut, done):
+                for block in self._parts(tally, chunk, members, cut, done):
                     yield block
                     done = int(block.slots[-1]) + 1
                 return
@@ -818,24 +821,24 @@ class ClientActor(Process):
                 least = len(members) < 4 * cut
                 if least or self.device.type == "cpu" or not device.exhausted(error):
                     raise
-                clear_frames(error.__traceback__)  # which hold the tensors of the lane
-            # not in the clause above, where the lane would be kept in memory
+                clear_frames(error.__traceback__)  # which hold the tensors of the chunk
+            # not in the clause above, where the chunk would be kept in memory
             device.freed(self.device)
             self._cut = 2 * cut
 
     def _parts(
-        self, tally: Tally, lane: Lane, members: np.ndarray, cut: int, done: int
+        self, tally: Tally, chunk: Chunk, members: np.ndarray, cut: int, done: int
     ) -> Iterator[Block]:
-        """As `_train`, of the lane cut in so many parts, from the slot `done` on."""
+        """As `_train`, of the chunk cut in so many parts, from the slot `done` on."""
         if cut == 1:
-            yield from self._train(tally, lane, members, self.clipped)
+            yield from self._train(tally, chunk, members, self.clipped)
             return
         edges = np.linspace(0, len(members), cut + 1).astype(int).tolist()
         for start, end in pairwise(edges):
             part = slice(start, end)
             if (members[max(start, done) : end] < 0).all():
                 continue
-            for block in self._train(tally, lane.part(part), members[part], self.clipped[part]):
+            for block in self._train(tally, chunk.part(part), members[part], self.clipped[part]):
                 new = block.slots + start >= done
                 if new.any():
                     yield block.part(slice(int(np.argmax(new)), None), start)
@@ -848,33 +851,33 @@ class ClientActor(Process):
     def _train(
         self,
         tally: Tally,
-        lane: Lane,
+        chunk: Chunk,
         members: np.ndarray,
         clipped: np.ndarray | None = None,
         into: Sum | None = None,
     ) -> Iterator[Block]:
-        """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.lane`.
+        """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.chunk`.
         Without `clipped` they train apart from the round, in memory of their own.
         """
         local = self.experiment.local
-        rows, drawn = self._batches(tally, lane, members)
-        x, y, sizes = self.rows.lane(members, lane.rows, rows, again=clipped is None)
+        rows, drawn = self._batches(tally, chunk, members)
+        x, y, sizes = self.rows.chunk(members, chunk.rows, rows, again=clipped is None)
         present = np.flatnonzero(members >= 0)
         self.progress.at(members[present[0]] if len(present) else -1)
-        model, starts = self.personal.begun(tally.model, lane)
-        view = self._view(tally, lane, "local", np.arange(len(members)))
-        trained = self.trainer.lane(
+        model, starts = self.personal.begun(tally.model, chunk)
+        view = self._view(tally, chunk, "local", np.arange(len(members)))
+        trained = self.trainer.chunk(
             *(model, x, y, sizes),
             t=tally.work.t,
             clients=members,
-            draws=lane.draws,
-            stds=lane.stds,
+            draws=chunk.draws,
+            stds=chunk.stds,
             corrections=self.personal.corrections(local.correction(view)),
             drawn=drawn,
             clipped=clipped,
-            width=lane.width,
+            width=chunk.width,
             starts=starts,
-            planned=local.step_counts(self._held(lane.clients)),
+            planned=local.step_counts(self._held(chunk.clients)),
             into=into,
         )
         done = 0
@@ -882,40 +885,40 @@ class ClientActor(Process):
             block = self.personal.parted(each, starts)
             done += len(block.slots)
             self.progress.at(members[present[done]] if done < len(present) else -1)
-            self._stand(tally, lane, block, sizes)
+            self._stand(tally, chunk, block, sizes)
             device.synchronise(self.device)  # what goes wrong there is raised here
             yield block
 
-    def _stand(self, tally: Tally, lane: Lane, block: Block, sizes: np.ndarray) -> None:
+    def _stand(self, tally: Tally, chunk: Chunk, block: Block, sizes: np.ndarray) -> None:
         """Puts into a block what clients without rows send."""
         for place in (sizes[block.slots] == 0).nonzero()[0].tolist():
-            block.updates[place] = self._idle(tally, lane, block.slots[place : place + 1])
+            block.updates[place] = self._idle(tally, chunk, block.slots[place : place + 1])
 
     def _held(self, clients: np.ndarray) -> np.ndarray:
         """Samples of clients, int64 [C]; 0 for -1."""
         return np.where(clients < 0, 0, self.shards.sizes[clients])
 
     def _batches(
-        self, tally: Tally, lane: Lane, members: np.ndarray
+        self, tally: Tally, chunk: Chunk, members: np.ndarray
     ) -> tuple[list[np.ndarray | None], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Which rows the members train on (see `picked`), and `drawn` of `Trainer.lane`."""
+        """Which rows the members train on (see `picked`), and `drawn` of `Trainer.chunk`."""
         local = self.experiment.local
         held = self._held(members)
-        who = (tally.work.seed, tally.work.t, members, lane.draws)
-        index, batch_sizes = batches(*who, held, local, rows=lane.rows)
+        who = (tally.work.seed, tally.work.t, members, chunk.draws)
+        index, batch_sizes = batches(*who, held, local, rows=chunk.rows)
         rows, index = picked(index, batch_sizes, held, local)
         return rows, (index, batch_sizes, local.step_counts(held))
 
-    def _failures(self, tally: Tally, lane: Lane, members: np.ndarray) -> dict[int, str]:
+    def _failures(self, tally: Tally, chunk: Chunk, members: np.ndarray) -> dict[int, str]:
         """What goes wrong where each member is trained alone, by slot."""
         found = {}
         for slot in np.flatnonzero(members >= 0).tolist():
-            detail = self._fails_alone(tally, replace(lane, slot=slot))
+            detail = self._fails_alone(tally, replace(chunk, slot=slot))
             if detail is not None:
                 found[slot] = detail
         return found
 
-    def _fails_alone(self, tally: Tally, alone: Lane) -> str | None:
+    def _fails_alone(self, tally: Tally, alone: Chunk) -> str | None:
         try:
             for _ in self._train(tally, alone, alone.members):
                 pass
@@ -932,22 +935,22 @@ class ClientActor(Process):
             raise ClientError(client, detail)
         tally.dropped.append((client, detail))
 
-    def _fault(self, tally: Tally, lane: Lane, slot: int, norm: float) -> None:
+    def _fault(self, tally: Tally, chunk: Chunk, slot: int, norm: float) -> None:
         """An update is not finite: that of a client that has raised, or the client's own error."""
-        client = int(lane.clients[slot])
-        if (client, int(lane.draws[slot])) not in tally.failed:
+        client = int(chunk.clients[slot])
+        if (client, int(chunk.draws[slot])) not in tally.failed:
             advice = "lower local.lr, or look at its data"
             self._drop(
                 tally, client, f"its update has norm {norm} in round {tally.work.t}; {advice}"
             )
-            tally.failed.add((client, int(lane.draws[slot])))
+            tally.failed.add((client, int(chunk.draws[slot])))
 
     # --- code of the user's own must keep nothing ---
 
-    def _sampled(self, lane: Lane, block: Block) -> Block:
+    def _sampled(self, chunk: Chunk, block: Block) -> Block:
         """The block, of whose first client the update is put aside, where that is to be watched."""
         if self.own and self._sample is None:
-            self._sample = lane, int(block.slots[0]), block.updates[0].clone()
+            self._sample = chunk, int(block.slots[0]), block.updates[0].clone()
         return block
 
     def _kept(self) -> dict[str, bytes]:
@@ -985,12 +988,12 @@ class ClientActor(Process):
         own = [f"{name}.kind {each.kind}" for name, each in members.items() if each.is_own]
         return " or ".join(own)
 
-    def _differs(self, tally: Tally, lane: Lane, slot: int, update: torch.Tensor) -> str:
-        alone = replace(lane, slot=slot)
+    def _differs(self, tally: Tally, chunk: Chunk, slot: int, update: torch.Tensor) -> str:
+        alone = replace(chunk, slot=slot)
         for block in self._train(tally, alone, alone.members):
             again = block.updates[0].cpu().numpy()
             if not np.array_equal(again, update.cpu().numpy(), equal_nan=True):
-                return f"client {lane.clients[slot]}, trained again, gives another update"
+                return f"client {chunk.clients[slot]}, trained again, gives another update"
         return ""
 
 

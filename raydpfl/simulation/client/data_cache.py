@@ -38,27 +38,27 @@ class Rows:
         self.form = form
         self._room = Room()
 
-    def lane(
+    def chunk(
         self,
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         again: bool = False,
     ) -> tuple[Array, Array, np.ndarray]:
-        """See `Shards.lane`, which this gives, as arrays or tensors of the device that trains.
+        """See `Shards.chunk`, which this gives, as arrays or tensors of the device that trains.
 
         What an earlier call gave is overwritten, unless it is asked `again`.
 
         Raises:
             IndexError: on a GPU, a client has a label or a token that the model does not know.
         """
-        return self.shards.lane(clients, rows, picked, None if again else self._room)
+        return self.shards.chunk(clients, rows, picked, None if again else self._room)
 
 
 class Resident(Rows):
     """Keeps all rows in a GPU's memory, where they take little of it: they go there once, through
-    memory that is pinned, and a lane picks out its own. Where they take more, each lane's go there
-    when it trains.
+    memory that is pinned, and a chunk picks out its own. Where they take more, each chunk's go
+    there when it trains.
     """
 
     def __init__(self, shards: Shards, form: Form, there: torch.device, num_gpus: float):
@@ -71,17 +71,17 @@ class Resident(Rows):
         self._first = np.concatenate([[0], np.cumsum(shards.sizes)])
         self._wrong: dict[int, str] = {}  # client -> what is wrong with its rows
 
-    def lane(
+    def chunk(
         self,
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         again: bool = False,
     ) -> tuple[Array, Array, np.ndarray]:
-        """See `Rows.lane`."""
+        """See `Rows.chunk`."""
         members = np.asarray(clients, np.int64)
         if int(self._first[-1] + 1) * self._row > self._bytes:
-            read, labels, counts = self.shards.lane(members, rows, picked)
+            read, labels, counts = self.shards.chunk(members, rows, picked)
             for slot in np.flatnonzero(counts).tolist():
                 own = slice(int(counts[slot]))
                 check(self.device, self.form, read[slot, own], labels[slot, own])
@@ -139,7 +139,7 @@ class Resident(Rows):
         most = int(sizes.max(initial=0))
         if not most:
             return
-        some_x, some_y, _ = self.shards.lane(clients, most, room=self._room)
+        some_x, some_y, _ = self.shards.chunk(clients, most, room=self._room)
         for place, client in enumerate(clients.tolist()):
             own = slice(int(sizes[place]))
             try:

@@ -4,8 +4,8 @@ beside (Ditto), and fine-tuning.
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
 >>> models.shared_and_local.set_local(net, {"1.bias"})
 >>> personal = Personal(net)
->>> lane = Lane(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
->>> _, starts = personal.begun(torch.zeros(4), lane)
+>>> chunk = Chunk(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
+>>> _, starts = personal.begun(torch.zeros(4), chunk)
 >>> starts.begun[1]
 tensor([0., 0., 0., 0., 1.])
 """
@@ -22,7 +22,7 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.core import device
-from raydpfl.core.messages import OWN, Lane
+from raydpfl.core.messages import OWN, Chunk
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Local
@@ -37,7 +37,7 @@ from raydpfl.training.trainer import Trainer
 # draws that no cohort has: of what is trained beside a round, and before an evaluation
 BESIDE = 1 << 30
 TUNED = 1 << 31
-STACKS = ("compiled", "sample_space", "fused")  # the ways of modules that vmap trains too
+STACKS = ("compiled", "sample_space", "fused")  # the backends of modules that vmap trains too
 
 
 class Personal:
@@ -54,10 +54,10 @@ class Personal:
         """Numbers that each client keeps; 0: nothing."""
         return len(self.initial)
 
-    def had(self, lane: Lane, slots: np.ndarray) -> torch.Tensor:
+    def had(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
         """What the clients at these slots had of their own before the round, float32 [k, own]."""
         found = self.initial.expand(len(slots), -1).clone()
-        stored = lane.memory.get(OWN, {})
+        stored = chunk.memory.get(OWN, {})
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
         if places:
             given = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
@@ -65,14 +65,14 @@ class Personal:
             found[at] = device.sent(given, found.device).to(found)
         return found
 
-    def begun(self, model: torch.Tensor, lane: Lane) -> tuple[torch.Tensor, Starts | None]:
-        """What a lane trains of a model, float32 [d]: all that is trained, float32 [D], and where
+    def begun(self, model: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, Starts | None]:
+        """What a chunk trains of a model, float32 [d]: all that is trained, float32 [D], and where
         each client begins, if parts are its own.
         """
         if not self.split.own:
             return model, None
         every = self.split.joined(model, self.initial[None])[0]
-        own = self.had(lane, np.arange(len(lane.clients)))
+        own = self.had(chunk, np.arange(len(chunk.clients)))
         return every[: self.split.parameters], Starts.at(self.split.joined(model, own))
 
     def corrections(self, given: torch.Tensor | None) -> torch.Tensor | None:
@@ -80,7 +80,7 @@ class Personal:
         return self.split.spread(given) if self.split.own and given is not None else given
 
     def parted(self, block: Block, starts: Starts | None) -> Block:
-        """A block of a lane that began there, of which what travels and what stays is apart. A
+        """A block of a chunk that began there, of which what travels and what stays is apart. A
         client whose own part is not finite has an update that is not.
         """
         if starts is None:
@@ -92,9 +92,9 @@ class Personal:
         return Block(block.slots, updates, block.losses, own)
 
     def beside(
-        self, model: torch.Tensor, lane: Lane, members: np.ndarray, t: int, seed: int
+        self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
     ) -> torch.Tensor | None:
-        """What the lane's clients have of their own after the round, float32 [C, own], where they
+        """What the chunk's clients have of their own after the round, float32 [C, own], where they
         train it beside the model, float32 [d]; None: they do not. Only `members` of them train,
         int64 [C], -1 for all others.
         """
@@ -120,12 +120,12 @@ class Ditto(Personal):
         self.training = Training(experiment, rule, shards, module, every)
 
     def beside(
-        self, model: torch.Tensor, lane: Lane, members: np.ndarray, t: int, seed: int
+        self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
     ) -> torch.Tensor | None:
         """See `Personal.beside`."""
-        own = self.had(lane, np.arange(len(lane.clients)))
+        own = self.had(chunk, np.arange(len(chunk.clients)))
         starts = Starts.at(own, drawn=True)
-        apart = replace(lane, draws=lane.draws + BESIDE)
+        apart = replace(chunk, draws=chunk.draws + BESIDE)
         return self.training.train(model, apart, members, starts, t, seed)
 
     def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -154,13 +154,13 @@ class Training:
         self.rule = rule
         self.shards = shards
         self.form = shards.form(experiment.data.task)
-        ways = [client.way, *(["vmap"] if client.way in STACKS else [])]
+        backends = [client.backend, *(["vmap"] if client.backend in STACKS else [])]
         asked = (rule, None, client.precision, split)
-        able = [way for way in ways if not lacking(way, *asked)]
+        able = [backend for backend in backends if not lacking(backend, *asked)]
         self.trainer = Trainer(
             module,
             rule,
-            way=able[0] if able else REFERENCE,
+            backend=able[0] if able else REFERENCE,
             seed=experiment.seed,
             device=next(module.parameters()).device,
             own=own_code(experiment),
@@ -171,31 +171,31 @@ class Training:
     def train(
         self,
         model: torch.Tensor,
-        lane: Lane,
+        chunk: Chunk,
         members: np.ndarray,
         starts: Starts | None,
         t: int,
         seed: int,
     ) -> torch.Tensor:
-        """What the clients of a lane have trained to, float32 [C, D + b].
+        """What the clients of a chunk have trained to, float32 [C, D + b].
 
         Args:
             model: all that is trained, float32 [D].
-            lane: of clients, whose draws are no cohort's.
+            chunk: of clients, whose draws are no cohort's.
             members: those that train, int64 [C], -1 for all others.
             starts: where each begins; None: at the model.
             t: by which, and by the seed, what is drawn is keyed.
         """
         self.trainer.seed = seed
         parts = []
-        for first in range(0, len(lane.clients), lane.width):
-            some = slice(first, first + lane.width)
+        for first in range(0, len(chunk.clients), chunk.width):
+            some = slice(first, first + chunk.width)
             begun = starts and Starts.at(starts.begun[some], starts.drawn)
-            who = lane.clients[some], members[some], lane.draws[some]
-            parts.append(self._lane(model, *who, begun, t))
+            who = chunk.clients[some], members[some], chunk.draws[some]
+            parts.append(self._chunk(model, *who, begun, t))
         return torch.cat(parts)
 
-    def _lane(
+    def _chunk(
         self,
         model: torch.Tensor,
         clients: np.ndarray,
@@ -204,7 +204,7 @@ class Training:
         starts: Starts | None,
         t: int,
     ) -> torch.Tensor:
-        """As `train`, of one lane; only `members` of its clients train, int64 [C], -1 for others.
+        """As `train`, of one chunk; only `members` of its clients train, int64 [C], -1 for others.
         Its shape is that of all clients.
         """
         sizes = np.where(clients < 0, 0, self.shards.sizes[clients])
@@ -212,10 +212,10 @@ class Training:
         held = np.where(members < 0, 0, sizes)
         drawn = batches(self.trainer.seed, t, members, draws, held, self.rule, rows=rows)
         taken, index = picked(*drawn, held, self.rule)
-        x, y, n = self.shards.lane(members, rows, taken)
+        x, y, n = self.shards.chunk(members, rows, taken)
         for slot in np.flatnonzero(n).tolist():
             check(self.trainer.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
-        trained = self.trainer.lane(
+        trained = self.trainer.chunk(
             model,
             *(x, y, n),
             t=t,
@@ -240,7 +240,7 @@ class FineTuning:
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         self.personal = Personal(module)
         self.training = Training(experiment, rule, shards, module, self.personal.split)
-        width = experiment.client.lane
+        width = experiment.client.chunk
         assert isinstance(width, int)  # the plan has settled "auto"
         self.width = width
         self.seed = experiment.seed
@@ -260,8 +260,8 @@ class FineTuning:
             some = np.array(clients[first : first + self.width], np.int64)
             held = {slot: own[client] for slot, client in enumerate(some.tolist()) if client in own}
             draws = np.full(len(some), TUNED)
-            lane = Lane(some, draws, np.ones(len(some)), 1, memory={OWN: held})
+            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: held})
             with torch.inference_mode(False):
-                every, starts = self.personal.begun(model, lane)
-                trained = self.training.train(every, lane, some, starts, t, self.seed)
+                every, starts = self.personal.begun(model, chunk)
+                trained = self.training.train(every, chunk, some, starts, t, self.seed)
             yield from zip(some.tolist(), trained, strict=True)

@@ -51,11 +51,11 @@ def find(name: str) -> Path:
     if path is not None:
         return path
     files = paths()
-    accepted = (
+    expected = (
         f"the file of a study, or one of {', '.join(files)} "
         "(raydpfl reproduce --list says what each shows, and what else it answers to)"
     )
-    raise ConfigError("study", name, accepted)
+    raise ConfigError("study", name, expected)
 
 
 def several(name: str) -> list[str]:

@@ -155,8 +155,8 @@ class Cell:
         try:
             return inline(Experiment.from_dict(tree, imports=self.imports))
         except ConfigError as error:
-            accepted = f"{error.expected} (in {self.named(values)})"
-            raise ConfigError(error.field, error.value, accepted) from None
+            expected = f"{error.expected} (in {self.named(values)})"
+            raise ConfigError(error.field, error.value, expected) from None
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Every choice of the values to try, with placeholders for the numbers to come."""

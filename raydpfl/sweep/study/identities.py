@@ -65,8 +65,8 @@ def _identity(
     labels = {plain(axis): label(name) for axis, name in at.items()}
     known = list(dict.fromkeys(arm for there in places.values() for arm in there))
     if len(set(arms)) < 2 or not set(arms) <= set(known):
-        accepted = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
-        raise ConfigError(where, [*parts], accepted)
+        expected = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
+        raise ConfigError(where, [*parts], expected)
     asked = {axes.index(axis): name for axis, name in labels.items()}
     standing = [
         len({*arms}.intersection(there))

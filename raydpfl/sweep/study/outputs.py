@@ -51,7 +51,7 @@ def published(show: Iterable[Mapping[str, Any]], place: Path | None) -> dict[str
         path = next((path for path in tried if path.is_file()), None)
         if path is None or Path(name).is_absolute() or ".." in Path(name).parts:
             known = ", ".join(sorted(path.name for path in builtin.PUBLISHED.glob("*.csv")))
-            accepted = f"a file beside the study, or one of {known}"
-            raise ConfigError(f"show.{number}.published", name, accepted)
+            expected = f"a file beside the study, or one of {known}"
+            raise ConfigError(f"show.{number}.published", name, expected)
         found[name] = path
     return found

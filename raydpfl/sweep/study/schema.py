@@ -230,8 +230,8 @@ class Study:
         for each in self.cells:
             if each.at(asked) and each.grid == cell.grid:
                 return each
-        accepted = f"labels at which {cell.arm} stands with the same values to try"
-        raise ConfigError("study.chosen_at", dict(self.about.chosen_at), accepted)
+        expected = f"labels at which {cell.arm} stands with the same values to try"
+        raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
 
     def runs(self) -> dict[str, int]:
         """How many runs there are that values are chosen by, `tried`, and how many `final` ones,
@@ -284,8 +284,8 @@ class Study:
         meaning = arm.accounting.get(accounting, self.accounting[accounting])
         if meaning is None:
             where = f"arms.{arm.name}.accounting.{accounting}"
-            accepted = "dotted keys, as study.accounting has no meaning for all arms"
-            raise ConfigError(where, None, accepted)
+            expected = "dotted keys, as study.accounting has no meaning for all arms"
+            raise ConfigError(where, None, expected)
         return meaning
 
     def _check(self) -> None:
@@ -329,8 +329,8 @@ class Study:
                     raise ConfigError(f"{where}.{axis}", [*labels], f"one of {', '.join(known)}")
                 for name in labels:
                     if name not in known[axis]:
-                        accepted = f"one of {', '.join(known[axis])}"
-                        raise ConfigError(f"{where}.{axis}", name, accepted)
+                        expected = f"one of {', '.join(known[axis])}"
+                        raise ConfigError(f"{where}.{axis}", name, expected)
 
     def _check_sources(self) -> None:
         """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
@@ -344,8 +344,8 @@ class Study:
             if not ready:
                 cell = next(cell for cell in needs if cell not in free)
                 key, taken = next(iter(cell.taken.items()))
-                accepted = f"an arm that does not wait for {cell.arm} in its turn"
-                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+                expected = f"an arm that does not wait for {cell.arm} in its turn"
+                raise ConfigError(f"{key}.from.arm", taken.arm, expected)
             free |= ready
 
     def sources(self, cell: Cell) -> dict[str, Cell]:
@@ -359,8 +359,8 @@ class Study:
             giving = next((each for each in self.cells if each.at(labels)), None)
             if giving is None:
                 arms = ", ".join(self.arms)
-                accepted = f"one of the arms that stand at the same labels ({arms})"
-                raise ConfigError(f"{key}.from.arm", taken.arm, accepted)
+                expected = f"one of the arms that stand at the same labels ({arms})"
+                raise ConfigError(f"{key}.from.arm", taken.arm, expected)
             found[key] = giving
         return found
 
@@ -372,8 +372,8 @@ def _check_parts(values: Any) -> None:
     known = (*PARTS, *Experiment.model_fields)
     for name in values:
         if name not in known:
-            accepted = f"one of the sections {', '.join(known)}"
-            raise ConfigError(name, values[name], accepted)
+            expected = f"one of the sections {', '.join(known)}"
+            raise ConfigError(name, values[name], expected)
 
 
 def _sizes(
@@ -395,13 +395,13 @@ def _sizes(
 def _check_judge(about: About) -> None:
     """Raises `ConfigError` for a judge of which nobody knows what is better."""
     if "test_" in about.judge:
-        accepted = "a number that does not look at the test set, such as validation_accuracy"
-        raise ConfigError("study.judge", about.judge, accepted)
+        expected = "a number that does not look at the test set, such as validation_accuracy"
+        raise ConfigError("study.judge", about.judge, expected)
     if sign(about.judge) or about.better:
         return
     known = "a score of rows held out such as validation_accuracy or validation_loss"
-    accepted = f"{known}, or study.better besides (larger or smaller)"
-    raise ConfigError("study.judge", about.judge, accepted)
+    expected = f"{known}, or study.better besides (larger or smaller)"
+    raise ConfigError("study.judge", about.judge, expected)
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
@@ -459,12 +459,12 @@ def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
     for name in changes:
         if plain(name) == "seed":
-            accepted = "none here: the seeds of all runs follow from the file's own and study.seeds"
-            raise ConfigError(f"{where}.{name}", changes[name], accepted)
+            expected = "none here: the seeds of all runs follow from the file's own and study.seeds"
+            raise ConfigError(f"{where}.{name}", changes[name], expected)
         if plain(name) not in Experiment.model_fields and "." not in name:
             sections = ", ".join(Experiment.model_fields)
-            accepted = f"a dotted key, or one of the sections {sections}"
-            raise ConfigError(f"{where}.{name}", changes[name], accepted)
+            expected = f"a dotted key, or one of the sections {sections}"
+            raise ConfigError(f"{where}.{name}", changes[name], expected)
 
 
 def _scales(value: Any) -> dict[str, Scale]:
@@ -515,6 +515,6 @@ def _check_evaluate(cell: Cell) -> None:
     section = cell.tree.get("evaluate")
     for key in ("test", "validation"):
         if isinstance(section, Mapping) and key in section:
-            accepted = "none in a study: final runs have all rows and the test set; "
-            accepted += f"study.validation is for runs that choose values (in {cell.named()})"
-            raise ConfigError(f"evaluate.{key}", section[key], accepted)
+            expected = "none in a study: final runs have all rows and the test set; "
+            expected += f"study.validation is for runs that choose values (in {cell.named()})"
+            raise ConfigError(f"evaluate.{key}", section[key], expected)

@@ -1,4 +1,4 @@
-"""The ways of training, by name, and which of them can do what is asked of them."""
+"""The backends, by name, and which of them can do what is asked of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local.base import Local
 from raydpfl.models.shared_and_local import Split
-from raydpfl.training.backends.base import Way
+from raydpfl.training.backends.base import Backend
 from raydpfl.training.backends.compiled import Compiled
 from raydpfl.training.backends.convolutional import Convolutional
 from raydpfl.training.backends.frozen_base import OneBatch
@@ -23,7 +23,7 @@ from raydpfl.training.backends.vmap import Vmap
 if TYPE_CHECKING:
     from raydpfl.experiment import Experiment
 
-WAYS: dict[str, type[Way]] = {
+BACKENDS: dict[str, type[Backend]] = {
     "compiled": Compiled,
     "sample_space": SampleSpace,
     "fused": Fused,
@@ -38,21 +38,21 @@ REFERENCE = "loop"  # trains any module by any rule
 
 
 def costs(experiment: Experiment, sizes: np.ndarray, d: int) -> np.ndarray | None:
-    """See `Way.costs`, of the experiment's way. On a GPU a step of a lane takes as long as that of
-    its largest client.
+    """See `Backend.costs`, of the experiment's backend. On a GPU a step of a chunk takes as long as
+    that of its largest client.
     """
     client = experiment.client
-    costs = WAYS[client.way].costs(experiment.local, sizes, d)
+    costs = BACKENDS[client.backend].costs(experiment.local, sizes, d)
     if costs is not None and client.num_gpus > 0:
         costs[2] = 0.0
     return costs
 
 
 def lacking(
-    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+    backend: str, local: Local, clip: float | None, precision: Precision, split: Split
 ) -> str | None:
-    """What of what is asked of it a way cannot do, in words; see `Way.lacks`."""
-    kind = WAYS[way]
+    """What of what is asked of it a backend cannot do, in words; see `Backend.lacks`."""
+    kind = BACKENDS[backend]
     if (split.own and not kind.starts) or (split.buffers and not kind.buffers):
         return "parts of the model that are clients' own"
     if precision == "bfloat16" and not kind.half:
@@ -60,16 +60,16 @@ def lacking(
     return kind.lacks(local, clip)
 
 
-def check_way(
-    way: str, local: Local, clip: float | None, precision: Precision, split: Split
+def check_backend(
+    backend: str, local: Local, clip: float | None, precision: Precision, split: Split
 ) -> None:
-    """Raises `ConfigError` for a way that is none, or that lacks what is asked of it."""
+    """Raises `ConfigError` for a backend that is none, or that lacks what is asked of it."""
     asked = (local, clip, precision, split)
-    lacks = lacking(way, *asked) if way in WAYS else None
-    if way in WAYS and not lacks:
+    lacks = lacking(backend, *asked) if backend in BACKENDS else None
+    if backend in BACKENDS and not lacks:
         return
-    names = ", ".join(name for name in WAYS if not lacking(name, *asked))
+    names = ", ".join(name for name in BACKENDS if not lacking(name, *asked))
     reason = ""
     if lacks:
-        reason = f" (local.kind {local.kind}: {way} cannot do {lacks})"
-    raise ConfigError("client.way", way, f"auto or one of {names}{reason}")
+        reason = f" (local.kind {local.kind}: {backend} cannot do {lacks})"
+    raise ConfigError("client.backend", backend, f"auto or one of {names}{reason}")

@@ -1,10 +1,10 @@
-"""What a way of training promises: the same mathematics as a plain loop, and bits that depend on
+"""What a backend promises: the same mathematics as a plain loop, and bits that depend on
 the client alone.
 
-A way trains a lane of C clients. What it gives for a client depends on that client's rows, batches
-and key, on its slot, on the shapes of the lane and on how many steps each of its clients makes
-(`LaneData.planned`), never on what else stands in the other slots: so a client alone in its lane,
-the others empty, gets the same bits.
+A backend trains a chunk of C clients. What it gives for a client depends on that client's rows,
+batches and key, on its slot, on the shapes of the chunk and on how many steps each of its clients
+makes (`ChunkData.planned`), never on what else stands in the other slots: so a client alone in its
+chunk, the others empty, gets the same bits.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ VECTORS = 32
 WEIGHTS = 16  # samples whose products take as long as reading and writing the weights does
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
-"""The rows and the shares of every step; see `LaneData.batches`."""
+"""The rows and the shares of every step; see `ChunkData.batches`."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What consecutive clients of a lane have trained to, in their order.
+    """What consecutive clients of a chunk have trained to, in their order.
 
     `updates` is not written to again by whoever trained it, and may be by whoever is given it.
     """
 
     slots: np.ndarray  # int64 [k], ascending
-    updates: torch.Tensor  # float32 [k, d], on the device; [0, d] where `LaneData.into` has them
+    updates: torch.Tensor  # float32 [k, d], on the device; [0, d] where `ChunkData.into` has them
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
     own: torch.Tensor | None = None  # float32 [k, own]: what stays with them, if anything does
     # float64 [k]: the L2 norms of the updates (`native.norms`), where they are known already
@@ -84,11 +84,11 @@ def spans(first: int, end: int, d: int, most: int | None = None) -> Iterator[sli
 
 @dataclass(frozen=True)
 class Starts:
-    """Where each client of a lane begins, and what it has trained to (`raydpfl.models.trained`).
+    """Where each client of a chunk begins, and what it has trained to (`raydpfl.models.trained`).
 
-    `begun` is float32 [C, D + b]; `ended` likewise, of which a way writes a slot's row by the time
-    that it gives the slot. `drawn`: rules pull a client to the round's model and not to where it
-    began.
+    `begun` is float32 [C, D + b]; `ended` likewise, of which a backend writes a slot's row by the
+    time that it gives the slot. `drawn`: rules pull a client to the round's model and not to where
+    it began.
     """
 
     begun: torch.Tensor
@@ -103,7 +103,7 @@ class Starts:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """What the noise on the steps of a lane's clients is drawn by. Called with some slots and a
+    """What the noise on the steps of a chunk's clients is drawn by. Called with some slots and a
     step, it gives that of all parameters, float32 [slots, d].
     """
 
@@ -137,9 +137,9 @@ class StepNoise:
 
 @dataclass(frozen=True)
 class Sum:
-    """Where a way with `adds` adds up updates as soon as they are trained, while they are in the
-    cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its client's
-    noise. An update that is not finite counts as 0.
+    """Where a backend with `adds` adds up updates as soon as they are trained, while they are in
+    the cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its
+    client's noise. An update that is not finite counts as 0.
     """
 
     closed: tuple[
@@ -162,8 +162,8 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class LaneData:
-    """What the clients of a lane train on, on the way's device."""
+class ChunkData:
+    """What the clients of a chunk train on, on the way's device."""
 
     # float32 or int64 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
     x: torch.Tensor
@@ -180,15 +180,15 @@ class LaneData:
     # float32 [C, d]: what is added to every gradient of the client
     corrections: torch.Tensor | None = None
     noise: StepNoise | None = None  # on the mean gradients of the steps
-    # float64 [C], which the way fills: the share of a slot's (sample, step) pairs with a clip
+    # float64 [C], which the backend fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
-    # of each of the lanes that the C clients make up one after another, whose shape alone decides
+    # of each of the chunks that the C clients make up one after another, whose shape alone decides
     # how it is trained; None: C
     width: int | None = None
     within: Schedule | None = None  # by which the learning rate goes on from step to step
     starts: Starts | None = None  # None: all begin at the round's model
-    # int64 [C]: steps of all clients of the lane, those that do not train here among them, which
+    # int64 [C]: steps of all clients of the chunk, those that do not train here among them, which
     # settle how many slots a step takes (`active`); None: nobody knows of the others
     planned: np.ndarray | None = None
     into: Sum | None = None  # where updates are added up; None: they are given
@@ -213,7 +213,7 @@ class LaneData:
 
     def active(self, k: int) -> int:
         """How many slots step k takes, the first ones: up to the last whose client makes it. All
-        clients of the lane settle that, whoever of them trains here, as the bits of a product may
+        clients of the chunk settle that, whoever of them trains here, as the bits of a product may
         depend on the number of matrices. It never grows from step to step.
         """
         return self._active[k]
@@ -238,19 +238,19 @@ class LaneData:
         return sent(tensor, self.y.device)
 
     @property
-    def lanes(self) -> list[slice]:
-        """The slots of each lane."""
+    def chunks(self) -> list[slice]:
+        """The slots of each chunk."""
         width = self.width or len(self.sizes)
         return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
 
     def blocks(self, d: int, most: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """For each block of updates of `d` numbers (see `spans`): the slots that it spans, and
-        those of them to train, int64 [k], at least one. All of them are of one lane.
+        those of them to train, int64 [k], at least one. All of them are of one chunk.
         """
         wanted = np.asarray(self.slots, dtype=np.int64)
-        numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the lane as one
-        for lane in self.lanes:
-            for span in spans(lane.start, lane.stop, numbers, most):
+        numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the chunk as one
+        for chunk in self.chunks:
+            for span in spans(chunk.start, chunk.stop, numbers, most):
                 given = wanted[(wanted >= span.start) & (wanted < span.stop)]
                 if len(given):
                     yield span, given
@@ -274,8 +274,8 @@ class LaneData:
         """x and y with zeros for padding, to be read alone. x is copied where it has other padding
         or is not aligned as torch does it, on which the bits of a product may depend.
 
-        With `picked`, x as it is, for a way that works on copies of a batch's rows (`take`), none
-        of which is padding.
+        With `picked`, x as it is, for a backend that works on copies of a batch's rows (`take`),
+        none of which is padding.
         """
         aligned = self.x.is_contiguous() and self.x.data_ptr() % ALIGNED == 0
         if (picked or aligned) and (self.sizes == self.y.shape[1]).all():
@@ -356,19 +356,19 @@ class LaneData:
 
 
 class Rule:
-    """Any local rule, carried out on the parameters of a lane's clients as one matrix."""
+    """Any local rule, carried out on the parameters of a chunk's clients as one matrix."""
 
-    def __init__(self, local: Local, model: torch.Tensor, lane: LaneData):
+    def __init__(self, local: Local, model: torch.Tensor, chunk: ChunkData):
         """`model` is x_t, float32 [D]; where clients begin elsewhere it may be [C, D]."""
         self.local = local
         self.model = model
-        self.lane = lane
-        self.corrections = lane.corrections
-        self.x = model.expand(len(lane.sizes), -1).clone()  # float32 [c, d]
+        self.chunk = chunk
+        self.corrections = chunk.corrections
+        self.x = model.expand(len(chunk.sizes), -1).clone()  # float32 [c, d]
         self.left: list[torch.Tensor] = []  # of slots that steps took before, the last ones first
-        if lane.starts is not None:
-            self.x = lane.starts.begun[:, : len(model)].clone()
-            self.model = model if lane.starts.drawn else self.x.clone()
+        if chunk.starts is not None:
+            self.x = chunk.starts.begun[:, : len(model)].clone()
+            self.model = model if chunk.starts.drawn else self.x.clone()
         self.state = local.fresh(self.x)
 
     @torch.no_grad()
@@ -381,7 +381,7 @@ class Rule:
         if self.corrections is not None:
             gradient = gradient + self.corrections
         x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
-        done = self.lane.done(k)
+        done = self.chunk.done(k)
         before = self.x
         self.x = x.contiguous() if done is None else x.index_copy(0, done, before[done])
         if count < len(before):
@@ -419,7 +419,7 @@ class Rule:
         return gradient
 
     def _at(self, k: int) -> Step:
-        return Step(k, self.lane.rate(k), self.model)
+        return Step(k, self.chunk.rate(k), self.model)
 
 
 def _of_clients(part: Any, count: int) -> bool:
@@ -437,7 +437,7 @@ def _first(part: Any, count: int) -> Any:
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`source` [c, n, ...] at `rows` (see `LaneData.batches`), [c, B, ...]; itself without rows."""
+    """`source` [c, n, ...] at `rows` (see `ChunkData.batches`), [c, B, ...]; or `source` itself."""
     if rows is None:
         return source
     clients, _, *rest = source.shape
@@ -458,21 +458,21 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     return (bound / norms).clamp(max=1).add(norms, alpha=0)
 
 
-class Way:
-    """One way of carrying out a local rule. Made once from the module, which it never changes."""
+class Backend:
+    """Carries out a local rule. Made once from the module, which it never changes."""
 
     # whether it clips each sample's gradient and adds the step's noise; None: it can do both
     private: ClassVar[bool | None] = None
-    corrects: ClassVar[bool] = True  # whether it adds `LaneData.corrections`
+    corrects: ClassVar[bool] = True  # whether it adds `ChunkData.corrections`
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
     padded: ClassVar[bool] = True
     # whether they depend on the client's own rows, batches and steps alone, whatever they lie among
     alone: ClassVar[bool] = False
-    # products of a row with a weight that take as long as the calls of a lane's step
+    # products of a row with a weight that take as long as the calls of a chunk's step
     calls: ClassVar[int] = 1 << 21
-    # where a step takes no more than these of a lane's clients, as the others have made theirs,
-    # each is trained by itself, with other bits: such a lane is not trained together with others
+    # where a step takes no more than these of a chunk's clients, as the others have made theirs,
+    # each is trained by itself, with other bits: such a chunk is not trained together with others
     few: ClassVar[int] = 0
     twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
     trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
@@ -481,11 +481,11 @@ class Way:
 
     # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients
     threads: ClassVar[bool] = False
-    adds: ClassVar[bool] = False  # whether it can add up updates (`LaneData.into`)
+    adds: ClassVar[bool] = False  # whether it can add up updates (`ChunkData.into`)
     # whether what the module draws comes from torch's generator, which is one for all threads
     draws: ClassVar[bool] = False
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
-    # whether clients can begin at `LaneData.starts`; and with buffers of their own too
+    # whether clients can begin at `ChunkData.starts`; and with buffers of their own too
     starts: ClassVar[bool] = False
     buffers: ClassVar[bool] = False
 
@@ -525,11 +525,11 @@ class Way:
 
     @classmethod
     def costs(cls, local: Local, sizes: np.ndarray, d: int) -> np.ndarray | None:
-        """By what lanes are cut, float64 [3, r], for clients that have so many rows: the steps that
-        each makes; what the calls of a lane cost of which it is the largest; and what a step of any
-        client of that lane costs. The latter two in products of a row with a weight: `calls` for
-        each of the largest client's steps, and for a step what a batch of its rows takes, and the
-        weights, which are read and written.
+        """By what chunks are cut, float64 [3, r], for clients that have so many rows: the steps
+        that each makes; what the calls of a chunk cost of which it is the largest; and what a step
+        of any client of that chunk costs. The latter two in products of a row with a weight:
+        `calls` for each of the largest client's steps, and for a step what a batch of its rows
+        takes, and the weights, which are read and written.
 
         Args:
             local: the rule.
@@ -537,7 +537,7 @@ class Way:
             d: parameters of the model.
 
         Returns:
-            None for a way that trains clients one by one.
+            None for a backend that trains clients one by one.
         """
         if cls.alone or cls.one_by_one:
             return None
@@ -552,8 +552,8 @@ class Way:
         return
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """How many numbers of each array it keeps at once for a client, by which lanes are trained
-        together: as many as fit, and where every lane's part of every array is aligned.
+        """How many numbers of each array it keeps at once for a client, by which chunks are trained
+        together: as many as fit, and where every chunk's part of every array is aligned.
 
         Args:
             rows: the client's, after padding.
@@ -562,14 +562,14 @@ class Way:
             clip: whether each sample's gradient is clipped.
 
         Returns:
-            None for a way that trains every lane by itself, because it gains nothing or would give
-            other bits.
+            None for a backend that trains every chunk by itself, because it gains nothing or would
+            give other bits.
         """
         return None
 
     def placed(self, rows: int, batch: int) -> tuple[int, ...]:
         """How many numbers of a client each array has whose values' bits may depend on their place
-        in it: lanes are trained together where each lane's part fills vectors of the processor.
+        in it: chunks are trained together where each chunk's part fills vectors of the processor.
         Arguments as for `arrays`.
         """
         return ()
@@ -586,13 +586,13 @@ class Way:
         """
         return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """The clients of `lane.slots`, in order, in blocks: of one client where the way trains one
-        by one, else as `LaneData.blocks` says.
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """The clients of `chunk.slots`, in order, in blocks: of one client where the backend trains
+        one by one, else as `ChunkData.blocks` says.
 
         `parameters` is the model, float32 [D], all that is trained in the order of the module's
-        parameters; so are the updates. A diverged update is passed on as it is. A way that clips
-        fills a slot of `lane.clipped` by the time that it gives it, as does one that takes
-        `lane.starts` theirs.
+        parameters; so are the updates. A diverged update is passed on as it is. A backend that
+        clips fills a slot of `chunk.clipped` by the time that it gives it, as does one that takes
+        `chunk.starts` theirs.
         """
         raise NotImplementedError

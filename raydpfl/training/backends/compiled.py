@@ -5,7 +5,7 @@ rows trains in sample space: the first layer's weights move within the span of t
 step takes its outputs on these rows and the products of the rows with one another; noise on the
 steps is drawn in that span too (`raydpfl.training.span_noise`). Any other client trains the first
 layer as the later ones, by its weights. The code is `raydpfl/core/native/kernels.c`. It needs no
-array of a whole lane, so that all of a client's stay in the cache, and what a client gets depends
+array of a whole chunk, so that all of a client's stay in the cache, and what a client gets depends
 on its own rows and batches alone, so that several threads take up one client after another. Where
 the factors of a bounding have a closed form, each update is added up while it is in the cache, with
 the client's noise; else Python adds up those that are done.
@@ -30,11 +30,11 @@ from raydpfl.core.prng import Purpose
 from raydpfl.methods.local.base import Linear, Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import Block, LaneData, StepNoise, Sum, Way
+from raydpfl.training.backends.base import Backend, Block, ChunkData, StepNoise, Sum
 from raydpfl.training.backends.fused import responses, step_factors
 from raydpfl.training.span_noise import lengths, step_noises
 
-LANES = 16  # numbers of a vector
+CHUNKS = 16  # numbers of a vector
 # numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
 ADDED = 1 << 23  # and of those that are added up in the cache
@@ -72,7 +72,7 @@ class _Sum(ctypes.Structure):
     )
 
 
-class Compiled(Way):
+class Compiled(Backend):
     """See the module. Raises `NoStack` for what is no stack of linear layers with `ACTIVATIONS`
     between them, and where nothing can be compiled.
     """
@@ -97,71 +97,71 @@ class Compiled(Way):
         facts = np.array([_facts(layer) for layer in self.layers], np.int64)
         self._facts = np.ascontiguousarray(facts.T)
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
         compiled = native.library()
         linear = self.local.linear()
-        assert compiled is not None and linear is not None  # as the way says
+        assert compiled is not None and linear is not None  # as the backend says
         first = self.layers[0]
-        columns = np.zeros((first.inputs + 1, -(-first.outputs // LANES) * LANES), np.float32)
+        columns = np.zeros((first.inputs + 1, -(-first.outputs // CHUNKS) * CHUNKS), np.float32)
         weight, *bias = (each.numpy() for each in first.views(parameters))
         columns[:-1, : first.outputs] = weight.T
         columns[-1, : first.outputs] = bias[0][0] if bias else 0
-        shrinks, answers = responses(linear, lane.lr, lane.index.shape[1])
-        gammas = np.array(shrinks, np.float32)[lane.steps]
-        given = (lane.x, lane.y, lane.sizes, lane.index, lane.batch_sizes, lane.steps, gammas)
-        arrays = [_plain(each) for each in (*given, *_drawn_by(lane.noise))]
-        clipped = lane.clipped if lane.clip is not None else None
-        job, kept = self._job(parameters, lane, linear, columns, np.array(answers))
-        _check(lane, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        most = BLOCK if lane.into is None else ADDED
-        blocks = [slots for _, slots in lane.blocks(parameters.numel(), most)]
+        shrinks, answers = responses(linear, chunk.lr, chunk.index.shape[1])
+        gammas = np.array(shrinks, np.float32)[chunk.steps]
+        given = (chunk.x, chunk.y, chunk.sizes, chunk.index, chunk.batch_sizes, chunk.steps, gammas)
+        arrays = [_plain(each) for each in (*given, *_drawn_by(chunk.noise))]
+        clipped = chunk.clipped if chunk.clip is not None else None
+        job, kept = self._job(parameters, chunk, linear, columns, np.array(answers))
+        _check(chunk, first.inputs, self.layers[-1].outputs, bool(job.squares))
+        most = BLOCK if chunk.into is None else ADDED
+        blocks = [slots for _, slots in chunk.blocks(parameters.numel(), most)]
         training = _Training(job, blocks, [*arrays, clipped])
-        yield from training.given() if lane.into is None else training.added(lane.into)
+        yield from training.given() if chunk.into is None else training.added(chunk.into)
         del kept
 
     def _job(
         self,
         parameters: torch.Tensor,
-        lane: LaneData,
+        chunk: ChunkData,
         linear: Linear,
         columns: np.ndarray,
         answers: np.ndarray,
     ) -> tuple[_Job, Sequence[object]]:
         """The job, and what it points to."""
-        steps, batch = lane.index.shape[1:]
+        steps, batch = chunk.index.shape[1:]
         model = parameters.contiguous().numpy()
-        noise = lane.noise
+        noise = chunk.noise
         given = (model, columns, answers.astype(np.float32), lengths(answers))
         key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
         job = _Job(
-            *(lane.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
+            *(chunk.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
             *(_at(row).value for row in self._facts),
             *(_at(array).value for array in given),
             *(int(self.task.closed() == "squares"), int(noise is not None), *key),
-            *step_factors(linear, lane.lr),
-            *(linear.decay, linear.proximal, linear.momentum, lane.lr, lane.clip or 0),
+            *step_factors(linear, chunk.lr),
+            *(linear.decay, linear.proximal, linear.momentum, chunk.lr, chunk.clip or 0),
         )
         return job, given
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
-        """See `raydpfl.training.backends.base.Way`."""
+        """See `raydpfl.training.backends.base.Backend`."""
         linear = self.local.linear()
-        assert linear is not None  # as the way says
+        assert linear is not None  # as the backend says
         answers = responses(linear, lr, steps)[1]
         batch = int(self.local.batch_sizes(np.array([len(x)]))[0])
         return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`. Wherever a client's rows lie, it has
+        """See `raydpfl.training.backends.base.Backend`. Wherever a client's rows lie, it has
         the same bits.
         """
         return (-(-rows * features // 4) * 4,)
 
 
 class _Training:
-    """The clients of a lane in training, at the slots of these blocks. `arrays`: what raydpfl_begin
-    is given of the lane.
+    """The clients of a chunk in training, at the slots of these blocks. `arrays`: what
+    raydpfl_begin is given of the chunk.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Training:
         free.
         """
         compiled = native.library()
-        assert compiled is not None  # as the way says
+        assert compiled is not None  # as the backend says
         done = np.zeros(self._count, np.uint8)
         slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
         given = (slots, *self._arrays, self._places, self._losses, self._norms, done)
@@ -263,12 +263,12 @@ def _facts(layer: Layer) -> tuple[int, ...]:
     return layer.inputs, layer.outputs, layer.weight, bias, kind
 
 
-def _check(lane: LaneData, inputs: int, outputs: int, squares: bool) -> None:
+def _check(chunk: ChunkData, inputs: int, outputs: int, squares: bool) -> None:
     """Raises RuntimeError, as torch's layers and losses do, for rows that the model does not take,
     and for targets that it has no outputs for.
     """
-    x = lane.x.numpy()
-    y = lane.y.numpy()
+    x = chunk.x.numpy()
+    y = chunk.y.numpy()
     if x.dtype != np.float32 or x[0, 0].size != inputs:
         raise RuntimeError(f"{x[0, 0].size} {x.dtype} a row, and the model takes {inputs} float32")
     if y.dtype != (np.float32 if squares else np.int64):
@@ -277,7 +277,7 @@ def _check(lane: LaneData, inputs: int, outputs: int, squares: bool) -> None:
         if y[0, 0].size != outputs:
             raise RuntimeError(f"{y[0, 0].size} targets, and the model has {outputs} outputs")
         return
-    real = y[np.arange(y.shape[1]) < lane.sizes[:, None]]
+    real = y[np.arange(y.shape[1]) < chunk.sizes[:, None]]
     if len(real) and not (real.min() >= 0 and real.max() < outputs):
         raise RuntimeError(f"a target is not one of the model's {outputs} classes")
 

@@ -495,7 +495,7 @@ class Convolutional(OneByOne):
         return [parameter.outside(flat) for parameter in self.parameters]
 
     def fits(self, clip: float | None) -> None:
-        """See `raydpfl.training.backends.base.Way`."""
+        """See `raydpfl.training.backends.base.Backend`."""
         reason = unpooled(self.links) if clip is not None else None
         if reason:
             raise NoStack(reason)

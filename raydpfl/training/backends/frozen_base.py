@@ -1,10 +1,10 @@
-"""A whole lane as one batch through the module: what is frozen is one product for all clients, and
+"""A whole chunk as one batch through the module: what is frozen is one product for all clients, and
 only the layers that are trained are one for each.
 
 The samples of all clients stand one after another, [C B, ...], and the module's own code runs on
 them as on any batch. A layer with trained parameters has those of each client, [C, *shape]: its
-inputs are taken apart by client, and its products are batched. So a lane makes as many calls as one
-client, and what a pass costs is what the frozen layers cost on all samples. By
+inputs are taken apart by client, and its products are batched. So a chunk makes as many calls as
+one client, and what a pass costs is what the frozen layers cost on all samples. By
 `experiments/benchmarks/lora.py` that is twice as fast as vmap, which folds the products of frozen
 layers too but none of what lies between them.
 
@@ -13,8 +13,8 @@ then what autograd gives, and the norms and sums are a few operations on what is
 
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 >>> _ = net[0].requires_grad_(False)
->>> way = OneBatch(net, Local(), torch.device("cpu"), Classification())
->>> way.names
+>>> backend = OneBatch(net, Local(), torch.device("cpu"), Classification())
+>>> backend.names
 ['2.weight', '2.bias']
 """
 
@@ -35,7 +35,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from raydpfl.methods.local.base import Local
 from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
-from raydpfl.training.backends.base import LaneData, clip_factors
+from raydpfl.training.backends.base import ChunkData, clip_factors
 from raydpfl.training.backends.vmap import Gradients, Named, Vmap
 from raydpfl.training.layers.adapters import adapted
 from raydpfl.training.layers.dropout import Masks
@@ -142,7 +142,7 @@ class _Adapted:
 
 
 class OneBatch(Vmap):
-    """Trains the lane at once, as one batch.
+    """Trains the chunk at once, as one batch.
 
     Raises `NotOneBatch` for a module with trained parameters outside of layers that take samples
     along the first axis.
@@ -182,18 +182,18 @@ class OneBatch(Vmap):
         return None
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Way`. The bits of what is one product for all clients
-        may depend on their number.
+        """See `raydpfl.training.backends.base.Backend`. The bits of what is one product for all
+        clients may depend on their number.
         """
         return None
 
-    def _gradients_of(self, lane: LaneData) -> Gradients:
-        draws = {slot: self._generator(lane, slot) for slot in lane.slots} if self.drops else {}
-        return partial(self._step, lane, draws)
+    def _gradients_of(self, chunk: ChunkData) -> Gradients:
+        draws = {slot: self._generator(chunk, slot) for slot in chunk.slots} if self.drops else {}
+        return partial(self._step, chunk, draws)
 
-    def _generator(self, lane: LaneData, slot: int) -> torch.Generator:
+    def _generator(self, chunk: ChunkData, slot: int) -> torch.Generator:
         """What the masks of a client are drawn from: on the CPU as the loop draws them."""
-        generator = lane.generator(slot)
+        generator = chunk.generator(slot)
         if self.device.type == "cpu":
             return generator
         seed = int(torch.randint(1 << 62, (), generator=generator))
@@ -201,7 +201,7 @@ class OneBatch(Vmap):
 
     def _step(
         self,
-        lane: LaneData,
+        chunk: ChunkData,
         draws: dict[int, torch.Generator],
         named: Named,
         x: torch.Tensor,
@@ -211,22 +211,22 @@ class OneBatch(Vmap):
         """See `Gradients`: pass by pass, of as many clients as lie in the cache."""
         clients = len(shares)
         passes = []
-        at_once = self._at_once(named, x, lane.clip is not None)
+        at_once = self._at_once(named, x, chunk.clip is not None)
         for first in range(0, clients, at_once):
             span = slice(first, min(first + at_once, clients))
             slots = range(span.start, span.stop)
             own = {name: part[span] for name, part in named.items()}
-            if not any(slot in lane.slots for slot in slots):
-                passes.append(_nothing(own, shares[span], lane.clip))
+            if not any(slot in chunk.slots for slot in slots):
+                passes.append(_nothing(own, shares[span], chunk.clip))
                 continue
             masks: AbstractContextManager[Any] = nullcontext()
             if self.drops:
-                sizes = lane.batch_sizes[span].tolist()
+                sizes = chunk.batch_sizes[span].tolist()
                 masks = Masks([(draws.get(slot), n) for slot, n in zip(slots, sizes, strict=True)])
             with masks:
                 given = own, x[span], y[span], shares[span]
                 passes.append(
-                    self._means(*given) if lane.clip is None else self._bounded(*given, lane.clip)
+                    self._means(*given) if chunk.clip is None else self._bounded(*given, chunk.clip)
                 )
         if len(passes) == 1:
             return passes[0]

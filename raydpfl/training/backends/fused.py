@@ -1,9 +1,10 @@
-"""Stacks of linear layers, a whole lane in batched products.
+"""Stacks of linear layers, a whole chunk in batched products.
 
 Forward pass, backward pass and step are written out, without autograd. There are two ways. They
 differ in the first layer, whose inputs are the client's rows X [n, p] at every step.
 
-**fused** holds its weights, [C, out, in] for a lane, and makes the step inside the backward product
+**fused** holds its weights, [C, out, in] for a chunk, and makes the step inside the backward
+product
 
     W <- (1 - lr wd) W - lr G^T a,
 
@@ -54,11 +55,11 @@ from raydpfl.models.tasks import Task
 from raydpfl.models.tasks.base import Closed
 from raydpfl.training.backends.base import (
     LOST,
+    Backend,
     Batches,
     Block,
-    LaneData,
+    ChunkData,
     Rule,
-    Way,
     clip_factors,
     take,
 )
@@ -70,7 +71,7 @@ MEMORY = 24  # products that take as long as reading and writing one weight
 
 
 class _Place:
-    """A layer of a lane in training. `start` are its initial parameters.
+    """A layer of a chunk in training. `start` are its initial parameters.
 
     A layer that stands first is never asked for the gradient by its inputs, one that steps by
     itself never for the gradient by its parameters.
@@ -198,20 +199,20 @@ class _Weights(_Layer):
         self,
         layer: Layer,
         parameters: torch.Tensor,
-        lane: LaneData,
+        chunk: ChunkData,
         linear: Linear,
         x: torch.Tensor | None = None,
     ):
         start = layer.views(parameters)
-        now = [part.expand(len(lane.sizes), *part.shape).clone() for part in start]
+        now = [part.expand(len(chunk.sizes), *part.shape).clone() for part in start]
         super().__init__(layer, parameters, now, x)
         self.linear = linear
-        self.lr = lane.lr
+        self.lr = chunk.lr
         # What a step adds to the gradient that stays the same throughout: the correction, and of
         # proximal (x - start) the start's part.
         self.constant: list[torch.Tensor] = []
-        if lane.corrections is not None:
-            self.constant = [part.contiguous() for part in layer.views(lane.corrections)]
+        if chunk.corrections is not None:
+            self.constant = [part.contiguous() for part in layer.views(chunk.corrections)]
         if linear.proximal:
             pull = [part[None] * -linear.proximal for part in start]
             if self.constant:
@@ -269,7 +270,7 @@ class _Span(_Place):
         self,
         layer: Layer,
         parameters: torch.Tensor,
-        lane: LaneData,
+        chunk: ChunkData,
         linear: Linear,
         x: torch.Tensor,
         whole: bool,
@@ -277,14 +278,14 @@ class _Span(_Place):
         self.layer = layer
         self.x = x
         self.linear = linear
-        self.lr = lane.lr
-        self.factors = step_factors(linear, lane.lr)
+        self.lr = chunk.lr
+        self.factors = step_factors(linear, chunk.lr)
         self.whole = whole
         self.start = layer.views(parameters)
-        gammas, each = responses(linear, lane.lr, lane.index.shape[1])
+        gammas, each = responses(linear, chunk.lr, chunk.index.shape[1])
         self.gamma = gammas[-1]
         self.responses = iter(each)
-        now = self._products(lane)
+        now = self._products(chunk)
         self.now = now.mT.contiguous() if whole else now  # Z
         self.first = self.now.clone() if linear.proximal else None  # Z_0
         self.velocity = torch.zeros_like(self.now) if linear.momentum else None
@@ -294,12 +295,12 @@ class _Span(_Place):
             self.coefficients = torch.zeros_like(self.now.transpose(0, 1)).transpose(0, 1)
         self.every = self.coefficients
 
-    def _products(self, lane: LaneData) -> torch.Tensor:
-        """X W_0^T + b_0 [C, n, out], lane by lane: bits may depend on the number of all rows."""
+    def _products(self, chunk: ChunkData) -> torch.Tensor:
+        """X W_0^T + b_0 [C, n, out], chunk by chunk: bits may depend on the number of all rows."""
         x = self.x
         weight, *bias = self.start
         outputs = x.new_empty(*x.shape[:2], self.layer.outputs)
-        for slots in lane.lanes:
+        for slots in chunk.chunks:
             flat = F.linear(x[slots].flatten(0, 1), weight, bias[0][0] if bias else None)
             outputs[slots] = flat.view_as(outputs[slots])
         return outputs
@@ -386,7 +387,7 @@ def responses(linear: Linear, lr: float, steps: int) -> tuple[list[float], list[
 
 
 class _Loss:
-    """The losses of a lane's samples, and their gradients by the outputs.
+    """The losses of a chunk's samples, and their gradients by the outputs.
 
     Outputs lie here as [out, L], a column for a sample: over a first axis torch's log-softmax takes
     a third of the time that it takes over few classes at the end. L is a multiple of `VECTOR`, as
@@ -419,7 +420,7 @@ class _Loss:
 
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone, whose losses are added up as if all went on: when
-        others end depends on the lanes that are trained together.
+        others end depends on the chunks that are trained together.
         """
         self.ended = self.sums()
         before = self.total
@@ -466,13 +467,13 @@ class _Loss:
 
 
 class _Training:
-    """A lane in training: its layers, the first of them first, and what its steps leave."""
+    """A chunk in training: its layers, the first of them first, and what its steps leave."""
 
     def __init__(
         self,
         chain: Sequence[_Place],
         rule: Rule | None,
-        lane: LaneData,
+        chunk: ChunkData,
         y: torch.Tensor,
         batches: Batches,
         closed: Closed,
@@ -481,14 +482,14 @@ class _Training:
         self.chain = chain
         self.last_first = chain[::-1]
         self.rule = rule
-        self.lane = lane
+        self.chunk = chunk
         self.batches = batches
         self.loss = _Loss(_target(y, chain[-1].layer.outputs), batches, closed)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
     def train(self) -> np.ndarray:
         """Makes all steps; the mean losses, float64 [C]."""
-        clip = self.lane.clip
+        clip = self.chunk.clip
         for k, (rows, shares) in enumerate(self.batches):
             if len(shares) < self.loss.shape[0]:
                 self._narrow(len(shares))
@@ -501,8 +502,8 @@ class _Training:
         if self.rule is not None:
             for place in self.chain:
                 place.follow(self.rule.ended())
-        self.lane.count_clipped(self.factors)
-        return self.lane.means(self.loss.sums())
+        self.chunk.count_clipped(self.factors)
+        return self.chunk.means(self.loss.sums())
 
     def _narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
@@ -546,9 +547,9 @@ class _Training:
         return [g * factors for g in gradients]
 
     def _step(self, gradients: list[torch.Tensor], k: int) -> None:
-        noise = self.lane.step_noise(k)
+        noise = self.chunk.step_noise(k)
         if self.rule is None:
-            done = self.lane.done(k)
+            done = self.chunk.done(k)
             for place, g in zip(self.last_first, gradients, strict=True):
                 held = [] if done is None else place.held(done)
                 place.step(g, noise)
@@ -563,7 +564,7 @@ class _Training:
             place.follow(x)
 
 
-class _Stack(Way):
+class _Stack(Backend):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.layers = stack(module)
@@ -572,24 +573,24 @@ class _Stack(Way):
             raise NoStack(f"the gradient of the loss of task {task.kind} is not written out here")
         self.closed: Closed = closed
 
-    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
-        """The lane before its first step."""
+    def training(self, parameters: torch.Tensor, chunk: ChunkData) -> _Training:
+        """The chunk before its first step."""
         raise NotImplementedError
 
     def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`; a step takes a batch, or all rows."""
+        """See `raydpfl.training.backends.base.Backend`; a step takes a batch, or all rows."""
         outputs = [
             each.outputs for each in self.layers if each.activation and each.activation.placed
         ]
         return tuple(taken * each for each in outputs for taken in (rows, batch))
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
         with torch.inference_mode():
-            training = self.training(parameters, lane)
+            training = self.training(parameters, chunk)
             losses = training.train()
         d = parameters.numel()
-        for slots, given in lane.blocks(d):
+        for slots, given in chunk.blocks(d):
             k = slots.stop - slots.start
             updates = parameters.new_empty(k, d)
             with torch.inference_mode():
@@ -619,21 +620,21 @@ class Fused(_Stack):
 
     padded = False  # it looks at the rows of a batch alone
 
-    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
-        batches = lane.batches()
-        x, y = lane.rows(picked=batches[0][0] is not None)
+    def training(self, parameters: torch.Tensor, chunk: ChunkData) -> _Training:
+        batches = chunk.batches()
+        x, y = chunk.rows(picked=batches[0][0] is not None)
         rows_of = [x.flatten(2), *[None] * (len(self.layers) - 1)]
         inputs = list(zip(self.layers, rows_of, strict=True))
         linear = self.local.linear()
         if linear is not None:
-            weights = [_Weights(layer, parameters, lane, linear, rows) for layer, rows in inputs]
-            return _Training(weights, None, lane, y, batches, self.closed)
-        rule = Rule(self.local, parameters, lane)
+            weights = [_Weights(layer, parameters, chunk, linear, rows) for layer, rows in inputs]
+            return _Training(weights, None, chunk, y, batches, self.closed)
+        rule = Rule(self.local, parameters, chunk)
         layers = [_Layer(each, parameters, each.views(rule.x), rows) for each, rows in inputs]
-        return _Training(layers, rule, lane, y, batches, self.closed)
+        return _Training(layers, rule, chunk, y, batches, self.closed)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`. A rule of one's own has all parameters
+        """See `raydpfl.training.backends.base.Backend`. A rule of one's own has all parameters
         in one array.
         """
         weights = [layer.inputs * layer.outputs for layer in self.layers]
@@ -650,11 +651,11 @@ class SampleSpace(_Stack):
 
     private = False
     linear = True
-    corrects = False  # a correction is of the size of the weights that this way never forms
+    corrects = False  # a correction is of the size of the weights that this backend never forms
 
     @classmethod
     def lacks(cls, local: Local, clip: float | None) -> str | None:
-        """See `raydpfl.training.backends.base.Way`: what is added up by the number of steps
+        """See `raydpfl.training.backends.base.Backend`: what is added up by the number of steps
         holds for all.
         """
         linear = local.linear()
@@ -662,25 +663,25 @@ class SampleSpace(_Stack):
             return "momentum, decay and a proximal term where clients differ in their steps"
         return super().lacks(local, clip)
 
-    def training(self, parameters: torch.Tensor, lane: LaneData) -> _Training:
+    def training(self, parameters: torch.Tensor, chunk: ChunkData) -> _Training:
         linear = self.local.linear()
-        assert linear is not None  # as the way says
-        n = lane.y.shape[1]
-        clients = lane.width or len(lane.y)
+        assert linear is not None  # as the backend says
+        n = chunk.y.shape[1]
+        clients = chunk.width or len(chunk.y)
         # whether a step takes all rows, those outside of the batch with share 0, rather than
         # picking some out
-        work = clients * n * (n - lane.index.shape[2]) * self.layers[0].outputs
+        work = clients * n * (n - chunk.index.shape[2]) * self.layers[0].outputs
         # all of them on a GPU too, which adds to some by atomics, in any order
-        batches = lane.batches(whole=work <= PICK or lane.x.device.type != "cpu")
-        x, y = lane.rows()
+        batches = chunk.batches(whole=work <= PICK or chunk.x.device.type != "cpu")
+        x, y = chunk.rows()
         whole = batches[0][0] is None
         rows = x.flatten(2)
-        first = _Span(self.layers[0], parameters, lane, linear, rows, whole)
-        later = [_Weights(layer, parameters, lane, linear) for layer in self.layers[1:]]
-        return _Training([first, *later], None, lane, y, batches, self.closed)
+        first = _Span(self.layers[0], parameters, chunk, linear, rows, whole)
+        later = [_Weights(layer, parameters, chunk, linear) for layer in self.layers[1:]]
+        return _Training([first, *later], None, chunk, y, batches, self.closed)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`."""
+        """See `raydpfl.training.backends.base.Backend`."""
         outputs = [rows * layer.outputs for layer in self.layers]
         later = [layer.inputs * layer.outputs for layer in self.layers[1:]]
         return (rows * features, rows * rows, *8 * outputs, *2 * later)

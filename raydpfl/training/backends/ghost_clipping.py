@@ -52,7 +52,7 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl import models
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LOST, Block, LaneData, clip_factors
+from raydpfl.training.backends.base import LOST, Block, ChunkData, clip_factors
 from raydpfl.training.backends.loop import Loop
 
 GHOST = 32
@@ -313,14 +313,14 @@ class Layerwise(Loop):
             if own:
                 self.leaves.append(_Leaf(layer, own))
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
         if self.samples is None:
             with (
                 torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
                 torch.no_grad(),
             ):
-                self._forward(lane.x.new_zeros(1, *lane.x.shape[2:]))
+                self._forward(chunk.x.new_zeros(1, *chunk.x.shape[2:]))
             numbers = 0
             for leaf in self.leaves:  # activations count twice, for what lies between the layers
                 numbers += 2 * sum(each.numel() for each in leaf.inputs) + 2 * prod(leaf.output)
@@ -330,7 +330,7 @@ class Layerwise(Loop):
                     if not _ghostly(leaf.layer, name, leaf.output)
                 )
             self.samples = max(1, LIMIT // (4 * numbers))
-        yield from super().run(parameters, lane)
+        yield from super().run(parameters, chunk)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         for leaf in self.leaves:

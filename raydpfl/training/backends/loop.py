@@ -17,7 +17,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LaneData, clip_factors
+from raydpfl.training.backends.base import ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.user_loop import trained_whole
 
@@ -68,27 +68,27 @@ class Loop(OneByOne):
         return part.view(shape)
 
     def _client(
-        self, parameters: torch.Tensor, lane: LaneData, slot: int
+        self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
         for buffer, initial in self.initial:
             buffer.copy_(initial)
-        if lane.starts is not None:
+        if chunk.starts is not None:
             own = models.shared_and_local.own_buffers(self.module)
-            models.shared_and_local.fill(own, lane.starts.begun[slot, len(parameters) :])
+            models.shared_and_local.fill(own, chunk.starts.begun[slot, len(parameters) :])
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if cuda else []):
-            generator = lane.generator(slot)
+            generator = chunk.generator(slot)
             torch.set_rng_state(generator.get_state())
             if cuda:
                 torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
             if self.local.trains:
-                return trained_whole(self.local, self.given, self.task, parameters, lane, slot)
-            found = super()._client(parameters, lane, slot)
-            if lane.starts is not None:
+                return trained_whole(self.local, self.given, self.task, parameters, chunk, slot)
+            found = super()._client(parameters, chunk, slot)
+            if chunk.starts is not None:
                 own = models.shared_and_local.own_buffers(
                     self.module
                 )  # which a forward may have put anew
-                lane.starts.ended[slot, len(parameters) :] = models.shared_and_local.joined(own)
+                chunk.starts.ended[slot, len(parameters) :] = models.shared_and_local.joined(own)
             return found
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:

@@ -8,24 +8,24 @@ import numpy as np
 import torch
 
 from raydpfl.methods.local.base import Local
-from raydpfl.training.backends.base import Block, LaneData, Way
+from raydpfl.training.backends.base import Backend, Block, ChunkData
 
 
-class Noop(Way):
+class Noop(Backend):
     """Every update and every loss is 0, with clipping and without."""
 
     @classmethod
     def lacks(cls, local: Local, clip: float | None) -> None:
-        """See `raydpfl.training.backends.base.Way`."""
+        """See `raydpfl.training.backends.base.Backend`."""
 
     half = True
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`."""
+        """See `raydpfl.training.backends.base.Backend`."""
         return (rows * features,)
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
-        for _, given in lane.blocks(len(parameters)):
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
+        for _, given in chunk.blocks(len(parameters)):
             updates = parameters.new_zeros(len(given), len(parameters))
             yield Block(given, updates, np.zeros(len(given)))

@@ -13,7 +13,7 @@ from torch import nn
 from raydpfl.core.device import sent
 from raydpfl.methods.local.base import Linear, Local, Step
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import Block, LaneData, Way
+from raydpfl.training.backends.base import Backend, Block, ChunkData
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Descent:
     lr: float
 
 
-class OneByOne(Way):
-    """The parameters of a client lie in `flat`, in an order that the way chooses, so that a step is
-    one or two operations in place over all of them and needs no optimiser.
+class OneByOne(Backend):
+    """The parameters of a client lie in `flat`, in an order that the backend chooses, so that a
+    step is one or two operations in place over all of them and needs no optimiser.
 
-    A way gives `_gradient`, and for steps that need a gradient and the parameters alone `_descend`.
+    A backend gives `_gradient`, and for steps that need a gradient and the parameters alone
+    `_descend`.
     """
 
     one_by_one = True
@@ -83,24 +84,24 @@ class OneByOne(Way):
             return x.permute(0, 2, 3, 1).contiguous()
         return x
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
-        for slot in lane.slots:
-            update, loss = self._client(parameters, lane, slot)
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
+        for slot in chunk.slots:
+            update, loss = self._client(parameters, chunk, slot)
             yield Block(np.array([slot]), update[None], np.array([loss]))
 
     def _client(
-        self, parameters: torch.Tensor, lane: LaneData, slot: int
+        self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
         """The update, float32 [d], and the mean loss of one client."""
-        loss = self._train(parameters, lane, slot)
+        loss = self._train(parameters, chunk, slot)
         update = torch.empty_like(parameters)
-        begun = lane.begins(parameters, slot)[: len(parameters)]
+        begun = chunk.begins(parameters, slot)[: len(parameters)]
         pairs = zip(self._views(self.flat), begun.split(self.sizes), strict=True)
         for (now, start), out in zip(pairs, update.split(self.sizes), strict=True):
             torch.sub(now, start.view(now.shape), out=out.view(now.shape))
-        if lane.starts is not None:
-            ended = lane.starts.ended[slot, : len(parameters)].split(self.sizes)
+        if chunk.starts is not None:
+            ended = chunk.starts.ended[slot, : len(parameters)].split(self.sizes)
             for now, out in zip(self._views(self.flat), ended, strict=True):
                 out.view(now.shape).copy_(now)
         return update, loss
@@ -110,20 +111,20 @@ class OneByOne(Way):
         for view, part in zip(self._views(self.flat), parameters.split(self.sizes), strict=True):
             view.copy_(part.view(view.shape))
 
-    def _train(self, parameters: torch.Tensor, lane: LaneData, slot: int) -> float:
+    def _train(self, parameters: torch.Tensor, chunk: ChunkData, slot: int) -> float:
         """The mean of the losses of the client's steps, which leave its parameters in `flat`."""
-        begun = lane.begins(parameters, slot)[: len(parameters)]
-        pulled = lane.starts is not None and lane.starts.drawn
+        begun = chunk.begins(parameters, slot)[: len(parameters)]
+        pulled = chunk.starts is not None and chunk.starts.drawn
         self._load(parameters if pulled else begun)
         self.factors.clear()
-        descent = self._descent(lane)
-        step = None if descent else self._rule(lane, slot)
+        descent = self._descent(chunk)
+        step = None if descent else self._rule(chunk, slot)
         if pulled:
             self._load(begun)
         losses = torch.zeros((), device=self.device)
-        x = self._data(lane.x[slot])
-        y = lane.y[slot]
-        drawn = lane.index[slot, : lane.steps[slot], : lane.batch_sizes[slot]]
+        x = self._data(chunk.x[slot])
+        y = chunk.y[slot]
+        drawn = chunk.index[slot, : chunk.steps[slot], : chunk.batch_sizes[slot]]
         index = sent(torch.from_numpy(drawn), self.device)
         for k, rows in enumerate(index):
             batch = self._batch(x, rows)
@@ -132,27 +133,27 @@ class OneByOne(Way):
                 losses += self._descend(batch, labels, descent)
                 continue
             assert step is not None
-            losses += self._gradient(batch, labels, lane.clip)
+            losses += self._gradient(batch, labels, chunk.clip)
             if self.local.perturbs:
                 self._again(step, k, batch, labels)
-            if lane.noise is not None:
-                self._add_inside(self.gradient, lane.noise([slot], k)[0])
+            if chunk.noise is not None:
+                self._add_inside(self.gradient, chunk.noise([slot], k)[0])
             step.make(k)
         shares = [torch.cat(self.factors).lt(1).double().mean()] if self.factors else []
         # a GPU is waited for once
         loss, *clipped = torch.stack([losses.double(), *shares]).tolist()
-        if clipped and lane.clipped is not None:
-            lane.clipped[slot] = clipped[0]
+        if clipped and chunk.clipped is not None:
+            chunk.clipped[slot] = clipped[0]
         return loss / len(index)
 
-    def _descent(self, lane: LaneData) -> Descent | None:
+    def _descent(self, chunk: ChunkData) -> Descent | None:
         """What all steps are, if each needs the gradient of its batch and the parameters alone."""
         linear = self.local.linear()
         if linear is None or linear.momentum or linear.proximal:
             return None
-        if lane.clip is not None or lane.noise is not None or lane.corrections is not None:
+        if chunk.clip is not None or chunk.noise is not None or chunk.corrections is not None:
             return None
-        return Descent(1 - lane.lr * linear.decay, lane.lr)
+        return Descent(1 - chunk.lr * linear.decay, chunk.lr)
 
     def _add_inside(self, to: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """Adds `vector` [d], which is in the order of `raydpfl.models.flatten`, to `to`, which is
@@ -162,16 +163,16 @@ class OneByOne(Way):
             view.add_(part.view(view.shape))
         return to
 
-    def _rule(self, lane: LaneData, slot: int) -> _Step:
+    def _rule(self, chunk: ChunkData, slot: int) -> _Step:
         """What makes the steps of a client, at what it is pulled to now."""
         corrections = []
-        if lane.corrections is not None:
+        if chunk.corrections is not None:
             correction = torch.zeros_like(self.flat)
-            corrections.append(self._add_inside(correction, lane.corrections[slot]))
+            corrections.append(self._add_inside(correction, chunk.corrections[slot]))
         linear = self.local.linear()
         if linear is None:
-            return _General(self, lane, corrections)
-        return _Linear(self, lane, corrections, linear)
+            return _General(self, chunk, corrections)
+        return _Linear(self, chunk, corrections, linear)
 
     def _again(self, step: _Step, k: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """Takes the gradient of a batch again where the rule says, in the place of that at x."""
@@ -184,9 +185,9 @@ class OneByOne(Way):
 class _Step:
     """Makes the steps of a client from `OneByOne.gradient`. All vectors are in the order inside."""
 
-    def __init__(self, way: OneByOne, lane: LaneData, corrections: list[torch.Tensor]):
-        self.way = way
-        self.lane = lane
+    def __init__(self, backend: OneByOne, chunk: ChunkData, corrections: list[torch.Tensor]):
+        self.backend = backend
+        self.chunk = chunk
         self.corrections = corrections
 
     def make(self, k: int) -> None:
@@ -200,39 +201,39 @@ class _Step:
 
 class _Linear(_Step):
     def __init__(
-        self, way: OneByOne, lane: LaneData, corrections: list[torch.Tensor], linear: Linear
+        self, backend: OneByOne, chunk: ChunkData, corrections: list[torch.Tensor], linear: Linear
     ):
-        super().__init__(way, lane, corrections)
+        super().__init__(backend, chunk, corrections)
         self.linear = linear
-        self.velocity = [way.velocity.zero_()]
-        self.began = [way.flat.clone()] if linear.proximal else []
+        self.velocity = [backend.velocity.zero_()]
+        self.began = [backend.flat.clone()] if linear.proximal else []
 
     @torch.no_grad()
     def make(self, k: int) -> None:
-        way = self.way
+        backend = self.backend
         about = (self.velocity, self.began, self.corrections)
-        self.linear.move([way.flat], [way.gradient], *about, self.lane.lr)
+        self.linear.move([backend.flat], [backend.gradient], *about, self.chunk.lr)
 
 
 class _General(_Step):
-    def __init__(self, way: OneByOne, lane: LaneData, corrections: list[torch.Tensor]):
-        super().__init__(way, lane, corrections)
-        self.model = way.flat.clone()
-        self.state = way.local.fresh(self.model)
+    def __init__(self, backend: OneByOne, chunk: ChunkData, corrections: list[torch.Tensor]):
+        super().__init__(backend, chunk, corrections)
+        self.model = backend.flat.clone()
+        self.state = backend.local.fresh(self.model)
 
     @torch.no_grad()
     def make(self, k: int) -> None:
         for correction in self.corrections:
-            self.way.gradient.add_(correction)
-        after, self.state = self.way.local.step(*self._given(k))
-        self.way.flat.copy_(after)
+            self.backend.gradient.add_(correction)
+        after, self.state = self.backend.local.step(*self._given(k))
+        self.backend.flat.copy_(after)
 
     @torch.no_grad()
     def perturbed(self, k: int) -> torch.Tensor:
-        return self.way.local.perturb(*self._given(k))
+        return self.backend.local.perturb(*self._given(k))
 
     def _given(self, k: int) -> tuple[torch.Tensor, torch.Tensor, Any, Step]:
         # copies: the state may keep what it is given, and both of these are written to
-        x = self.way.flat.clone()
-        gradient = self.way.gradient.clone()
-        return x, gradient, self.state, Step(k, self.lane.rate(k), self.model)
+        x = self.backend.flat.clone()
+        gradient = self.backend.gradient.clone()
+        return x, gradient, self.state, Step(k, self.chunk.rate(k), self.model)

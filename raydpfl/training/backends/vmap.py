@@ -1,9 +1,9 @@
-"""A whole lane by torch.func: vmap over clients of the gradient of one client's loss.
+"""A whole chunk by torch.func: vmap over clients of the gradient of one client's loss.
 
 It pays for small modules that are no stack of linear layers, and loses to the loop on convolutions
 and recurrent layers. Where each sample's gradient is to be clipped, it is vmap over clients of vmap
 over samples, of as many at a time as `LIMIT` allows. Where a step takes no more than `Vmap.few`
-clients of a lane, as the others have made theirs, autograd takes each by itself: vmap adds about
+clients of a chunk, as the others have made theirs, autograd takes each by itself: vmap adds about
 0.15 ms to every step.
 """
 
@@ -27,7 +27,7 @@ from raydpfl.core.device import index
 from raydpfl.methods.local.base import Linear, Local
 from raydpfl.models.linear_stack import is_placed
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import Block, LaneData, Rule, Way, clip_factors, take
+from raydpfl.training.backends.base import Backend, Block, ChunkData, Rule, clip_factors, take
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
@@ -102,28 +102,30 @@ class _Forward:
 class _Linear:
     """A linear rule, on `now`: each parameter, [c, *its shape], of the slots that a step takes."""
 
-    def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, lane: LaneData):
+    def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
         self.linear = linear
-        self.lane = lane
+        self.chunk = chunk
         self.model = parts(parameters)
-        if lane.starts is None:
-            self.now = [start.expand(len(lane.sizes), *start.shape).clone() for start in self.model]
+        if chunk.starts is None:
+            self.now = [
+                start.expand(len(chunk.sizes), *start.shape).clone() for start in self.model
+            ]
         else:
-            begun = parts(lane.starts.begun[:, : len(parameters)])
+            begun = parts(chunk.starts.begun[:, : len(parameters)])
             self.now = [part.clone() for part in begun]
-            self.model = self.model if lane.starts.drawn else begun
+            self.model = self.model if chunk.starts.drawn else begun
         self.every = self.now
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
         self.corrections: list[torch.Tensor] = []
-        if lane.corrections is not None:
-            self.corrections = [part.contiguous() for part in parts(lane.corrections)]
+        if chunk.corrections is not None:
+            self.corrections = [part.contiguous() for part in parts(chunk.corrections)]
 
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
         self.now = [part[:count] for part in self.now]
         self.velocity = [part[:count] for part in self.velocity]
         self.corrections = [part[:count] for part in self.corrections]
-        if self.lane.starts is not None and not self.lane.starts.drawn:
+        if self.chunk.starts is not None and not self.chunk.starts.drawn:
             self.model = [part[:count] for part in self.model]
 
     def ended(self) -> list[torch.Tensor]:
@@ -131,9 +133,9 @@ class _Linear:
         return self.every
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
-        done = self.lane.done(k)
+        done = self.chunk.done(k)
         held = [] if done is None else [part[done] for part in self.now]
-        lr = self.lane.lr
+        lr = self.chunk.lr
         self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, lr)
         for part, still in zip(self.now, held, strict=False):
             part[done] = still
@@ -145,9 +147,9 @@ class _Linear:
 class _General:
     """Any rule: it is given the parameters of a client as one vector."""
 
-    def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, lane: LaneData):
+    def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
         self.parts = parts
-        self.rule = Rule(local, parameters, lane)
+        self.rule = Rule(local, parameters, chunk)
         self.now = parts(self.rule.x)
 
     def narrow(self, count: int) -> None:
@@ -167,8 +169,8 @@ def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
-class Vmap(Way):
-    """Trains the lane at once, each parameter [C, *its shape]. A module that draws random numbers
+class Vmap(Backend):
+    """Trains the chunk at once, each parameter [C, *its shape]. A module that draws random numbers
     raises RuntimeError when it is run.
     """
 
@@ -272,7 +274,7 @@ class Vmap(Way):
         return total, loss, torch.cat(found)
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Way`. The bits of a convolution may depend on the
+        """See `raydpfl.training.backends.base.Backend`. The bits of a convolution may depend on the
         number of clients, and so may those of a product that is one for all of them, by a frozen
         weight.
         """
@@ -282,7 +284,7 @@ class Vmap(Way):
         return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
 
     def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Way`: any array may be such a one, of a batch
+        """See `raydpfl.training.backends.base.Backend`: any array may be such a one, of a batch
         or of parameters.
         """
         if self._anywhere:
@@ -300,29 +302,29 @@ class Vmap(Way):
     def _named(self, parts: list[torch.Tensor]) -> Named:
         return dict(zip(self.names, parts, strict=True))
 
-    def _walk(self, parameters: torch.Tensor, lane: LaneData) -> _Linear | _General:
+    def _walk(self, parameters: torch.Tensor, chunk: ChunkData) -> _Linear | _General:
         """The parameters of every client, and what makes their steps."""
         linear = self.local.linear()
         if linear is None:
-            return _General(self.local, self._parts, parameters, lane)
-        return _Linear(linear, self._parts, parameters, lane)
+            return _General(self.local, self._parts, parameters, chunk)
+        return _Linear(linear, self._parts, parameters, chunk)
 
-    def _gradients_of(self, lane: LaneData) -> Gradients:
+    def _gradients_of(self, chunk: ChunkData) -> Gradients:
         """What gives the gradients of a step's batches."""
-        if lane.clip is None:
+        if chunk.clip is None:
             return self._beneath if self._recurs else self._means
-        numbers = lane.index.shape[2] * sum(shape.numel() for shape in self.shapes)
+        numbers = chunk.index.shape[2] * sum(shape.numel() for shape in self.shapes)
         return vmap(
-            partial(self._clipped, clip=lane.clip),
+            partial(self._clipped, clip=chunk.clip),
             randomness="error",
             chunk_size=max(1, LIMIT // (4 * numbers)),
         )
 
-    def _each_alone(self, lane: LaneData) -> Gradients:
+    def _each_alone(self, chunk: ChunkData) -> Gradients:
         """The same client by client, of few."""
         of_one: Callable[..., Any] = self._alone
-        if lane.clip is not None:
-            of_one = partial(self._clipped, clip=lane.clip)
+        if chunk.clip is not None:
+            of_one = partial(self._clipped, clip=chunk.clip)
 
         def found(named: Named, *batch: torch.Tensor) -> tuple[Any, ...]:
             clients = [
@@ -335,19 +337,19 @@ class Vmap(Way):
 
         return found
 
-    def run(self, parameters: torch.Tensor, lane: LaneData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Way`."""
-        batches = lane.batches()
-        x, y = lane.rows(picked=batches[0][0] is not None)
-        walk = self._walk(parameters, lane)
-        losses = parameters.new_zeros(len(lane.sizes))
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        """See `raydpfl.training.backends.base.Backend`."""
+        batches = chunk.batches()
+        x, y = chunk.rows(picked=batches[0][0] is not None)
+        walk = self._walk(parameters, chunk)
+        losses = parameters.new_zeros(len(chunk.sizes))
         factors: list[torch.Tensor] = []
-        gradients_of = self._gradients_of(lane)
-        few = self.few if len(lane.lanes) == 1 and len(lane.sizes) > self.few else 0
+        gradients_of = self._gradients_of(chunk)
+        few = self.few if len(chunk.chunks) == 1 and len(chunk.sizes) > self.few else 0
         for step, (rows, shares) in enumerate(batches):
             count = len(shares)
             if count <= few:
-                gradients_of = self._each_alone(lane)
+                gradients_of = self._each_alone(chunk)
             if count < len(walk.now[0]):
                 walk.narrow(count)
             batch = take(x[:count], rows), take(y[:count], rows), shares[:, 0]
@@ -359,29 +361,29 @@ class Vmap(Way):
             if self.local.perturbs:
                 elsewhere = self._named(walk.perturbed(direction, step))
                 direction = list(gradients_of(elsewhere, *batch)[0].values())
-            noise = lane.step_noise(step)
+            noise = chunk.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
             walk.step(direction, step)
-        lane.count_clipped(factors)
-        means = lane.means(losses)
+        chunk.count_clipped(factors)
+        means = chunk.means(losses)
         ended = walk.ended()
-        for _, given in lane.blocks(len(parameters)):
+        for _, given in chunk.blocks(len(parameters)):
             slots = index(given, parameters.device)
-            yield Block(given, self._moved(parameters, ended, lane, slots), means[given])
+            yield Block(given, self._moved(parameters, ended, chunk, slots), means[given])
 
     def _moved(
         self,
         parameters: torch.Tensor,
         now: list[torch.Tensor],
-        lane: LaneData,
+        chunk: ChunkData,
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """The updates of some slots, float32 [k, D]."""
-        if lane.starts is not None:
+        if chunk.starts is not None:
             ended = _flat([part.index_select(0, slots) for part in now])
-            lane.starts.ended[slots, : len(parameters)] = ended
-            return ended - lane.starts.begun[slots, : len(parameters)]
+            chunk.starts.ended[slots, : len(parameters)] = ended
+            return ended - chunk.starts.begun[slots, : len(parameters)]
         moved = [
             (part.index_select(0, slots) - start).flatten(1)
             for part, start in zip(now, self._parts(parameters), strict=True)

@@ -1,4 +1,4 @@
-"""The masks of dropout in a lane that goes through a module as one batch.
+"""The masks of dropout in a chunk that goes through a module as one batch.
 
 >>> generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
 >>> with Masks([(generators[0], 3), (generators[1], 2)]):  # the second has 2 samples, and padding
