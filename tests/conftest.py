@@ -288,8 +288,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH)
     if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
-    files = sorted(Path(__file__).parent.glob("test_*.py"), key=lambda file: file.stat().st_size)
+    files = sorted(Path(__file__).parent.rglob("test_*.py"), key=lambda file: file.stat().st_size)
     for file in files[WORKER::WORKERS]:
+        sys.path.append(str(file.parent))
         # pytest imports it once more and tells what is wrong with it
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(file.stem)

@@ -218,7 +218,7 @@ def test_gauges_of_a_run_without_ray_start_none(tmp_path):
     code = "from conftest import experiment; from raydpfl import run; import sys\n"
     code += "run(experiment(track=['ray']), sys.argv[1]); assert 'ray' not in sys.modules"
     asked = [sys.executable, "-c", code, str(tmp_path / "out")]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0 and "track" not in done.stderr, done.stderr
 
 

@@ -211,7 +211,9 @@ def fire(base: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fifty_kills_lose_no_spending_and_change_no_bit(tmp_path):
-    program = forks.run([sys.executable, __file__, str(tmp_path)], timeout=300)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    program = forks.run(command, timeout=300, env=os.environ | path)
     assert program.returncode == 0, program.stderr[-3000:]
     report = json.loads(program.stdout.splitlines()[-1])
     assert len(report["hits"]) == KILLS and report["hits"].count("write") >= 15

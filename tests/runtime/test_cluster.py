@@ -223,7 +223,7 @@ def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gi
 
 # The files of cluster/, without a cluster.
 
-FOLDER = Path(__file__).parent.parent / "cluster"
+FOLDER = Path(__file__).parents[2] / "cluster"
 TEXT = {"type": "string"}
 COUNT = {"type": "integer", "minimum": 0}
 QUANTITY = {"type": ["integer", "string"]}

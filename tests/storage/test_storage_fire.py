@@ -181,7 +181,8 @@ def fire(base: Path, bucket: Bucket) -> None:
 def test_a_run_on_s3_that_is_killed_again_and_again_loses_nothing(s3, tmp_path):
     bucket = s3().partition("://")[2]
     command = [sys.executable, __file__, str(tmp_path), bucket]
-    done = forks.run(command, timeout=600)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = forks.run(command, timeout=600, env=os.environ | path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["kills"]) == KILLS and report["finished"]

@@ -1,4 +1,4 @@
-"""Five methods that nobody here has named, each a file outside the package (tests/strangers): they
+"""Five methods that nobody here has named, each a file outside the package (strangers): they
 keep the contract, and run privately with the epsilon of what they release.
 """
 
