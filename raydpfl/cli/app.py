@@ -772,7 +772,7 @@ def data_describe(
         class_histogram.check(out)
     with _kept(config, trust_code):
         experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
-        found = data.dealt(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+        found = data.load(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
         counted = experiment.data.counted(data_root)
     for name, value in {**found.describe(), **counted}.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Data sets, how they are dealt to clients, and the files that clients train from.
+"""Data sets, how they are divided among clients, and the files that clients train from.
 
 >>> import tempfile
 >>> shards = {"kind": "shards", "per_client": 5}
@@ -30,14 +30,14 @@ from raydpfl.data.partitions import Partition
 from raydpfl.data.shards import Room, Shards, prepare
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
-from raydpfl.data.sources import FAMILY, Data, Dealt, Maker, Samples, Split
+from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "Dealt", "Maker", "Partition", "Room",
-    "Samples", "Shards", "Sizes", "Split", "Understood", "catalogue", "dealt", "describe", "fetch",
-    "parse", "prepare", "understood",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "InMemoryData", "Maker", "Partition",
+    "Room", "Samples", "Shards", "Sizes", "Split", "Understood", "catalogue", "describe", "fetch",
+    "load", "parse", "prepare", "understood",
 ]  # fmt: skip
 
 
@@ -88,14 +88,14 @@ def describe(
     """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
     `prepare` and `Shards.describe`.
     """
-    return dealt(data, seed, root, validation).describe()
+    return load(data, seed, root, validation).describe()
 
 
-def dealt(
+def load(
     data: Data,
     seed: int = 0,
     root: Path | None = None,
     validation: float | Mapping[str, float] = 0.0,
 ) -> Shards:
-    """The data, prepared, as they are dealt to the clients. The arguments are `prepare`'s."""
+    """The prepared data, open for reading. The arguments are `prepare`'s."""
     return Shards.open(prepare(data, seed, root, validation=validation))

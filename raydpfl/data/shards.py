@@ -63,7 +63,7 @@ import pyarrow as pa
 from raydpfl.config.registry import choose, own_code
 from raydpfl.core import native
 from raydpfl.data.sources import FAMILY, Data, Split
-from raydpfl.data.validation_split import HeldOut, held_out, per_client
+from raydpfl.data.validation_split import HeldOutRows, held_out, per_client
 from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.storage.arrow import numbers, packed
@@ -139,7 +139,7 @@ def _split(data: Data, seed: int, root: Path | None) -> Split:
 
 def _divided(
     data: Data, seed: int, root: Path | None, validation: float | Mapping[str, float]
-) -> tuple[Split, HeldOut | None]:
+) -> tuple[Split, HeldOutRows | None]:
     """The data's samples, nothing of them learnt from rows that are held out of training; and which
     rows these are, None: none.
     """
@@ -153,7 +153,7 @@ def _divided(
     return split, apart
 
 
-def _held_samples(split: Split, apart: HeldOut) -> np.ndarray:
+def _held_samples(split: Split, apart: HeldOutRows) -> np.ndarray:
     """The samples that some client holds out of training and nobody trains on, int64."""
     assert split.samples is not None
     out, _ = apart.rows(0, len(split.sizes))
@@ -243,7 +243,7 @@ def _described(
     return found | ({"validation": validation, "held": "by client"} if validation else {})
 
 
-def _making(data: Data, split: Split, apart: HeldOut | None, seed: int) -> dict[str, Any]:
+def _making(data: Data, split: Split, apart: HeldOutRows | None, seed: int) -> dict[str, Any]:
     """The seed by which rows are made whenever they are read; empty: they are written."""
     large = int(split.sizes.sum()) * _stored_bytes(split) > MADE
     makes = large and apart is None and data.maker(seed) is not None
@@ -251,7 +251,7 @@ def _making(data: Data, split: Split, apart: HeldOut | None, seed: int) -> dict[
 
 
 def _write(
-    split: Split, apart: HeldOut | None, config: dict, making: dict[str, Any], folder: Path
+    split: Split, apart: HeldOutRows | None, config: dict, making: dict[str, Any], folder: Path
 ) -> None:
     """Writes the files of a prepared folder but for its seal. Raises `ConfigError` for no room."""
     if making:
@@ -379,7 +379,7 @@ class _Rows:
         self._writer.write_batch(batch)
 
 
-def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
+def _write_train(split: Split, apart: HeldOutRows | None, folder: Path) -> _Counts:
     """Writes the clients' rows, some clients at a time, and those held out."""
     ends = np.cumsum(split.sizes)
     rows = BATCH_BYTES // _row_bytes(split)
@@ -407,7 +407,7 @@ def _write_train(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
     return found
 
 
-def _write_shared(split: Split, apart: HeldOut | None, folder: Path) -> _Counts:
+def _write_shared(split: Split, apart: HeldOutRows | None, folder: Path) -> _Counts:
     """Writes each sample that some client trains on once, which of them each row of a client is,
     and those held out.
     """

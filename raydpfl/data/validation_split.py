@@ -33,7 +33,7 @@ FIELD = "evaluate.validation"
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutRows:
     """Which rows of a split are not trained on.
 
     `sizes`: int64 [clients], the rows that are left to each. `rows(first, last)`: for the rows of
@@ -55,7 +55,7 @@ def counts(sizes: np.ndarray, share: float) -> np.ndarray:
 
 def held_out(
     split: Split, share: float | Mapping[str, float], seed: int, overlaps: bool
-) -> HeldOut:
+) -> HeldOutRows:
     """The rows that a share in (0, 1) of every client's own comes to, or `{"clients": share}`.
 
     Args:
@@ -76,7 +76,7 @@ def held_out(
     return found
 
 
-def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
+def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOutRows:
     """That share of the clients, all their rows."""
     count = len(split.sizes)
     wanted = int(counts(np.array([count]), share)[0])
@@ -101,10 +101,10 @@ def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOut:
         place = slice(int(ends[first] - split.sizes[first]), int(ends[last - 1]))
         return out[place], scored[place]
 
-    return HeldOut(np.where(apart, 0, split.sizes), rows, apart)
+    return HeldOutRows(np.where(apart, 0, split.sizes), rows, apart)
 
 
-def _rows(split: Split, share: float, seed: int) -> HeldOut:
+def _rows(split: Split, share: float, seed: int) -> HeldOutRows:
     apart = counts(split.sizes, share)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ def _rows(split: Split, share: float, seed: int) -> HeldOut:
         found = _lowest(seed, np.arange(first, last), sizes, apart[first:last])
         return found, found
 
-    return HeldOut(split.sizes - apart, rows)
+    return HeldOutRows(split.sizes - apart, rows)
 
 
 def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray
     return found
 
 
-def _samples(split: Split, share: float, seed: int) -> HeldOut:
+def _samples(split: Split, share: float, seed: int) -> HeldOutRows:
     """That share of all samples that some client holds, whoever holds them."""
     if split.samples is None:
         expected = "0 for data whose clients may share samples and that do not say which ones"
@@ -155,7 +155,7 @@ def _samples(split: Split, share: float, seed: int) -> HeldOut:
         place = slice(int(starts[first]), int(ends[last - 1]))
         return apart[place], scored[place]
 
-    return HeldOut(sizes, rows)
+    return HeldOutRows(sizes, rows)
 
 
 def per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:

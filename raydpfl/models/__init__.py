@@ -43,7 +43,7 @@ from raydpfl.models.networks import FAMILY
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.norms import group_norm
 from raydpfl.models.shared_and_local import (
-    Split,
+    ParameterSplit,
     flatten,
     is_still,
     load,
@@ -54,7 +54,7 @@ from raydpfl.models.shared_and_local import (
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 
 __all__ = [
-    "FAMILY", "Lora", "Model", "Module", "Split", "activations", "adapt", "adapters", "build",
-    "factory", "flatten", "group_norm", "is_still", "load", "merged", "parameter_count", "parse",
-    "set_trained", "trained",
+    "FAMILY", "Lora", "Model", "Module", "ParameterSplit", "activations", "adapt", "adapters",
+    "build", "factory", "flatten", "group_norm", "is_still", "load", "merged", "parameter_count",
+    "parse", "set_trained", "trained",
 ]  # fmt: skip

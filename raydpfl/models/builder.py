@@ -23,7 +23,7 @@ from raydpfl.models.networks import FAMILY, hugging_face
 from raydpfl.models.networks.hugging_face import HuggingFace
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.shared_and_local import (
-    Split,
+    ParameterSplit,
     chosen,
     freeze,
     parameter_count,
@@ -86,7 +86,7 @@ def _divide(module: nn.Module, model: Model) -> None:
         raise ConfigError("model.local", list(model.local), expected)
     freeze(module, still)
     set_local(module, own)
-    if own and not Split.of(module).own:
+    if own and not ParameterSplit.of(module).own:
         expected = "patterns of parameters that are trained, or of buffers"
         raise ConfigError("model.local", list(model.local), expected)
 

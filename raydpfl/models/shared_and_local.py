@@ -6,7 +6,7 @@ shell:
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 >>> freeze(net, chosen("model.frozen", ("0.*",), net))
 >>> set_local(net, chosen("model.local", ("1.*",), net))
->>> flatten(net).shape, parameter_count(net), Split.of(net).own
+>>> flatten(net).shape, parameter_count(net), ParameterSplit.of(net).own
 (torch.Size([8]), 8, 13)
 
 A layer with a frozen buffer is in evaluation mode for good, so that a BatchNorm with frozen
@@ -194,7 +194,7 @@ def fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Split:
+class ParameterSplit:
     """Of the D + b numbers of a module that training changes (`trained`): which travel, and which
     each client keeps.
     """
@@ -204,7 +204,7 @@ class Split:
     device: torch.device = CPU  # where the numbers are
 
     @classmethod
-    def of(cls, module: nn.Module) -> Split:
+    def of(cls, module: nn.Module) -> ParameterSplit:
         """That of a module."""
         parts = [
             torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)

@@ -93,7 +93,7 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
         own = _own(folder, client, run)
     if not found.config.personal:  # else it is the whole model
         shared = models.flatten(found.module)
-        own = models.Split.of(found.module).joined(shared, own[None])[0]
+        own = models.ParameterSplit.of(found.module).joined(shared, own[None])[0]
     models.set_trained(found.module, own)
     return found
 

@@ -77,6 +77,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     form = opened.form(experiment.data.task)
     module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
+    split = models.ParameterSplit.of(module)
     check_counts(experiment.local, sizes)
     backend = _way(experiment, module, form, int(sizes.max()))
     population = clients(experiment, sizes, d, data_root)
@@ -90,7 +91,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         shards=shards,
         population=population,
         d=d,
-        own=len(models.trained(module)) if experiment.personal else models.Split.of(module).own,
+        own=len(models.trained(module)) if experiment.personal else split.own,
         weight=_largest(weights(experiment, population)),
         survivors=selection.survivors(experiment.seed, experiment.rounds, population),
         scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,

@@ -214,7 +214,7 @@ def _rows(module: nn.Module, local: Local, form: Form, clip: float | None, seed:
     if local.corrects:  # of about the norm that gradients have
         corrections = torch.from_numpy(generator.standard_normal(shape) / shape[1] ** 0.5)
     begun = None
-    if models.Split.of(module).own:
+    if models.ParameterSplit.of(module).own:
         begun = parameters * (1 + 0.1 * torch.from_numpy(generator.standard_normal(shape)).float())
     return _Rows(x, y, clip, corrections, begun)
 

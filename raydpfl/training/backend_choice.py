@@ -34,7 +34,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.models.linear_stack import Layer, NoStack, stack
-from raydpfl.models.shared_and_local import Split
+from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 from raydpfl.training.backend_check import mismatch
 from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
@@ -78,7 +78,7 @@ def resolve(
     check_loss(module, form)
     if clip is not None:
         check_apart(module, form)
-    asked = (local, clip, precision, Split.of(module))
+    asked = (local, clip, precision, ParameterSplit.of(module))
     look = backend in ("auto", REFERENCE)
     suited = _suited(module, local, rows, form, clip, gpu) if look else []
     choices = _choices(suited, asked, clip) if backend == "auto" else [backend]
@@ -131,7 +131,7 @@ def _without(module: nn.Module, backend: str) -> str:
 def _hindrance(
     module: nn.Module,
     suited: list[str],
-    asked: tuple[Local, float | None, Precision, Split],
+    asked: tuple[Local, float | None, Precision, ParameterSplit],
     drawn: str | None,
 ) -> tuple[str, str]:
     """Why the loop trains, where no other backend was tried, and what would be faster, in words.
@@ -150,7 +150,7 @@ def _hindrance(
         lacks = lacking(suited[0], *asked)
         faster = "a step in its place" if asked[0].trains else f"what {suited[0]} can do"
         return f"{suited[0]} cannot do {lacks}", faster
-    if Split.of(module).buffers:
+    if ParameterSplit.of(module).buffers:
         return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
     recurrent = [type(each).__name__ for each in module.modules() if isinstance(each, nn.RNNBase)]
     if recurrent:
@@ -192,7 +192,7 @@ def _check_device(backend: str, gpu: bool) -> None:
 
 def _choices(
     suited: list[str],
-    asked: tuple[Local, float | None, Precision, Split],
+    asked: tuple[Local, float | None, Precision, ParameterSplit],
     clip: float | None,
 ) -> list[str]:
     """The backends to try before the loop, the best first: of those that suit the module, those
@@ -210,7 +210,9 @@ def _suited(
     module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
     """The backends that suit the module, the best first, able to do what is asked or not."""
-    if Split.of(module).buffers:  # which no other backend keeps, and a forward may put anew
+    if ParameterSplit.of(
+        module
+    ).buffers:  # which no other backend keeps, and a forward may put anew
         return [REFERENCE]
     try:
         layers = stack(module)

@@ -26,7 +26,7 @@ from raydpfl.core.messages import check_bound
 from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.models.shared_and_local import Split
+from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Task
 from raydpfl.training.backends import BACKENDS, check_backend
 from raydpfl.training.backends.base import (
@@ -117,7 +117,7 @@ class Trainer:
         task: Task = CLASSES,
         precision: Precision = "float32",
     ):
-        check_backend(backend, local, clip, precision, Split.of(module))
+        check_backend(backend, local, clip, precision, ParameterSplit.of(module))
         if clip is not None:
             check_bound("bounding.bound", clip)
         self.local = local

@@ -29,7 +29,7 @@ DEALT = {
 
 def deal(kind, labels, clients, sizes="balanced", seed=0, **fields):
     """A list with the rows of each client."""
-    order, counts = PARTITIONS[kind](**fields).deal(
+    order, counts = PARTITIONS[kind](**fields).assign(
         labels, clients, SIZES[sizes](), np.random.default_rng(seed)
     )
     assert (

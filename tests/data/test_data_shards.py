@@ -836,7 +836,7 @@ def test_rows_that_are_evaluated_begin_where_torchs_own_tensors_do(name):
 
 def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
     keys = {"kind": "synthetic", "clients": 7, "samples": 30, "classes": 4}
-    opened = data.dealt(data.parse(keys), validation=0.2)
+    opened = data.load(data.parse(keys), validation=0.2)
     counts = opened.class_counts()
     assert counts.shape == (7, 4)
     assert counts.sum(1).tolist() == opened.sizes.tolist()

@@ -114,8 +114,8 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
 
 def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, monkeypatch):
     (tmp_path / "faces.py").write_text(
-        "from raydpfl.data import Dealt\n"
-        "class Faces(Dealt):\n    'Faces, in grey.'\n"
+        "from raydpfl.data import InMemoryData\n"
+        "class Faces(InMemoryData):\n    'Faces, in grey.'\n"
         "class Near(Faces):\n    'Near faces.'\n    @classmethod\n"
         "    def located(cls, root):\n        return f'{root}/faces'\n"
     )

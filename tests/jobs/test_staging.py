@@ -135,7 +135,7 @@ def named(here: Path) -> dict[str, dict]:
     np.savez(here / "t.npz", x=np.zeros((40, 4)), y=np.arange(40) % 2)
     np.savez(here / "w.npz", p=np.ones(50), e=np.ones(50))
     (here / "own.py").write_text(
-        "from raydpfl.data import Dealt\nclass Mine(Dealt):\n    where: str\n"
+        "from raydpfl.data import InMemoryData\nclass Mine(InMemoryData):\n    where: str\n"
         "    def samples(self, seed, root): return self.where\n"
     )
     table = {"kind": "table", "train": "t.npz", "x": ["x"], "y": "y", "clients": 5}

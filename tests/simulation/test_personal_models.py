@@ -151,7 +151,7 @@ def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend)
     )
     # what is bounded and noised is what travels alone
     assert np.allclose(run.columns[-1]["norm"], norms, rtol=1e-4)
-    split = models.Split.of(clients[0])
+    split = models.ParameterSplit.of(clients[0])
     for client, net in enumerate(clients):
         numbers = split.kept(models.trained(net)[None])[0]
         assert torch.allclose(numbers, torch.from_numpy(run.at.memory.own[client]), atol=1e-4)
@@ -243,7 +243,7 @@ def test_what_travels_alone_is_bounded_and_noised(tmp_path):
     plan = Plan.make(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
     run = carried_out(plan, tmp_path)
     start = models.build(plan.experiment.model, form((1, 28, 28)), plan.experiment.seed)
-    initial = models.Split.of(start).kept(models.trained(start)[None])[0].numpy()
+    initial = models.ParameterSplit.of(start).kept(models.trained(start)[None])[0].numpy()
     for total, added in zip(run.totals, run.added, strict=True):
         assert total.shape == added.shape == (plan.d,)
         assert np.linalg.norm(total) == pytest.approx(0.05, rel=1e-6)  # all of it is what travels
@@ -304,7 +304,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
         models.load(start, torch.from_numpy(run.at.model))
         if client in run.at.memory.own:
             own = torch.from_numpy(run.at.memory.own[client])[None]
-            every = models.Split.of(start).joined(torch.from_numpy(run.at.model), own)
+            every = models.ParameterSplit.of(start).joined(torch.from_numpy(run.at.model), own)
             models.set_trained(start, every[0])
         nets.append(tuned_by_hand(plan, start, client))
     row = run.record.rounds.arrow().to_pylist()[-1]

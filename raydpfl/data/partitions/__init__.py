@@ -7,7 +7,7 @@ neither drops nor duplicates one unless its definition says so (only `overlappin
 >>> labels = np.repeat(np.arange(4), 6)
 >>> shards = FAMILY["shards"](per_client=2)
 >>> from raydpfl.data.sizes import Balanced
->>> order, sizes = shards.deal(labels, 6, Balanced(), np.random.default_rng(1))
+>>> order, sizes = shards.assign(labels, 6, Balanced(), np.random.default_rng(1))
 >>> sizes
 array([4, 4, 4, 4, 4, 4])
 >>> labels[order].reshape(6, 2, 2)[0]  # client 0: two shards of two samples, each of one class

@@ -19,7 +19,7 @@ class Partition(Member):
     sized: ClassVar[bool] = True
     by: ClassVar[Literal["label", "client", "row"]] = "label"
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which samples each client holds: rows of the data set in client order, int64 [samples],
@@ -41,7 +41,7 @@ class Partition(Member):
             decides = f"partition {self.kind}, which itself decides the sizes"
             raise ConfigError("data.sizes.kind", sizes.kind, f"balanced with {decides}")
 
-    def dealt(
+    def partition(
         self,
         y: np.ndarray,
         owners: np.ndarray | None,
@@ -65,7 +65,7 @@ class Partition(Member):
             ConfigError: where there is no such column, or the clients do not agree with it.
         """
         if self.by == "client":
-            rows, counts = self.deal(*self._owners(owners), sizes, generator)
+            rows, counts = self.assign(*self._owners(owners), sizes, generator)
             if clients not in (None, len(counts)):
                 expected = f"{len(counts)}, the number of clients in the data, or none"
                 raise ConfigError("data.clients", clients, expected)
@@ -76,7 +76,7 @@ class Partition(Member):
         if self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
             expected = "iid or natural for targets that are not one class, to deal by"
             raise ConfigError("data.partition.kind", self.kind, expected)
-        return self.deal(y, clients, sizes, generator)
+        return self.assign(y, clients, sizes, generator)
 
     def _owners(self, owners: np.ndarray | None) -> tuple[np.ndarray, int]:
         """The client of each row, and how many there are."""

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.partitions.base import Partition
-from raydpfl.data.partitions.label_mixture import choose_classes, deal_table, fit
+from raydpfl.data.partitions.label_mixture import assign_rows, choose_classes, fit
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
@@ -19,7 +19,7 @@ class ClassesPerClient(Partition):
     kind: str = "classes-per-client"
     k: int = Field(default=7, ge=1)
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         supply = np.unique(labels, return_counts=True)[1]
@@ -47,4 +47,4 @@ class ClassesPerClient(Partition):
             wish = f"a k for which {sizes.kind} sizes leave no sample over"
             expected = f"{wish}; a larger k or more even sizes make it easier"
             raise ConfigError("data.partition.k", self.k, expected)
-        return deal_table(table + held, labels, generator), counts
+        return assign_rows(table + held, labels, generator), counts

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.partitions.base import Partition
-from raydpfl.data.partitions.label_mixture import deal_table, fit
+from raydpfl.data.partitions.label_mixture import assign_rows, fit
 from raydpfl.data.sizes import Sizes
 
 
@@ -22,7 +22,7 @@ class Dirichlet(Partition):
     psi: float = Field(gt=0)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         supply = np.unique(labels, return_counts=True)[1]
@@ -31,4 +31,4 @@ class Dirichlet(Partition):
         mixture = np.maximum(generator.dirichlet(np.full(len(supply), self.psi), clients), 1e-9)
         table = fit(mixture, counts, supply)
         assert table is not None  # a mixture that is positive everywhere has a solution
-        return deal_table(table, labels, generator), counts
+        return assign_rows(table, labels, generator), counts

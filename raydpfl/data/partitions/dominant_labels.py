@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.data.partitions.base import Partition
-from raydpfl.data.partitions.label_mixture import choose_classes, deal_table, fit
+from raydpfl.data.partitions.label_mixture import assign_rows, choose_classes, fit
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
@@ -23,7 +23,7 @@ class DominantLabels(Partition):
     classes: int = Field(default=2, ge=1)
     share: float = Field(default=0.92, gt=0, le=1)
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         supply = np.unique(labels, return_counts=True)[1]
@@ -45,4 +45,4 @@ class DominantLabels(Partition):
                 self.share,
                 "a share below 1: these dominant classes alone cannot hold every sample",
             )
-        return deal_table(table, labels, generator), counts
+        return assign_rows(table, labels, generator), counts

@@ -16,7 +16,7 @@ class Iid(Partition):
     by: ClassVar[Literal["label", "client", "row"]] = "row"
     kind: str = "iid"
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         counts = sizes.counts(len(labels), clients, generator)

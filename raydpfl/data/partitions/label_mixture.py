@@ -99,7 +99,9 @@ def _flow(
     return flow.flow[:clients, clients:source].toarray()
 
 
-def deal_table(table: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def assign_rows(
+    table: np.ndarray, labels: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
     """Rows in client order, int64 [n], of each class as many to each client as `table` [clients,
     classes] says.
     """

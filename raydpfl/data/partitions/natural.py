@@ -32,7 +32,7 @@ class Natural(Partition):
             raise ConfigError("data.partition.most", self.most, expected)
         return self
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         order = np.argsort(labels, kind="stable")

@@ -45,7 +45,7 @@ class Overlapping(Partition):
     def overlaps(self) -> bool:
         return True
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]

@@ -26,7 +26,7 @@ class LabelShards(Partition):
     kind: str = "shards"
     per_client: int = Field(default=5, ge=1)
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         present, counts = np.unique(labels, return_counts=True)

@@ -20,7 +20,7 @@ class Similarity(Partition):
     s: float = Field(ge=0, le=100)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"s": 0}, {"s": 70}, {"s": 100})
 
-    def deal(
+    def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
         counts = sizes.counts(len(labels), clients, generator)

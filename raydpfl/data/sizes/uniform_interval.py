@@ -9,7 +9,7 @@ from raydpfl.data.sizes.base import Sizes
 from raydpfl.errors import ConfigError
 
 
-class Spread(Sizes):
+class UniformInterval(Sizes):
     """n v_k / sum v with v_k ~ U(low, high) (003 sec. VI)."""
 
     kind: str = "spread"
@@ -17,7 +17,7 @@ class Spread(Sizes):
     high: float = Field(default=1.5, gt=0)
 
     @model_validator(mode="after")
-    def _interval(self) -> Spread:
+    def _interval(self) -> UniformInterval:
         if self.high < self.low:
             raise ConfigError("data.sizes.high", self.high, f"at least data.sizes.low, {self.low}")
         return self

@@ -17,9 +17,9 @@ are not the published ones.
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.data.sources.base import Data, Dealt, Maker, Samples, Split
+from raydpfl.data.sources.base import Data, InMemoryData, Maker, Samples, Split
 
-__all__ = ["FAMILY", "Data", "Dealt", "Maker", "Samples", "Split"]
+__all__ = ["FAMILY", "Data", "InMemoryData", "Maker", "Samples", "Split"]
 
 FIRST = (
     "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar10_jpeg",

@@ -130,7 +130,7 @@ class Samples:
 
 
 class Data(Member):
-    """Base of the family; a user's own source derives from it, or from `Dealt`."""
+    """Base of the family; a user's own source derives from it, or from `InMemoryData`."""
 
     newer: ClassVar[frozenset[str]] = frozenset({"task"})
 
@@ -220,7 +220,7 @@ class Data(Member):
         return False
 
 
-class Sized(Data):
+class SizedData(Data):
     """Data of which each client may hold another number of samples."""
 
     sizes: SerializeAsAny[Sizes] = Balanced()  # how many samples each client has
@@ -231,7 +231,7 @@ class Sized(Data):
         return choose("data.sizes", value, SIZES, Sizes)
 
 
-class Dealt(Sized):
+class InMemoryData(SizedData):
     """A data set in memory, its samples made columns by `features` if asked for, dealt to clients
     by a partition.
     """
@@ -255,7 +255,7 @@ class Dealt(Sized):
         return choose("data.features", value, FEATURES, Features)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Dealt:
+    def _consistent(self) -> InMemoryData:
         self.partition.check_sizes(self.sizes)
         if self.features and self.constants() != ((), ()):
             constants = "constants to normalise pixels by (data.normalize, data.mean)"
@@ -300,7 +300,7 @@ class Dealt(Sized):
     def split(self, seed: int, root: Path | None) -> Split:
         found = self.samples(seed, root)
         self._check_size(found.x)
-        order, sizes = self.partition.dealt(
+        order, sizes = self.partition.partition(
             found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
         if self.features is None:

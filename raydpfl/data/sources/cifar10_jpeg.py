@@ -8,7 +8,7 @@ from typing import ClassVar
 from raydpfl.data.sources.base import Samples
 from raydpfl.data.sources.cifar10 import Cifar10
 from raydpfl.data.sources.named_images import Images
-from raydpfl.data.sources.table import Table
+from raydpfl.data.sources.table import TableFile
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root, file_identity
 
@@ -34,7 +34,7 @@ class Cifar10Jpeg(Images):
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         self._check_present(root)
-        found = Table(train=TRAIN, test=TEST).samples(seed, root)
+        found = TableFile(train=TRAIN, test=TEST).samples(seed, root)
         self.check_pixels(found.x)
         return found
 

@@ -17,7 +17,7 @@ from raydpfl.storage.files import data_root, digest
 EXTRA = "pip install 'raydpfl[hf]'"
 
 
-class HuggingFace(Tabular):
+class HuggingFaceData(Tabular):
     """A data set of Hugging Face: a folder that `save_to_disk` wrote, or a name, `owner/name` or
     `owner/name:config`, which the library `datasets` finds in its cache or downloads (pip install
     'raydpfl[hf]').

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from raydpfl.data.sources.base import Dealt
+from raydpfl.data.sources.base import InMemoryData
 from raydpfl.errors import ConfigError
 
 
-class Images(Dealt):
+class Images(InMemoryData):
     """A named image data set with published normalisation constants; otherwise pixels are scaled to
     [0, 1].
     """

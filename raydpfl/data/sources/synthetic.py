@@ -32,7 +32,7 @@ from pydantic import Field, SerializeAsAny
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.rounding import apportion
 from raydpfl.data.sizes import PowerLaw, Sizes
-from raydpfl.data.sources.base import Maker, Sized, Split
+from raydpfl.data.sources.base import Maker, SizedData, Split
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
 # (of client 0).
@@ -40,7 +40,7 @@ _TRAIN, _TEST, _SHARED = range(3)
 PIECE = 1 << 22  # numbers of a client's samples that are made at once
 
 
-class Synthetic(Sized):
+class Synthetic(SizedData):
     """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in
     all, the same share of each client's own rows. 002 prints neither: of 10,000 training rows, 1111
     for testing are the tenth that Li et al. hold out.

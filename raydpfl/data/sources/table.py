@@ -1,6 +1,6 @@
 """A data set of one's own, as a table in a file.
 
->>> Table(train="faces/train.parquet", test="faces/test.parquet", x="image", clients=100).kind
+>>> TableFile(train="faces/train.parquet", test="faces/test.parquet", x="image", clients=100).kind
 'table'
 
 What `x` may be: one column of encoded images (bytes, or a struct with a field `bytes`; see
@@ -21,7 +21,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import file_identity, find_file
 
 
-class Table(Tabular):
+class TableFile(Tabular):
     """Training rows, test rows from a second file or held out at random, and columns by name.
 
     `train`, `test`: files (.csv, .tsv, .jsonl, .parquet, .arrow, .feather, .npz), absolute, or

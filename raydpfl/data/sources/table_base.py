@@ -13,7 +13,7 @@ from raydpfl.config.registry import is_path
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.columns import Columns, is_list, labels, plain
 from raydpfl.data.inputs import DType, inputs, typed
-from raydpfl.data.sources.base import Dealt, Samples
+from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, of_file
 from raydpfl.errors import ConfigError, in_line
 from raydpfl.models.tasks import Target, Task
@@ -28,7 +28,7 @@ DECLARED = (
 TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which sizes an embedding"
 
 
-class Tabular(Dealt):
+class Tabular(InMemoryData):
     """Base of the tables: `columns` gives the training rows, or the test rows.
 
     `x`: one column or several. `y`: the column of targets, or several. `classes`: how many there
@@ -43,7 +43,7 @@ class Tabular(Dealt):
     constants to normalise images by, after scaling to [0, 1].
     """
 
-    newer: ClassVar[frozenset[str]] = Dealt.newer | {
+    newer: ClassVar[frozenset[str]] = InMemoryData.newer | {
         "classes", "dtype", "split_by", "tokenizer", "vocabulary", "length",
     }  # fmt: skip
     named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})

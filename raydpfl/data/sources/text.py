@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from raydpfl.data.columns import KINDS, READERS, plain, read_columns
 from raydpfl.data.partitions import Natural, Partition
-from raydpfl.data.sources.base import Dealt, Samples
+from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Target, Task
 from raydpfl.models.tasks.sequence import Sequence
@@ -21,7 +21,7 @@ from raydpfl.storage.files import file_identity, find_file, read_text
 LARGEST = 1 << 30  # bytes of a file of text
 
 
-class Text(Dealt):
+class Text(InMemoryData):
     """The next character of what each client has written, at every position: samples are windows of
     `length` characters, one after another, and targets the characters that follow them.
 

@@ -10,7 +10,7 @@ from torch import nn
 from raydpfl.models.base import Model, Shape
 
 
-class Linear(Model):
+class LinearModel(Model):
     """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression
     and classification.
 

@@ -40,7 +40,7 @@ class Transformer(TokenModel):
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
     ) -> nn.Module:
-        blocks = [Block(self.width, self.heads) for _ in range(self.layers)]
+        blocks = [TransformerBlock(self.width, self.heads) for _ in range(self.layers)]
         return nn.Sequential(
             nn.Embedding(tokens, self.width),
             Positions(length, self.width),
@@ -73,7 +73,7 @@ class Pick(nn.Module):
         return self.pick(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a dense layer, [batch, length, width] to the same."""
 
     def __init__(self, width: int, heads: int):

@@ -26,7 +26,7 @@ from raydpfl.core.messages import OWN, Chunk
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Local
-from raydpfl.models.shared_and_local import Split
+from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.simulation.client.data_cache import check
 from raydpfl.simulation.worker import own_code
 from raydpfl.training.backends import REFERENCE, lacking
@@ -46,7 +46,7 @@ class Personal:
     """
 
     def __init__(self, module: nn.Module):
-        self.split = Split.of(module)
+        self.split = ParameterSplit.of(module)
         self.initial = self.split.kept(models.trained(module)[None])[0]
 
     @property
@@ -116,7 +116,7 @@ class Ditto(Personal):
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         super().__init__(module)
         self.initial = models.trained(module)
-        every = Split(torch.zeros(len(self.initial), dtype=torch.bool), 0)
+        every = ParameterSplit(torch.zeros(len(self.initial), dtype=torch.bool), 0)
         self.training = Training(experiment, rule, shards, module, every)
 
     def beside(
@@ -148,7 +148,7 @@ class Training:
         rule: Local,
         shards: Shards,
         module: nn.Module,
-        split: Split,
+        split: ParameterSplit,
     ):
         client = experiment.client
         self.rule = rule

@@ -9,7 +9,7 @@ import numpy as np
 from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local.base import Local
-from raydpfl.models.shared_and_local import Split
+from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.training.backends.base import Backend
 from raydpfl.training.backends.compiled import Compiled
 from raydpfl.training.backends.convolutional import Convolutional
@@ -49,7 +49,7 @@ def costs(experiment: Experiment, sizes: np.ndarray, d: int) -> np.ndarray | Non
 
 
 def lacking(
-    backend: str, local: Local, clip: float | None, precision: Precision, split: Split
+    backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
 ) -> str | None:
     """What of what is asked of it a backend cannot do, in words; see `Backend.lacks`."""
     kind = BACKENDS[backend]
@@ -61,7 +61,7 @@ def lacking(
 
 
 def check_backend(
-    backend: str, local: Local, clip: float | None, precision: Precision, split: Split
+    backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
 ) -> None:
     """Raises `ConfigError` for a backend that is none, or that lacks what is asked of it."""
     asked = (local, clip, precision, split)
