@@ -9,7 +9,7 @@ end.
 
 >>> listener, address = listening()
 >>> door = opened(address)
->>> other = expected(listener)
+>>> other = accepted(listener)
 >>> outbox = Outbox()
 >>> door.send(*outbox.put({"model": np.arange(3.0)}, "and more"))
 >>> other.take()
