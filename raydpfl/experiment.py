@@ -125,9 +125,10 @@ class Experiment(Section):
     keys with their defaults.
     """
 
-    # of all that is drawn at random
-    seed: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=0, lt=1 << 64)
-    rounds: int = Field(default=100, ge=1, le=10**9)  # T
+    seed: Annotated[int, BeforeValidator(whole)] = Field(
+        default=0, ge=0, lt=1 << 64, description="of all that is drawn at random"
+    )
+    rounds: int = Field(default=100, ge=1, le=10**9, description="T")
     data: SerializeAsAny[data.Data]
     model: SerializeAsAny[models.Model]
     selection: SerializeAsAny[selection.Selection]
@@ -139,9 +140,13 @@ class Experiment(Section):
     privacy: Privacy = Privacy()
     client: Client = Client()
     evaluate: Evaluate = Evaluate()
-    # a model of each client's own, which it trains by this local rule in the rounds that it is part
-    # of, and never sends; `proximal` draws it to the model (Ditto)
-    personal: SerializeAsAny[Local] | None = None
+    personal: SerializeAsAny[Local] | None = Field(
+        default=None,
+        description=(
+            "a model of each client's own, which it trains by this local rule in the rounds that "
+            "it is part of, and never sends; `proximal` draws it to the model (Ditto)"
+        ),
+    )
     measure: tuple[SerializeAsAny[measures.Probe], ...] = ()
     track: tuple[SerializeAsAny[trackers.Tracker], ...] = trackers.parse(trackers.DEFAULT)
 

@@ -62,12 +62,15 @@ Whole = Annotated[StrictInt, BeforeValidator(whole)]
 class Privacy(Section):
     """Who accounts, under which neighbouring relation, and how much may be spent."""
 
-    # the first rigorous one calibrates the noise
-    accountants: tuple[Asked, ...] = ("pld", "rdp", "paper")
-    # auto: add_remove for Poisson, else replace_one
-    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = "auto"
-    # epsilon that the run stops short of exceeding
-    budget: float | None = Field(default=None, gt=0)
+    accountants: tuple[Asked, ...] = Field(
+        default=("pld", "rdp", "paper"), description="the first rigorous one calibrates the noise"
+    )
+    relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = Field(
+        default="auto", description="auto: add_remove for Poisson, else replace_one"
+    )
+    budget: float | None = Field(
+        default=None, gt=0, description="epsilon that the run stops short of exceeding"
+    )
 
     @field_validator("accountants", mode="before")
     @classmethod
@@ -85,19 +88,37 @@ class Privacy(Section):
 class Client(Section):
     """How clients become actors, and how they train."""
 
-    # auto: in this process, until actors that start behind the rounds pay
-    #     (`raydpfl.runtime.launcher`)
-    actors: Whole | Literal["auto", "per-client"] = "auto"
-    # cores of each actor, of those that Ray has, and the threads of compiled code in it
-    num_cpus: float = Field(default=1, ge=0)
-    # share of a GPU of each actor; 0: it trains on the CPU
-    num_gpus: float = Field(default=0, ge=0)
-    # what the products of training are taken in; parameters, losses and updates are float32
-    precision: Precision = "float32"
-    # clients trained at once, at most; bits depend on it. auto: some of a cohort for each core; on
-    # a GPU all of it, where half of the memory holds them, so that several actors need a number
-    chunk: Whole | Literal["auto"] = "auto"
-    # how a chunk trains; auto: the fastest that carries the method out
+    actors: Whole | Literal["auto", "per-client"] = Field(
+        default="auto",
+        description=(
+            "auto: in this process, until actors that start behind the rounds pay "
+            "(`raydpfl.runtime.launcher`)"
+        ),
+    )
+    num_cpus: float = Field(
+        default=1,
+        ge=0,
+        description=(
+            "cores of each actor, of those that Ray has, and the threads of compiled code in it"
+        ),
+    )
+    num_gpus: float = Field(
+        default=0, ge=0, description="share of a GPU of each actor; 0: it trains on the CPU"
+    )
+    precision: Precision = Field(
+        default="float32",
+        description=(
+            "what the products of training are taken in; parameters, losses and updates are float32"
+        ),
+    )
+    chunk: Whole | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "clients trained at once, at most; bits depend on it. auto: some of a cohort for each "
+            "core; on a GPU all of it, where half of the memory holds them, so that several actors "
+            "need a number"
+        ),
+    )
     backend: Literal[
         "auto",
         "compiled",
@@ -109,14 +130,25 @@ class Client(Section):
         "vmap",
         "loop",
         "noop",
-    ] = "auto"
-    # Seconds that an actor has for its share of a round, before it is replaced; auto: see
-    # `raydpfl.runtime.actor_pool.Patience`.
-    # Without actors nobody could take over: a number then ends the run, and auto waits.
-    timeout: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    # drop: the client counts with an update of 0 (scaffold: one that leaves its variate as it is),
-    # and its noise
-    on_error: Literal["fail", "drop"] = "fail"
+    ] = Field(
+        default="auto",
+        description="how a chunk trains; auto: the fastest that carries the method out",
+    )
+    timeout: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "Seconds that an actor has for its share of a round, before it is replaced; auto: see "
+            "`raydpfl.runtime.actor_pool.Patience`. Without actors nobody could take over: a "
+            "number then ends the run, and auto waits."
+        ),
+    )
+    on_error: Literal["fail", "drop"] = Field(
+        default="fail",
+        description=(
+            "drop: the client counts with an update of 0 (scaffold: one that leaves its variate as "
+            "it is), and its noise"
+        ),
+    )
 
     @field_validator("precision", mode="after")
     @classmethod
@@ -139,10 +171,14 @@ class Stop(Section):
     enough.
     """
 
-    metric: str = "validation_loss"  # a score of rows held out, never of the test set
-    patience: int = Field(ge=1)  # evaluations after the best one without a better one
-    # min, max: of which less, or more, is better; auto: as the metric says
-    mode: Literal["auto", "min", "max"] = "auto"
+    metric: str = Field(
+        default="validation_loss", description="a score of rows held out, never of the test set"
+    )
+    patience: int = Field(ge=1, description="evaluations after the best one without a better one")
+    mode: Literal["auto", "min", "max"] = Field(
+        default="auto",
+        description="min, max: of which less, or more, is better; auto: as the metric says",
+    )
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a score that evaluations do not give, or of which nobody knows
@@ -175,32 +211,51 @@ def _rule(section: str, value: Any) -> Any:
 class HeldOut(Section):
     """Clients that are held out of training."""
 
-    clients: float = Field(gt=0, lt=1)  # share of them
+    clients: float = Field(gt=0, lt=1, description="share of them")
 
 
 class Evaluate(Section):
     """When the model is evaluated, and on what."""
 
-    every: int = Field(default=10, ge=1)  # rounds; the last round always counts
-    batch: int = Field(default=1000, ge=1)  # rows at a time
-    test: bool = True  # false: the test set is not looked at
-    # share of each client's rows that is held out of training and evaluated on; or, as in
-    # {clients: 0.1}, of the clients, with all their rows, who are no part of the population then
-    validation: Annotated[float, Field(ge=0, lt=1)] | HeldOut = 0.0
+    every: int = Field(default=10, ge=1, description="rounds; the last round always counts")
+    batch: int = Field(default=1000, ge=1, description="rows at a time")
+    test: bool = Field(default=True, description="false: the test set is not looked at")
+    validation: Annotated[float, Field(ge=0, lt=1)] | HeldOut = Field(
+        default=0.0,
+        description=(
+            "share of each client's rows that is held out of training and evaluated on; or, as in "
+            "{clients: 0.1}, of the clients, with all their rows, who are no part of the "
+            "population then"
+        ),
+    )
 
-    # what the model is scored by: the first is that by which a run is followed; auto: as the task
-    # says. The loss and the accuracy are always there
-    metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = "auto"
+    metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = Field(
+        default="auto",
+        description=(
+            "what the model is scored by: the first is that by which a run is followed; auto: as "
+            "the task says. The loss and the accuracy are always there"
+        ),
+    )
 
-    # a metric of every client, on the rows that it holds out (on those that it trains on, where
-    # none are), and what it comes to over the clients: exact, and so not private
-    per_client: SerializeAsAny[Metric] | None = None
-    # per_client as counts over bins with noise, which guarantees account for
-    histogram: Histogram | None = None
-    # per_client of a model that each client trains further, alone, by this local rule, on the rows
-    # that it trains on, and that it then forgets
-    fine_tune: SerializeAsAny[Local] | None = None
-    stop: Stop | None = None  # when the run ends early
+    per_client: SerializeAsAny[Metric] | None = Field(
+        default=None,
+        description=(
+            "a metric of every client, on the rows that it holds out (on those that it trains on, "
+            "where none are), and what it comes to over the clients: exact, and so not private"
+        ),
+    )
+    histogram: Histogram | None = Field(
+        default=None,
+        description="per_client as counts over bins with noise, which guarantees account for",
+    )
+    fine_tune: SerializeAsAny[Local] | None = Field(
+        default=None,
+        description=(
+            "per_client of a model that each client trains further, alone, by this local rule, on "
+            "the rows that it trains on, and that it then forgets"
+        ),
+    )
+    stop: Stop | None = Field(default=None, description="when the run ends early")
 
     @field_validator("fine_tune", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """Every choice that a config has, read from the classes themselves (`raydpfl kinds`).
 
-A key's type, bounds and default are those of its pydantic field; what is said of it is the comment
-beside or above it in the source; what is said of a member is its docstring, with its paper.
+A key's type, bounds, default and description are those of its pydantic field; what is said of a
+member is its docstring, with its paper.
 
 >>> print(of("bounding.clip")[0].render())
 bounding.clip
@@ -16,13 +16,9 @@ bounding.clip
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import io
 import re
 import textwrap
-import tokenize
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -64,7 +60,7 @@ class Key:
     type: str  # in words, with its bounds
     required: bool
     default: Any  # in JSON types; None where it is required
-    about: str  # what its source says of it; may be empty
+    about: str  # its description; may be empty
 
     def lines(self) -> Iterator[str]:
         """As text of at most `WIDTH` columns."""
@@ -137,9 +133,7 @@ def _every() -> list[Kind]:
         name: experiment.Experiment.model_fields[name] for name in ("seed", "rounds", "personal")
     }
     about = "What stands outside of all sections."
-    top = Kind(
-        "config", "", _path(experiment.Experiment), about, _keys(experiment.Experiment, whole)
-    )
+    top = Kind("config", "", _path(experiment.Experiment), about, _keys(whole))
     found = [top]
     families: dict[str, dict] = {
         **experiment.KINDS,
@@ -159,7 +153,7 @@ def _every() -> list[Kind]:
 def _kind(family: str, kind: str, cls: type) -> Kind:
     about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
     fields = cls.model_fields if issubclass(cls, BaseModel) else {}
-    keys = _keys(cls, {name: each for name, each in fields.items() if name != "kind"})
+    keys = _keys({name: each for name, each in fields.items() if name != "kind"})
     return Kind(family, kind, _path(cls), about, keys)
 
 
@@ -167,9 +161,15 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _keys(cls: type, fields: Mapping[str, FieldInfo]) -> tuple[Key, ...]:
+def _keys(fields: Mapping[str, FieldInfo]) -> tuple[Key, ...]:
     return tuple(
-        Key(name, _type(field), field.is_required(), _default(field), cited(_comment(cls, name)))
+        Key(
+            name,
+            _type(field),
+            field.is_required(),
+            _default(field),
+            cited(_sentence(field.description or "")),
+        )
         for name, field in fields.items()
     )
 
@@ -237,38 +237,6 @@ def _words(annotation: Any) -> str:
         return "{" + ", ".join(annotation.model_fields) + "}"
     named = getattr(annotation, "__name__", str(annotation))
     return str(PLAIN.get(origin or annotation, named))
-
-
-def _comment(cls: type, name: str) -> str:
-    """What the source says beside a field, by the class that declares it."""
-    for base in cls.__mro__:
-        if name in vars(base).get("__annotations__", {}):
-            return _comments(base).get(name, "")
-    return ""
-
-
-@functools.cache
-def _comments(cls: type) -> Mapping[str, str]:
-    """The comments above and beside the fields of a class, by name."""
-    source = textwrap.dedent(inspect.getsource(cls))
-    said_at: dict[int, str] = {}
-    alone: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line = token.start[0]
-            said_at[line] = token.string.lstrip("# ").strip()
-            if not token.line[: token.start[1]].strip():
-                alone.add(line)
-    found = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = node.lineno
-            while above - 1 in alone:
-                above -= 1
-            lines = [*range(above, node.lineno), node.end_lineno or node.lineno]
-            words = " ".join(said_at[line] for line in lines if line in said_at)
-            found[node.target.id] = "" if words.startswith("type: ") else _sentence(words)
-    return found
 
 
 def _sentence(text: str) -> str:

@@ -35,12 +35,20 @@ class Schedule(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
-    # how the learning rate goes on from step to step, or from round to round
-    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "constant"
-    lr_decay: float = Field(default=1.0, gt=0, le=1)  # exponential: the factor of every round
-    lr_period: int | None = Field(default=None, ge=1)  # cosine: rounds until it is at its least
-    lr_last: float = Field(default=0.01, gt=0, le=1)  # cosine: its least, as a share of lr
-    lr_warmup: int = Field(default=0, ge=0)  # first rounds, over which it rises to lr
+    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = Field(
+        default="constant",
+        description="how the learning rate goes on from step to step, or from round to round",
+    )
+    lr_decay: float = Field(
+        default=1.0, gt=0, le=1, description="exponential: the factor of every round"
+    )
+    lr_period: int | None = Field(
+        default=None, ge=1, description="cosine: rounds until it is at its least"
+    )
+    lr_last: float = Field(
+        default=0.01, gt=0, le=1, description="cosine: its least, as a share of lr"
+    )
+    lr_warmup: int = Field(default=0, ge=0, description="first rounds, over which it rises to lr")
 
     @field_validator("lr_decay")
     @classmethod

@@ -34,14 +34,33 @@ class Model(Member):
     named: ClassVar[frozenset[str]] = frozenset({"init"})
     newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local", "lora"})
 
-    # the weights that training starts from: a file of safetensors, a state_dict, or a run directory
-    init: str | None = None
-    # patterns of parameters and buffers that stay as they are: ["features.*", "*.running_*"]
-    frozen: tuple[str, ...] = ()
-    # patterns of what stays with each client, who trains it and never sends it: ["head.*"]
-    local: tuple[str, ...] = ()
-    # adapters of low rank on linear layers, and all else frozen: {rank: 8, targets: ["c_attn"]}
-    lora: Lora | None = None
+    init: str | None = Field(
+        default=None,
+        description=(
+            "the weights that training starts from: a file of safetensors, a state_dict, or a run "
+            "directory"
+        ),
+    )
+    frozen: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            'patterns of parameters and buffers that stay as they are: ["features.*", '
+            '"*.running_*"]'
+        ),
+    )
+    local: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            'patterns of what stays with each client, who trains it and never sends it: ["head.*"]'
+        ),
+    )
+    lora: Lora | None = Field(
+        default=None,
+        description=(
+            "adapters of low rank on linear layers, and all else frozen: {rank: 8, targets: "
+            '["c_attn"]}'
+        ),
+    )
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         """A fresh module for float32 inputs of this shape."""
@@ -124,8 +143,14 @@ class Net(Model):
     newer: ClassVar[frozenset[str]] = Model.newer | {"width"}
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 0.1},)
 
-    # every hidden layer has so many times the channels or units that it has in the paper
-    width: float = Field(default=1.0, gt=0, le=16)
+    width: float = Field(
+        default=1.0,
+        gt=0,
+        le=16,
+        description=(
+            "every hidden layer has so many times the channels or units that it has in the paper"
+        ),
+    )
 
     def units(self, full: int) -> int:
         """The channels or units, at least 1, of a hidden layer that has `full` at width 1.

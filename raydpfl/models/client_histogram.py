@@ -30,10 +30,10 @@ _POINTS = 201  # of the trapezoidal rule over the worst tenth
 class Histogram(Section):
     """How a score of every client is released: as counts over equal bins, with Gaussian noise."""
 
-    std: float = Field(ge=1e-9, le=1e15)  # of the noise on each count, in clients
-    bins: int = Field(default=10, ge=2, le=1000)  # as wide as each other
-    low: float = 0.0  # of the first bin, which lower scores are in too
-    high: float = 1.0  # of the last one
+    std: float = Field(ge=1e-9, le=1e15, description="of the noise on each count, in clients")
+    bins: int = Field(default=10, ge=2, le=1000, description="as wide as each other")
+    low: float = Field(default=0.0, description="of the first bin, which lower scores are in too")
+    high: float = Field(default=1.0, description="of the last one")
 
     @model_validator(mode="after")
     def _ordered(self) -> Histogram:

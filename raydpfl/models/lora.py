@@ -37,15 +37,26 @@ class Lora(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(default=8, ge=1)
-    # what B A is multiplied by: alpha / r of the paper
-    scale: float = Field(default=1.0, gt=0)
-    # patterns of linear layers, by their names or the last parts of these: ["c_attn"]; of a layer
-    # that is trained as a whole none
-    targets: tuple[str, ...] = Field(default=("*",), min_length=1)
-    # A stays as it was drawn, and B alone is trained and sent (Sun et al. 2024, FFA-LoRA)
-    freeze_a: bool = False
-    # patterns of parameters that are trained besides: ["head.*"]
-    trained: tuple[str, ...] = ()
+    scale: float = Field(
+        default=1.0, gt=0, description="what B A is multiplied by: alpha / r of the paper"
+    )
+    targets: tuple[str, ...] = Field(
+        default=("*",),
+        min_length=1,
+        description=(
+            'patterns of linear layers, by their names or the last parts of these: ["c_attn"]; of '
+            "a layer that is trained as a whole none"
+        ),
+    )
+    freeze_a: bool = Field(
+        default=False,
+        description=(
+            "A stays as it was drawn, and B alone is trained and sent (Sun et al. 2024, FFA-LoRA)"
+        ),
+    )
+    trained: tuple[str, ...] = Field(
+        default=(), description='patterns of parameters that are trained besides: ["head.*"]'
+    )
 
 
 def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from filelock import FileLock
+from pydantic import Field
 
 from raydpfl.storage.files import cache_root
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker, facts, numbers
@@ -31,10 +32,14 @@ class MLflow(Tracker):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"experiment": "mine"},)
 
     kind: str = "mlflow"
-    # of its server or store (http://..., sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or
-    # MLflow's own
-    uri: str | None = None
-    experiment: str = "raydpfl"  # in which the runs are
+    uri: str | None = Field(
+        default=None,
+        description=(
+            "of its server or store (http://..., sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, "
+            "or MLflow's own"
+        ),
+    )
+    experiment: str = Field(default="raydpfl", description="in which the runs are")
 
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)

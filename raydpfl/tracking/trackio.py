@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker, facts, numbers
 
 
@@ -21,7 +23,9 @@ class Trackio(Tracker):
 
     kind: str = "trackio"
     project: str = "raydpfl"
-    space: str | None = None  # of Hugging Face, user/name; null: TRACKIO_SPACE_ID, or here
+    space: str | None = Field(
+        default=None, description="of Hugging Face, user/name; null: TRACKIO_SPACE_ID, or here"
+    )
 
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)

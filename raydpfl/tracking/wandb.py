@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker, facts, numbers
 
 INIT = 20  # seconds that its server may take to answer
@@ -24,10 +26,16 @@ class WandB(Tracker):
 
     kind: str = "wandb"
     project: str = "raydpfl"
-    entity: str | None = None  # a user or team; null: the user's own
-    # offline: in a folder here, which `wandb sync` sends; null: WANDB_MODE, or online
-    mode: Literal["online", "offline"] | None = None
-    folder: str | None = None  # where its files are; null: WANDB_DIR, or ./wandb
+    entity: str | None = Field(default=None, description="a user or team; null: the user's own")
+    mode: Literal["online", "offline"] | None = Field(
+        default=None,
+        description=(
+            "offline: in a folder here, which `wandb sync` sends; null: WANDB_MODE, or online"
+        ),
+    )
+    folder: str | None = Field(
+        default=None, description="where its files are; null: WANDB_DIR, or ./wandb"
+    )
 
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)

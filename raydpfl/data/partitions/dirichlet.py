@@ -18,8 +18,10 @@ class Dirichlet(Partition):
     """
 
     kind: str = "dirichlet"
-    # the concentration, alpha elsewhere: the smaller, the less alike clients are
-    psi: float = Field(gt=0)
+    psi: float = Field(
+        gt=0,
+        description="the concentration, alpha elsewhere: the smaller, the less alike clients are",
+    )
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
 
     def assign(

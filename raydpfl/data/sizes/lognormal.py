@@ -12,7 +12,7 @@ class LogNormal(Sizes):
     """n v_k / sum v with log v_k ~ N(0, sigma^2) (Li et al. 2020, sec. 5.1)."""
 
     kind: str = "lognormal"
-    sigma: float = Field(default=1.0, gt=0, le=10)  # std of the logarithm of the sizes
+    sigma: float = Field(default=1.0, gt=0, le=10, description="std of the logarithm of the sizes")
 
     def weights(self, clients: int, generator: np.random.Generator) -> np.ndarray:
         return generator.lognormal(0.0, self.sigma, clients)

@@ -14,7 +14,7 @@ class PowerLaw(Sizes):
     """
 
     kind: str = "power-law"
-    exponent: float = Field(default=1.0, gt=0)  # of the power law
+    exponent: float = Field(default=1.0, gt=0, description="of the power law")
 
     def weights(self, clients: int, generator: np.random.Generator) -> np.ndarray:
         return (1.0 + generator.permutation(clients)) ** -self.exponent

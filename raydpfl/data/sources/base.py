@@ -134,8 +134,10 @@ class Data(Member):
 
     newer: ClassVar[frozenset[str]] = frozenset({"task"})
 
-    clients: int | None = Field(default=None, ge=1, le=10**9)  # N; None: as many as the data have
-    task: SerializeAsAny[Task] = Classification()  # what is learnt
+    clients: int | None = Field(
+        default=None, ge=1, le=10**9, description="N; None: as many as the data have"
+    )
+    task: SerializeAsAny[Task] = Field(default=Classification(), description="what is learnt")
 
     @field_validator("task", mode="before")
     @classmethod
@@ -223,7 +225,9 @@ class Data(Member):
 class SizedData(Data):
     """Data of which each client may hold another number of samples."""
 
-    sizes: SerializeAsAny[Sizes] = Balanced()  # how many samples each client has
+    sizes: SerializeAsAny[Sizes] = Field(
+        default=Balanced(), description="how many samples each client has"
+    )
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -236,8 +240,12 @@ class InMemoryData(SizedData):
     by a partition.
     """
 
-    partition: SerializeAsAny[Partition] = Iid()  # which samples each client has
-    features: SerializeAsAny[Features] | None = None  # a front end that makes columns of samples
+    partition: SerializeAsAny[Partition] = Field(
+        default=Iid(), description="which samples each client has"
+    )
+    features: SerializeAsAny[Features] | None = Field(
+        default=None, description="a front end that makes columns of samples"
+    )
 
     def overlaps(self) -> bool:
         return self.partition.overlaps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from raydpfl.data.sources.base import InMemoryData
 from raydpfl.errors import ConfigError
@@ -15,7 +16,9 @@ class Images(InMemoryData):
     [0, 1].
     """
 
-    normalize: bool = False  # by the published mean and std, after scaling to [0, 1]
+    normalize: bool = Field(
+        default=False, description="by the published mean and std, after scaling to [0, 1]"
+    )
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 

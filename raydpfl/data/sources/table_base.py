@@ -48,25 +48,54 @@ class Tabular(InMemoryData):
     }  # fmt: skip
     named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
 
-    test_fraction: float = Field(default=0.1, gt=0, lt=1)  # share of the rows that is for testing
-    x: tuple[str, ...] = ("image",)  # the columns of the input
-    y: str | tuple[str, ...] = "label"  # the column, or columns, of the target
-    # how many there are, or their labels in the order of their numbers; None: as the data say
-    classes: int | tuple[str, ...] | None = None
-    # of inputs; auto: lists of whole numbers stay such, as tokens, all else is float32
-    dtype: DType = "auto"
-    client: str | None = None  # the column that names the client of each row
-    split_by: str | None = None  # the column that says which rows are for testing
-    # of a column of text: words, characters, or the import path of a function of a text that gives
-    # its tokens, or their ids
-    tokenizer: str | None = None
-    # a file of tokens, one a line, or the list of them; of a tokenizer that gives ids, a number
-    # above all of them
-    vocabulary: str | tuple[str, ...] | Annotated[int, Field(ge=2, le=LARGEST)] | None = None
-    length: int | None = Field(default=None, ge=1)  # tokens of a text that are taken, the first
-    # of each channel, in [0, 1], to normalise images by: public constants
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()  # as `mean`
+    test_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of the rows that is for testing"
+    )
+    x: tuple[str, ...] = Field(default=("image",), description="the columns of the input")
+    y: str | tuple[str, ...] = Field(
+        default="label", description="the column, or columns, of the target"
+    )
+    classes: int | tuple[str, ...] | None = Field(
+        default=None,
+        description=(
+            "how many there are, or their labels in the order of their numbers; None: as the data "
+            "say"
+        ),
+    )
+    dtype: DType = Field(
+        default="auto",
+        description=(
+            "of inputs; auto: lists of whole numbers stay such, as tokens, all else is float32"
+        ),
+    )
+    client: str | None = Field(
+        default=None, description="the column that names the client of each row"
+    )
+    split_by: str | None = Field(
+        default=None, description="the column that says which rows are for testing"
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description=(
+            "of a column of text: words, characters, or the import path of a function of a text "
+            "that gives its tokens, or their ids"
+        ),
+    )
+    vocabulary: str | tuple[str, ...] | Annotated[int, Field(ge=2, le=LARGEST)] | None = Field(
+        default=None,
+        description=(
+            "a file of tokens, one a line, or the list of them; of a tokenizer that gives ids, a "
+            "number above all of them"
+        ),
+    )
+    length: int | None = Field(
+        default=None, ge=1, description="tokens of a text that are taken, the first"
+    )
+    mean: tuple[float, ...] = Field(
+        default=(),
+        description="of each channel, in [0, 1], to normalise images by: public constants",
+    )
+    std: tuple[float, ...] = Field(default=(), description="as `mean`")
 
     @field_validator("x", mode="before")
     @classmethod

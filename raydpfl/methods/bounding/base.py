@@ -63,8 +63,13 @@ class Bounding(Member):
     tensor([0.0000, 0.0997, 0.9951], dtype=torch.float64)
     """
 
-    # what is bounded: the update, or update / lr, minus the sum of gradients, as 001 writes it
-    scaling: Literal["update", "gradient"] = "update"
+    scaling: Literal["update", "gradient"] = Field(
+        default="update",
+        description=(
+            "what is bounded: the update, or update / lr, minus the sum of gradients, as 001 "
+            "writes it"
+        ),
+    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 
 from raydpfl.methods.bounding.base import Bound, Bounding
 
@@ -17,7 +18,7 @@ class Clip(Bounding):
         {"bound": 0.05, "scaling": "gradient"},
     )
     kind: str = "clip"
-    bound: Bound  # c: the largest L2 norm of what one client sends
+    bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= bound else bound / norm

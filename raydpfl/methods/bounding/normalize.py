@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 
 from raydpfl.methods.bounding.base import Bound, Bounding
 
@@ -17,7 +18,7 @@ class Normalize(Bounding):
         {"bound": 0.1, "scaling": "gradient"},
     )
     kind: str = "normalize"
-    bound: Bound  # c: the L2 norm of what every client sends
+    bound: Bound = Field(description="c: the L2 norm of what every client sends")
 
     def factor(self, norm: float, bound: float) -> float:
         return bound / norm if norm > 0 else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from raydpfl.methods.bounding.base import Bound
 from raydpfl.methods.bounding.none import Unbounded
@@ -25,7 +26,7 @@ class PerSampleClip(Unbounded):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
     kind: str = "per_sample_clip"
-    bound: Bound  # C: the largest L2 norm of one sample's gradient
+    bound: Bound = Field(description="C: the largest L2 norm of one sample's gradient")
 
     @property
     def initial_bound(self) -> float | None:

@@ -37,10 +37,16 @@ class QuantileClip(Clip):
         {"bound": 0.2, "quantile": 0.9, "lr": 0.5, "share": 0.2},
     )
     kind: str = "quantile_clip"
-    # gamma: the share of clients whose update is to be no longer than the bound
-    quantile: float = Field(default=0.5, gt=0, lt=1)
-    lr: float = Field(default=0.2, gt=0)  # of the bound's logarithm, by round
-    share: float = Field(default=0.05, gt=0, lt=1)  # of the round's privacy that the count takes
+    quantile: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="gamma: the share of clients whose update is to be no longer than the bound",
+    )
+    lr: float = Field(default=0.2, gt=0, description="of the bound's logarithm, by round")
+    share: float = Field(
+        default=0.05, gt=0, lt=1, description="of the round's privacy that the count takes"
+    )
 
     def queries(self) -> tuple[Query, ...]:
         return (Query("count", bound=0.5, share=self.share),)

@@ -16,7 +16,7 @@ class SmoothNormalize(Bounding):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
     kind: str = "smooth_normalize"
-    bound: Bound  # c: the largest L2 norm of what one client sends
+    bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
     a: float = Field(default=0.01, ge=BOUNDS[0], le=BOUNDS[1])
 
     @property

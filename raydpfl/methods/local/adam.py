@@ -36,7 +36,7 @@ class Adam(Local):
         {"epochs": 1, "batch": 5, "lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.9]},
     )
     kind: str = "adam"
-    lr: float = Field(default=0.001, gt=0)  # eta_l of round 0
+    lr: float = Field(default=0.001, gt=0, description="eta_l of round 0")
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)

@@ -154,18 +154,35 @@ class Local(Schedule, Member):
         {"epochs", "lr_period", "lr_last", "lr_warmup", "within"}
     )
 
-    # Q, of every client; or `epochs` in its place, and none here
-    steps: Annotated[int, Field(ge=1)] | None = None
-    # E: a client of n_i rows makes ceil(E n_i / B) steps
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    # B; a client with fewer rows uses all of them, as `full` always does; or a share of its rows
-    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = 10
-    # each step its own uniform subset; or shuffled rows in turn, each once an epoch
-    sampling: Literal["fresh", "epochs"] = "fresh"
-    lr: float = Field(default=0.1, gt=0)  # eta_l of round 0
-    # by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others
-    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = "exponential"
-    within: Schedule | None = None  # by step of a round, from what the round has
+    steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Q, of every client; or `epochs` in its place, and none here"
+    )
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="E: a client of n_i rows makes ceil(E n_i / B) steps"
+    )
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = Field(
+        default=10,
+        description=(
+            "B; a client with fewer rows uses all of them, as `full` always does; or a share of "
+            "its rows"
+        ),
+    )
+    sampling: Literal["fresh", "epochs"] = Field(
+        default="fresh",
+        description=(
+            "each step its own uniform subset; or shuffled rows in turn, each once an epoch"
+        ),
+    )
+    lr: float = Field(default=0.1, gt=0, description="eta_l of round 0")
+    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = Field(
+        default="exponential",
+        description=(
+            "by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others"
+        ),
+    )
+    within: Schedule | None = Field(
+        default=None, description="by step of a round, from what the round has"
+    )
 
     @model_validator(mode="before")
     @classmethod

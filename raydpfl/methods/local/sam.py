@@ -30,7 +30,9 @@ class Sam(Sgd):
         {"epochs": 1, "batch": 5, "momentum": 0.5, "rho": 0.05},
     )
     kind: str = "sam"
-    rho: float = Field(default=0.05, gt=0)  # how far away gradients are taken: an L2 norm
+    rho: float = Field(
+        default=0.05, gt=0, description="how far away gradients are taken: an L2 norm"
+    )
 
     def perturb(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step

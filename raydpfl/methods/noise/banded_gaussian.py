@@ -37,7 +37,9 @@ class BandedGaussian(Gaussian):
     )
     kind: str = "banded_gaussian"
     placement: Literal["server"] = "server"
-    bands: int = Field(ge=1)  # rounds that the noise of one is correlated with, itself among them
+    bands: int = Field(
+        ge=1, description="rounds that the noise of one is correlated with, itself among them"
+    )
     coefficients: tuple[float, ...] | None = None
 
     @model_validator(mode="after")

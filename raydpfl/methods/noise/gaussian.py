@@ -59,25 +59,54 @@ class Gaussian(Noise):
         {"epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0}, "placement": "step"},
     )
     kind: str = "gaussian"
-    # auto: step with per_sample_clip, server with Poisson cohorts, else client
-    placement: Literal["auto", "client", "server", "step"] = "auto"
-    # of every guarantee, and of what epsilon is calibrated for
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-    # the target, from which the noise is calibrated; else `multiplier` or `std` says it
-    epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = None
-    # the first rounds, which `epsilon` is for; None: all of the run
-    rounds: int | None = Field(default=None, ge=1)
-    # std of the noise on the sum, divided by the bound
-    multiplier: float | None = Field(default=None, ge=1e-9, le=1e15)
-    # in the units of the bound: of one client (of the sum, if the server draws it)
-    std: float | None = Field(default=None, ge=1e-9, le=1e15)
-    calibration: Literal["rigorous", "paper", "tcdp"] = "rigorous"  # how epsilon becomes noise
-    v: float = Field(default=4.0, gt=0)  # the constant that 000 and 001 leave open
-    # R, the clients of a round that those simulated stand for
-    virtual_cohort: int | None = Field(default=None, ge=1)
-    # the clients that virtual_cohort is drawn from; by default in proportion
-    virtual_population: int | None = Field(default=None, ge=1)
-    common: bool = False  # one noise for all runs with one seed, to compare them in pairs
+    placement: Literal["auto", "client", "server", "step"] = Field(
+        default="auto",
+        description="auto: step with per_sample_clip, server with Poisson cohorts, else client",
+    )
+    delta: float = Field(
+        default=1e-5,
+        gt=0,
+        lt=1,
+        description="of every guarantee, and of what epsilon is calibrated for",
+    )
+    epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = Field(
+        default=None,
+        description=(
+            "the target, from which the noise is calibrated; else `multiplier` or `std` says it"
+        ),
+    )
+    rounds: int | None = Field(
+        default=None,
+        ge=1,
+        description="the first rounds, which `epsilon` is for; None: all of the run",
+    )
+    multiplier: float | None = Field(
+        default=None,
+        ge=1e-9,
+        le=1e15,
+        description="std of the noise on the sum, divided by the bound",
+    )
+    std: float | None = Field(
+        default=None,
+        ge=1e-9,
+        le=1e15,
+        description="in the units of the bound: of one client (of the sum, if the server draws it)",
+    )
+    calibration: Literal["rigorous", "paper", "tcdp"] = Field(
+        default="rigorous", description="how epsilon becomes noise"
+    )
+    v: float = Field(default=4.0, gt=0, description="the constant that 000 and 001 leave open")
+    virtual_cohort: int | None = Field(
+        default=None, ge=1, description="R, the clients of a round that those simulated stand for"
+    )
+    virtual_population: int | None = Field(
+        default=None,
+        ge=1,
+        description="the clients that virtual_cohort is drawn from; by default in proportion",
+    )
+    common: bool = Field(
+        default=False, description="one noise for all runs with one seed, to compare them in pairs"
+    )
 
     @field_validator("epsilon", mode="before")
     @classmethod

@@ -22,8 +22,8 @@ class Availability(Selection):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"period": 6, "window": 2, "cohort": 5},)
     kind: str = "availability"
-    period: int = Field(ge=1)  # rounds of a day
-    window: int = Field(ge=1)  # rounds of a day in which a client is available
+    period: int = Field(ge=1, description="rounds of a day")
+    window: int = Field(ge=1, description="rounds of a day in which a client is available")
     cohort: int = Field(ge=1)
 
     @model_validator(mode="after")

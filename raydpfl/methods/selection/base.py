@@ -141,8 +141,12 @@ class Selection(Member):
     array([0, 1, 2])
     """
 
-    # probability that a client of the cohort does not answer
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="probability that a client of the cohort does not answer",
+    )
 
     # --- who takes part ---
 

@@ -19,8 +19,10 @@ def distinct(generator: np.random.Generator, count: int, size: int) -> np.ndarra
 class Sized(Selection):
     """Base of the members with a `cohort`, which is at most the population."""
 
-    # r, clients of a round; their expected number if they are drawn independently
-    cohort: int = Field(ge=1)
+    cohort: int = Field(
+        ge=1,
+        description="r, clients of a round; their expected number if they are drawn independently",
+    )
 
     def fits(self, count: int) -> None:
         if self.cohort > count:

@@ -67,7 +67,7 @@ class PowerOfChoice(Sized):
     kind: str = "power_of_choice"
     pool: int = Field(ge=1)
     loss_bound: float | None = Field(default=None, gt=0, le=1e15)
-    loss_std: float = Field(default=0.0, ge=0, le=1e15)  # 0: the losses are exact
+    loss_std: float = Field(default=0.0, ge=0, le=1e15, description="0: the losses are exact")
     accounted: Literal["candidates", "chosen"] = "candidates"
 
     @model_validator(mode="after")

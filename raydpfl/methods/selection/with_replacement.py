@@ -29,7 +29,7 @@ class WithReplacement(Selection):
     is divided by `cohort`.
     """
 
-    cohort: int = Field(ge=1, le=10**9)  # r, draws of a round
+    cohort: int = Field(ge=1, le=10**9, description="r, draws of a round")
 
     def law(self, population: Population) -> np.ndarray:
         """p, float64 [N], not negative and with sum 1."""

@@ -17,7 +17,7 @@ class Adaptive(Server):
     """
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    tau: float = Field(default=1e-3, gt=0)  # the adaptivity, pi in 002
+    tau: float = Field(default=1e-3, gt=0, description="the adaptivity, pi in 002")
 
     def start(self, d: int) -> State:
         return {"mu": np.zeros(d), "nu": np.full(d, self.tau**2)}

@@ -22,7 +22,7 @@ class Server(Schedule, Member):
 
     newer: ClassVar[frozenset[str]] = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
 
-    lr: float = Field(default=1.0, gt=0)  # eta_g of round 0
+    lr: float = Field(default=1.0, gt=0, description="eta_g of round 0")
 
     def learning_rate(self, t: int) -> float:
         """eta_g of round t, counted from 0."""

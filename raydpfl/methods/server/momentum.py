@@ -18,7 +18,7 @@ class Momentum(Server):
         {"momentum": 0.5, "schedule": "inverse_sqrt"},
     )
     kind: str = "momentum"
-    momentum: float = Field(default=0.8, ge=0, lt=1)  # beta
+    momentum: float = Field(default=0.8, ge=0, lt=1, description="beta")
 
     def start(self, d: int) -> State:
         return {"v": np.zeros(d)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from raydpfl.models.metrics.base import Metric, Percent, Total, of_labels
 from raydpfl.models.tasks import Form
@@ -18,8 +19,10 @@ class F1(Percent):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"average": "micro"})
 
     kind: str = "f1"
-    # macro: the mean over classes; micro: of the counts of all classes together
-    average: Literal["macro", "micro"] = "macro"
+    average: Literal["macro", "micro"] = Field(
+        default="macro",
+        description="macro: the mean over classes; micro: of the counts of all classes together",
+    )
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ class TopK(Percent):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"k": 1})
 
     kind: str = "top_k"
-    k: int = Field(default=2, ge=1)  # classes that are looked at
+    k: int = Field(default=2, ge=1, description="classes that are looked at")
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ class Cnn(Net):
     """
 
     kind: str = "cnn"
-    kernel: int = Field(default=5, ge=1)  # width of the convolutions, in pixels
+    kernel: int = Field(default=5, ge=1, description="width of the convolutions, in pixels")
 
     @field_validator("kernel")
     @classmethod

@@ -20,7 +20,7 @@ class EmbeddingMean(Model):
 
     kind: str = "embedding_mean"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 8},)
-    width: int = Field(default=32, ge=1)  # numbers of an embedding
+    width: int = Field(default=32, ge=1, description="numbers of an embedding")
 
     def of(self, form: Form) -> nn.Module:
         if not form.tokens or len(form.shape) != 1 or len(form.outputs) != 1:

@@ -21,9 +21,14 @@ class MobileNetV2(Net):
 
     kind: str = "mobilenet_v2"
     stem: Literal["small", "imagenet"] = "small"
-    # at width 1, at most: a layer uses the largest number that divides both this times the width
-    # and its channels
-    groups: int = Field(default=32, ge=1)
+    groups: int = Field(
+        default=32,
+        ge=1,
+        description=(
+            "at width 1, at most: a layer uses the largest number that divides both this times the "
+            "width and its channels"
+        ),
+    )
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         from torchvision.models import mobilenet_v2

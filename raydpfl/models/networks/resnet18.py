@@ -22,8 +22,7 @@ class ResNet18(Net):
 
     kind: str = "resnet18"
     stem: Literal["small", "imagenet"] = "small"
-    # at width 1; see mobilenet_v2
-    groups: int = Field(default=32, ge=1)
+    groups: int = Field(default=32, ge=1, description="at width 1; see mobilenet_v2")
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         channels, *_ = self.image(shape, 8)
