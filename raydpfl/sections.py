@@ -122,14 +122,12 @@ class Client(Section):
     backend: Literal[
         "auto",
         "compiled",
-        "sample_space",
         "fused",
         "convolutional",
         "layerwise",
         "one_batch",
         "vmap",
         "loop",
-        "noop",
     ] = Field(
         default="auto",
         description="how a chunk trains; auto: the fastest that carries the method out",

@@ -48,7 +48,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
 from raydpfl.training import trainer as engine
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import base, convolutional, fused, vmap
+from raydpfl.training.backends import base, convolutional, vmap
 from raydpfl.training.trainer import Trainer
 
 SEEN = torch.cuda.is_available()
@@ -85,7 +85,6 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
-        patch.setattr(fused, "PICK", 1 << 60)
         patch.setattr(convolutional.Convolution, "compiled", False)
         patch.setattr(actor, "_scales", lambda _: False)
         patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))
@@ -234,7 +233,7 @@ def chunk_of(name: str, clip: float | None, there: str) -> np.ndarray:
     of = form((6,), 5, tokens=11) if tokens else form((1, 16, 16))
     module = models.build(models.parse(MODELS[name]), of, 0)
     rule = Sgd(steps=2, batch=4, lr=0.1)
-    backend = resolve(module, rule, 6, of, clip=clip, gpu=True)
+    backend = resolve(module, rule, of, clip=clip, gpu=True)
     trainer = Trainer(module, rule, backend=backend, seed=0, device=there, clip=clip, task=of.task)
     drawn = stream(0, Purpose.DATA)
     x = of.inputs(12, drawn).view(2, 6, *of.shape)

@@ -95,7 +95,7 @@ def compare(name: str, clients: int, backends: list[str]) -> None:
 
     start = models.flatten(fresh())
     sides = {each: plain(shape, fresh(), start, each == "best") for each in ("plain", "best")}
-    chosen = resolve(fresh(), shape.local, shape.rows, form)
+    chosen = resolve(fresh(), shape.local, form)
     sides |= {backend: engine(shape, fresh(), start, backend) for backend in backends or [chosen]}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     updates: dict[str, torch.Tensor] = {}

@@ -91,7 +91,7 @@ class Engine(Worker):
         self.trainer = Trainer(
             self.module,
             work.local,
-            backend=resolve(self.module, work.local, work.rows, FORM),
+            backend=resolve(self.module, work.local, FORM),
             seed=SEED,
         )
 

@@ -118,7 +118,7 @@ class Engine(Side):
     def __init__(self, *given):
         super().__init__(*given)
         shape = self.shape
-        backend = resolve(self.module, shape.local, shape.sequences, shape.form, self.backend)
+        backend = resolve(self.module, shape.local, shape.form, self.backend)
         task = shape.form.task
         self.trainer = Trainer(
             self.module, shape.local, backend=backend, seed=SEED, own=True, task=task

@@ -54,7 +54,7 @@ class Engine(Worker):
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        backend = resolve(self.module, work.local, work.rows, FORM, clip=CLIP)
+        backend = resolve(self.module, work.local, FORM, clip=CLIP)
         self.trainer = Trainer(self.module, work.local, backend=backend, seed=SEED, clip=CLIP)
 
     def train(self, t: int) -> torch.Tensor:

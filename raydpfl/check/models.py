@@ -196,7 +196,7 @@ def _ways(case: Case, clip: float | None) -> str:
     fits = {REFERENCE: REFERENCE}
     others: dict[str, list[str]] = {}
     for backend, kind in BACKENDS.items():
-        if backend in (REFERENCE, "noop") or kind.lacks(local, clip):
+        if backend == REFERENCE or kind.lacks(local, clip):
             continue
         found = _way(module, steps, backend)
         if drawn and not kind.one_by_one:
@@ -206,7 +206,7 @@ def _ways(case: Case, clip: float | None) -> str:
         else:
             fits[backend] = f"{backend} ({found:.0e})"
     with _unsaid():
-        taken = resolve(module, local, ROWS, form, clip=clip)
+        taken = resolve(module, local, form, clip=clip)
     hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
     told = f"a run takes {taken} of {', '.join(fits.values())}"
     return "; not ".join(

@@ -79,7 +79,7 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     d = models.parameter_count(module)
     split = models.ParameterSplit.of(module)
     check_counts(experiment.local, sizes)
-    backend = _way(experiment, module, form, int(sizes.max()))
+    backend = _way(experiment, module, form)
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(Problem(experiment, opened, population))
@@ -100,8 +100,8 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     )
 
 
-def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> str:
-    """The backend to train clients of so many rows; a warning where its precision is a slow one."""
+def _way(experiment: Experiment, module: nn.Module, form: Form) -> str:
+    """The backend to train with; a warning where its precision is a slow one."""
     client = experiment.client
     if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
         log.warning(
@@ -111,7 +111,6 @@ def _way(experiment: Experiment, module: nn.Module, form: Form, rows: int) -> st
     return resolve(
         module,
         experiment.local,
-        rows,
         form,
         client.backend,
         clip=experiment.bounding.sample_bound,

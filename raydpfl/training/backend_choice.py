@@ -1,21 +1,19 @@
 """Which backend trains a model.
 
 A stack of linear layers is trained by compiled code, where its activations are ReLU, tanh or
-sigmoid, the rule is linear and there is a C compiler; else by torch, in sample space (if the rule
-is linear) or fused, whichever takes fewer operations for the largest client. Convolutions with
-linear layers after them are trained by hand; any other module with convolutions or recurrent layers
-by the loop; any other by vmap. Of these only the last three train parts of the model that are
-clients' own. On a GPU all convolutions are trained by vmap, as one client after another keeps it
-waiting for the host. With a bound on every sample's gradient: a stack of linear layers likewise by
-compiled code, or else fused, convolutions that are max-pooled by hand, any other module layerwise,
-or else by vmap, with recurrent layers by the loop. A module with frozen parameters goes through as
-one batch, with such a bound or without. The backend's first steps are compared with the loop's on
-made-up rows. Where they fail or differ the next backend is taken, in the end the loop, and the log
-says why.
+sigmoid, the rule is linear and there is a C compiler; else fused. Convolutions with linear layers
+after them are trained by hand; any other module with convolutions or recurrent layers by the loop;
+any other by vmap. Only these last three train local parameters. On a GPU all convolutions are
+trained by vmap, as one client after another keeps it waiting for the host. With a bound on every
+sample's gradient: a stack of linear layers likewise by compiled code or fused, convolutions that
+are max-pooled by hand, any other module layerwise, else by vmap, or with recurrent layers by the
+loop. A module with frozen parameters is trained as one batch, with such a bound or without. The
+backend's first steps are compared with the loop's on made-up rows. Where they fail or differ the
+next backend is taken, in the end the loop, and the log says why.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
->>> resolve(module, Sgd(steps=20, batch=10), 20, form)
+>>> resolve(module, Sgd(steps=20, batch=10), form)
 'compiled'
 """
 
@@ -40,7 +38,6 @@ from raydpfl.training.backend_check import mismatch
 from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
 from raydpfl.training.backends.compiled import Compiled, unfit
 from raydpfl.training.backends.convolutional import links, unpooled
-from raydpfl.training.backends.fused import SampleSpace
 from raydpfl.training.validation import check_apart, check_loss, check_rule, drawn_from
 
 log = logging.getLogger("raydpfl")
@@ -53,7 +50,6 @@ CHAIN = "convolutions, activations and max-pooling in a row, then linear layers 
 def resolve(
     module: nn.Module,
     local: Local,
-    rows: int,
     form: Form,
     backend: str = "auto",
     clip: float | None = None,
@@ -61,8 +57,7 @@ def resolve(
     precision: Precision = "float32",
     known: set[bytes] | None = None,
 ) -> str:
-    """The backend to train `module` on samples of this form when the largest client has `rows` of
-    them.
+    """The backend to train `module` on samples of this form.
 
     With `backend` auto it is a function of all that is given and of whether there is a C compiler,
     never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
@@ -80,7 +75,7 @@ def resolve(
         check_apart(module, form)
     asked = (local, clip, precision, ParameterSplit.of(module))
     look = backend in ("auto", REFERENCE)
-    suited = _suited(module, local, rows, form, clip, gpu) if look else []
+    suited = _suited(module, local, form, clip, gpu) if look else []
     choices = _choices(suited, asked, clip) if backend == "auto" else [backend]
     drawn = drawn_from(module, form)
     if drawn:
@@ -108,7 +103,7 @@ def _first_that_fits(
     """
     slow = None
     for chosen, other in pairwise([*choices, REFERENCE]):
-        if chosen in (REFERENCE, "noop"):
+        if chosen == REFERENCE:
             return chosen, slow
         reason = mismatch(module, local, form, chosen, clip, known)
         if reason is None:
@@ -163,7 +158,7 @@ def _one_by_one(backend: str, drawn: str) -> str:
     """The backend for a module that draws from a generator of the process. Raises `ConfigError`."""
     if backend == "auto":
         return REFERENCE
-    if backend in BACKENDS and backend != "noop" and not BACKENDS[backend].one_by_one:
+    if backend in BACKENDS and not BACKENDS[backend].one_by_one:
         reason = f"the module draws from {drawn}, which has to be client by client"
         raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {reason}")
     return backend
@@ -207,7 +202,7 @@ def _choices(
 
 
 def _suited(
-    module: nn.Module, local: Local, rows: int, form: Form, clip: float | None, gpu: bool
+    module: nn.Module, local: Local, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
     """The backends that suit the module, the best first, able to do what is asked or not."""
     if ParameterSplit.of(
@@ -228,12 +223,9 @@ def _suited(
         return [*shared, "loop" if _unlinked(module) else "convolutional"]
     if form.task.closed() is None:
         return ["vmap"] if clip is None else ["layerwise", "vmap"]
-    spanned = SampleSpace.pays(layers, rows, local)
-    able = spanned or Compiled.lacks(local, clip) is None
+    able = Compiled.lacks(local, clip) is None
     compiled = _compiled(layers) if able and not gpu else []
-    if clip is not None:
-        return [*compiled, "fused", "layerwise", "vmap"]
-    return [*compiled, *["sample_space"] * spanned, "fused", "vmap"]
+    return [*compiled, "fused", *(["layerwise"] if clip is not None else []), "vmap"]
 
 
 def _compiled(layers: tuple[Layer, ...]) -> list[str]:

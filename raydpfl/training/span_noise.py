@@ -4,7 +4,7 @@ Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of i
 output, is drawn so by backend `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these
 weights through the outputs on the client's own rows X [n, p] alone (with a column of ones for the
 bias), and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum,
-decay and the proximal term give the numbers c_t (`raydpfl.training.backends.fused.responses`). So B
+decay and the proximal term give the numbers c_t (`responses`). So B
 ~ N(0, s^2 sum_t c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of
 each z_t the steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t
 is normal with mean c_t / l_t^2 R_t and variance s^2 l_(t+1)^2 / l_t^2, where l_t is the L2 norm of
@@ -51,6 +51,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from raydpfl.methods.local.base import Linear
 from raydpfl.models.linear_stack import Layer
 from raydpfl.training.backends.base import StepNoise
 
@@ -70,6 +71,38 @@ def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: in
     weights = steps * numbers * (2 * batch + MEMORY + NORMAL)
     span = 2 * n * numbers + steps * n * batch * outputs + EXACT * products
     return span + (steps * n * outputs + numbers) * (NORMAL + n) < weights
+
+
+def responses(linear: Linear, lr: float, steps: int) -> tuple[list[float], list[float]]:
+    """([gamma_0, ..., gamma_Q], [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
+
+    W_Q = gamma_Q W_0 + sum_t c_t g_t.
+
+    Who makes q of the steps has gamma_q, and the last q of the c_t.
+    """
+
+    def run(start: float, w: float, v: float, steps: int) -> list[float]:
+        """A number w that stands for the weights' part along W_0, of which the start has `start`,
+        or along a gradient, which it lacks.
+        """
+        seen = [w]
+        for _ in range(steps):
+            v = linear.momentum * v + linear.decay * w + linear.proximal * (w - start)
+            w -= lr * v
+            seen.append(w)
+        return seen
+
+    def single(number: float) -> float:
+        """Infinite where float32 would be: torch raises for a factor that overflows, and a client
+        that diverged is to show it.
+        """
+        return number if abs(number) < 3e38 else math.inf
+
+    if linear.plain:
+        return [1.0] * (steps + 1), [single(-lr)] * steps
+    gammas = run(1.0, 1.0, 0.0, steps)
+    responses = run(0.0, -lr, 1.0, steps - 1)[::-1]
+    return [single(gamma) for gamma in gammas], [single(c) for c in responses]
 
 
 def lengths(responses: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The trainer, which trains by one backend.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
->>> trainer = Trainer(module, Sgd(steps=20, batch=10), backend="sample_space", seed=0)
+>>> trainer = Trainer(module, Sgd(steps=20, batch=10), backend="fused", seed=0)
 >>> x, y, sizes = torch.ones(2, 20, 1, 28, 28), torch.zeros(2, 20, dtype=torch.long), [20, 13]
 >>> for block in trainer.chunk(torch.zeros(7850), x, y, sizes, t=0, clients=[3, 8], draws=[0, 0]):
 ...     print(block.slots, tuple(block.updates.shape), block.losses.round(2))

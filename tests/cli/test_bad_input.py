@@ -247,14 +247,17 @@ BAD = {
         "client.precision = 'bfloat16': expected float32 where every sample's gradient is clipped",
     ),
     "backend that has no bfloat16": (
-        ["client.precision=bfloat16", "client.backend=sample_space"],
-        "client.backend = 'sample_space': expected auto or one of convolutional, one_batch, "
-        "vmap, loop, noop",
+        ["client.precision=bfloat16", "client.backend=fused"],
+        "client.backend = 'fused': expected auto or one of convolutional, one_batch, vmap, loop",
     ),
     "unknown backend": (["client.backend=fast"], "client.backend = 'fast': expected 'auto',"),
+    "backend that is no longer there": (
+        ["client.backend=sample_space"],
+        "client.backend = 'sample_space': expected 'auto', 'compiled', 'fused',",
+    ),
     "backend that the model cannot go": (
-        ["model.kind=cnn", "client.backend=sample_space"],
-        "client.backend = 'sample_space': expected ",
+        ["model.kind=cnn", "client.backend=fused"],
+        "client.backend = 'fused': expected ",
     ),
     "override without a value": (["rounds"], "override = 'rounds': expected section.key=value"),
     "override into a number": (

@@ -206,11 +206,11 @@ def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actor
 
 def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_chunk_at_once():
     module = models.build(of("Numpy").model, form((1, 28, 28)), 0)
-    assert resolve(module, Sgd(), 10, form((1, 28, 28))) == "loop"
+    assert resolve(module, Sgd(), form((1, 28, 28))) == "loop"
     with pytest.raises(
         ConfigError, match=r"client.backend = 'vmap': expected .* draws from np.random"
     ):
-        resolve(module, Sgd(), 10, form((1, 28, 28)), backend="vmap")
+        resolve(module, Sgd(), form((1, 28, 28)), backend="vmap")
 
 
 def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):

@@ -589,13 +589,13 @@ def no_compiler(monkeypatch, tmp_path):
 def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compiler, caplog):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
     assert native.library() is None
-    assert resolve(module, Sgd(), 20, form((36,), 4)) == "sample_space"
+    assert resolve(module, Sgd(), form((36,), 4)) == "fused"
     assert "half the time: nothing is compiled here" in caplog.text
     images = form((1, 8, 8), 4)
     cnn = models.build(models.parse({"kind": "cnn", "width": 0.1}), images, seed=0)
-    assert resolve(cnn, Sgd(), 20, images) == "loop"
+    assert resolve(cnn, Sgd(), images) == "loop"
     with pytest.raises(ConfigError, match=r"'no-such-compiler'.*install a C compiler, or name"):
-        resolve(module, Sgd(), 20, form((36,), 4), "compiled")
+        resolve(module, Sgd(), form((36,), 4), "compiled")
 
 
 @needs

@@ -193,7 +193,7 @@ def test_models_of_tokens_train_in_every_way_that_fits_as_the_loop_does(kind, cl
         ("char_lstm", None): "loop", ("char_lstm", 0.3): "loop",
         ("transformer", None): "vmap", ("transformer", 0.3): "layerwise",
     }  # fmt: skip
-    assert resolve(module, local, 5, TOKENS, clip=clip) == expected[kind, clip]
+    assert resolve(module, local, TOKENS, clip=clip) == expected[kind, clip]
     generator = np.random.default_rng(0)
     x = TOKENS.inputs(15, generator).view(3, 5, 6)
     y = TOKENS.task.made_up(generator, 15, TOKENS.outputs).view(3, 5, 6)

@@ -126,10 +126,10 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
     x, y = rows(of)
     index, taken = batches(4, 1, range(4), [0] * 4, SIZES, LOCAL, rows=max(SIZES))
     done = []
-    for backend in ("compiled", "sample_space", "fused", "layerwise", "vmap", "loop"):
+    for backend in ("compiled", "fused", "layerwise", "vmap", "loop"):
         if backend != "loop":
             try:
-                resolve(made(name), LOCAL, 5, of, backend, clip)
+                resolve(made(name), LOCAL, of, backend, clip)
             except ConfigError:
                 continue
         trainer = Trainer(made(name), LOCAL, backend=backend, seed=4, clip=clip, task=of.task)
@@ -144,8 +144,7 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
         done.append(backend)
     closed = of.task.closed() is not None
     clipping = ["layerwise"] if clip else []
-    backends = ["compiled", "fused"] if clip else ["compiled", "sample_space", "fused"]
-    stacked = backends if closed else []
+    stacked = ["compiled", "fused"] if closed else []
     assert done == [*stacked, *clipping, "vmap", "loop"]
 
 
@@ -367,17 +366,15 @@ class Single(tasks.Classification):
 )
 def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
     with pytest.raises(ConfigError, match=reason):
-        resolve(flat(3), LOCAL, 5, form((INPUTS,), 3, task))
+        resolve(flat(3), LOCAL, form((INPUTS,), 3, task))
 
 
 def test_a_loss_without_a_closed_form_is_trained_by_backends_that_differentiate_it(caplog):
     flats = {name: of for name, (_, of, _) in CASES.items() if not of.tokens}
     for name, of in flats.items():
         closed = of.task.closed() is not None
-        backend = resolve(made(name), LOCAL, 5, of)
-        assert (backend in ("compiled", "sample_space", "fused")) == closed and (
-            closed or backend == "vmap"
-        )
-        clipping = resolve(made(name), LOCAL, 5, of, clip=1.0)
+        backend = resolve(made(name), LOCAL, of)
+        assert (backend in ("compiled", "fused")) == closed and (closed or backend == "vmap")
+        clipping = resolve(made(name), LOCAL, of, clip=1.0)
         assert clipping in (("compiled", "fused") if closed else ("layerwise",))
     assert not caplog.messages

@@ -263,7 +263,7 @@ def test_noise_of_the_server_that_is_not_what_was_accounted_for_ends_the_run(how
 @pytest.mark.parametrize(
     "how", ["declared", "none", "decays", "less after 8", "one for all", "one client", "again"]
 )
-@pytest.mark.parametrize("backend", ["noop", "auto"])
+@pytest.mark.parametrize("backend", ["fused", "auto"])
 def test_noise_of_clients_that_is_not_what_was_accounted_for_ends_the_run(how, backend, tmp_path):
     client = {**TINY["client"], "backend": backend}
     with pytest.raises(RunError, match=r"noise\.kind .*OfClients.* in round \d+.* accounted for"):

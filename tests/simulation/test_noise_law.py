@@ -28,7 +28,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.training.trainer import Trainer
 
 FALSE_ALARM = 1e-6
-TINY = {  # 610 parameters, and clients that do not train: what they send is their noise
+TINY = {  # 610 parameters, and clients that hardly move: what they send is their noise
     "data": {
         "kind": "synthetic",
         "clients": 30,
@@ -40,7 +40,8 @@ TINY = {  # 610 parameters, and clients that do not train: what they send is the
     "selection": {"kind": "uniform", "cohort": 8},
     "noise": {"kind": "gaussian", "placement": "client", "multiplier": 3.0, "delta": 1e-5},
     "bounding": {"kind": "clip", "bound": 0.5},
-    "client": {"actors": 0, "chunk": 4, "backend": "noop"},
+    "local": {"kind": "sgd", "steps": 1, "batch": 1, "lr": 1e-30},
+    "client": {"actors": 0, "chunk": 4, "backend": "fused"},
 }
 
 

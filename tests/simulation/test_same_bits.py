@@ -193,10 +193,7 @@ METHODS = {
         "local": {"kind": "sgd", "steps": 5, "batch": "full", "lr": 0.1},
         "selection": {"kind": "full"},
     },
-    "mlp in sample space": {
-        "model": {"kind": "mlp", "hidden": [16]},
-        "client": {"backend": "sample_space"},
-    },
+    "mlp, fused": {"model": {"kind": "mlp", "hidden": [16]}, "client": {"backend": "fused"}},
     "large products, loop": {**LARGE, "client": {"backend": "loop"}},
     "large products, per-sample clipping": {
         **LARGE,
@@ -281,15 +278,14 @@ METHODS |= {
         "model": {"kind": "linear"},
         "selection": {"kind": "uniform", "cohort": 9},
         "local": {"kind": "sgd", "steps": 20, "batch": 2, "lr": 0.01},
-        "client": {"backend": "sample_space"},
+        "client": {"backend": "fused"},
         "rounds": 8,
     },
-    "sample space": {"client": {"backend": "sample_space"}, "rounds": 3},
-    "sample space, lognormal sizes, batches by share": {
+    "lognormal sizes, batches by share, fused": {
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 6, "batch": {"share": 0.3}, "momentum": 0.5},
-        "client": {"backend": "sample_space"},
+        "client": {"backend": "fused"},
     },
     "lognormal sizes, fused": {
         **TINY,
@@ -314,7 +310,7 @@ METHODS |= {
         **TINY,
         "data": LOGNORMAL,
         "local": {"kind": "sgd", "steps": 5, "batch": 4, "sampling": "epochs"},
-        "client": {"backend": "sample_space"},
+        "client": {"backend": "fused"},
     },
     "unequal steps, compiled with momentum and all": {
         **TINY,
@@ -574,7 +570,7 @@ def test_however_the_chunks_are_dealt_the_bits_are_those_of_the_inline_run(metho
             np.testing.assert_array_equal(rows[name].to_numpy(), expected[name].to_numpy(), name)
 
 
-@pytest.mark.parametrize("backend", ["fused", "sample_space", "vmap", "one_batch"])
+@pytest.mark.parametrize("backend", ["fused", "vmap", "one_batch"])
 def test_chunks_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
     backend, tmp_path, monkeypatch
 ):
@@ -872,9 +868,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     assert taken
 
 
-@pytest.mark.parametrize(
-    ("backend", "joined"), [("fused", 2), ("sample_space", 0), ("compiled", 1)]
-)
+@pytest.mark.parametrize(("backend", "joined"), [("fused", 2), ("compiled", 1)])
 def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(backend, joined):
     method = METHODS["lognormal sizes, fused"]
     plan = Plan.make(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))

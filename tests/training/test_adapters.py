@@ -136,7 +136,7 @@ def test_a_layer_under_two_names_has_one_adapter(tmp_path):
     plain.load_state_dict(models.merged(module))
     assert torch.allclose(plain(x), module(x), atol=1e-5)
     local = Sgd(steps=2, batch=2)
-    assert resolve(module, local, 5, images) == "one_batch"
+    assert resolve(module, local, images) == "one_batch"
     sent = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     save_file(sent, tmp_path / "sent.safetensors")
     again = build({**asked, "init": str(tmp_path / "sent.safetensors")}, images)
@@ -181,8 +181,8 @@ def test_a_layer_whose_weights_alone_are_used_is_no_target():
 def test_the_frozen_products_are_one_for_the_whole_chunk(monkeypatch):
     module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
     local = Sgd(steps=3, batch=2)
-    assert resolve(module, local, 5, TOKENS) == "one_batch"
-    assert resolve(module, local, 5, TOKENS, clip=0.3) == "one_batch"
+    assert resolve(module, local, TOKENS) == "one_batch"
+    assert resolve(module, local, TOKENS, clip=0.3) == "one_batch"
     frozen = []
     plain = F.linear
 
@@ -301,7 +301,7 @@ class Dropping(nn.Module):
 def test_masks_of_dropout_are_those_that_the_loop_draws_for_each_client():
     module = build({"kind": f"{__name__}:Dropping", "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
-    assert resolve(module, local, 5, TOKENS) == "one_batch"
+    assert resolve(module, local, TOKENS) == "one_batch"
     assert close(train("one_batch", module, local), train("loop", module, local))
 
 
@@ -313,7 +313,7 @@ class Noisy(Dropping):
 def test_a_module_that_draws_otherwise_is_left_to_the_loop_and_said(caplog):
     module = build({"kind": f"{__name__}:Noisy", "lora": LORA})
     with caplog.at_level(logging.WARNING):
-        assert resolve(module, Sgd(steps=2, batch=2), 5, TOKENS) == "loop"
+        assert resolve(module, Sgd(steps=2, batch=2), TOKENS) == "loop"
     assert "one_batch does not fit the model" in caplog.text
     assert "it draws random numbers, and not by dropout" in caplog.text
 
@@ -328,7 +328,7 @@ def test_a_wrong_gradient_behind_a_matrix_of_zeros_is_noticed(monkeypatch):
         return gradients, losses
 
     monkeypatch.setattr(frozen_base.OneBatch, "_means", skewed)
-    assert resolve(module, Sgd(steps=2, batch=2), 5, TOKENS) == "vmap"
+    assert resolve(module, Sgd(steps=2, batch=2), TOKENS) == "vmap"
 
 
 # --- a run ---
@@ -454,7 +454,7 @@ def test_a_transformers_model_is_trained_with_its_dropout_as_the_loop_trains_it(
     pytest.importorskip("transformers")
     module = build({**GPT, "lora": {**LORA, "targets": ["c_attn", "c_proj"]}})
     local = Sgd(steps=2, batch=2, lr=0.5)
-    assert resolve(module, local, 5, TOKENS) == "one_batch"
+    assert resolve(module, local, TOKENS) == "one_batch"
     assert close(train("one_batch", module, local), train("loop", module, local))
 
 

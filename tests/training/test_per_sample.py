@@ -815,7 +815,7 @@ def test_scaffold_trains_with_clipping_and_noise():
 @pytest.mark.parametrize("name", MODULES)
 def test_the_way_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        backend = resolve(made(name), Sgd(), 20, form(SHAPE), clip=1.0)
+        backend = resolve(made(name), Sgd(), form(SHAPE), clip=1.0)
     stacked = "fused" if name == "leaky mlp" or native.library() is None else "compiled"
     by_hand = native.library() is not None and name == "pooled"
     layerwise = "convolutional" if by_hand else "layerwise"
@@ -838,7 +838,7 @@ def test_the_way_follows_from_the_architecture(name, caplog):
 )
 def test_the_models_of_the_papers_have_a_fast_way(kind, backend, caplog):
     module = models.build(models.parse({"kind": kind}), form((1, 12, 12)), seed=0)
-    found = resolve(module, Sgd(), 100, form((1, 12, 12)), clip=1.0)
+    found = resolve(module, Sgd(), form((1, 12, 12)), clip=1.0)
     if native.library() is not None:
         assert found == backend and not caplog.messages
 
@@ -858,7 +858,7 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
         match=rf"client\.backend = 'layerwise': expected auto or loop; this backend "
         rf"does not fit the model: {reason}",
     ):
-        resolve(made(name), Sgd(), 20, form(SHAPE), "layerwise", clip=1.0)
+        resolve(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
 
 
 class Recurrent(nn.Module):
@@ -920,7 +920,7 @@ class Unused(nn.Module):
 )
 def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(kind(), Sgd(), 20, form(SHAPE), clip=1.0) in ("vmap", "loop")
+        assert resolve(kind(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     assert reason in caplog.messages[0]
 
 
@@ -938,14 +938,14 @@ class Drawing(nn.Module):
 
 def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
     module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
-    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "loop"
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
     module[0].dropout.p = 0.0
-    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
 
 
 def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layerwise():
     module = nn.Sequential(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
-    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
 
 
 class Shrinking(nn.Module):
@@ -967,10 +967,10 @@ def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides
         match=r"model = 'Shrinking': expected a module that mixes no samples.*its parameter "
         r"linear.weight changes",
     ):
-        resolve(Shrinking(), Sgd(), 20, form(SHAPE), clip=1.0)
+        resolve(Shrinking(), Sgd(), form(SHAPE), clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
     with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
-        resolve(table, Sgd(), 20, form(SHAPE), clip=1.0)
+        resolve(table, Sgd(), form(SHAPE), clip=1.0)
 
 
 class Mixing(nn.Module):
@@ -999,13 +999,13 @@ class Counting(nn.Module):
 
 
 def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
-    assert resolve(Mixing(), Sgd(), 20, form(SHAPE), clip=1.0) in ("vmap", "loop")
+    assert resolve(Mixing(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     with pytest.raises(
         ConfigError,
         match=r"model = 'Counting': expected a module that mixes no samples.*its buffer "
         r"mean changes",
     ):
-        resolve(Counting(), Sgd(), 20, form(SHAPE), clip=1.0)
+        resolve(Counting(), Sgd(), form(SHAPE), clip=1.0)
     normed = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
     )
@@ -1016,10 +1016,10 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
             r"BatchNorm2d "
             r".*group_norm",
         ):
-            resolve(normed, Sgd(), 20, form(SHAPE), backend, clip=1.0)
+            resolve(normed, Sgd(), form(SHAPE), backend, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
         Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
-    assert resolve(normed, Sgd(), 20, form(SHAPE)) == "loop"
+    assert resolve(normed, Sgd(), form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize("backend,name", PRIVATE[:-1])
@@ -1042,7 +1042,7 @@ def test_a_way_that_clips_slightly_wrong_is_noticed(backend, name, fault, monkey
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
     module = ending(nn.Conv2d(2, 6, 3), nn.Dropout(0.5))
-    assert resolve(module, Sgd(), 20, form(SHAPE), clip=1.0) == "layerwise"
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
     x, y = rows()
     together = train("layerwise", module, LOCALS["plain"], 1.0, x, y)
     torch.manual_seed(1)

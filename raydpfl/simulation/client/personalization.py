@@ -37,7 +37,7 @@ from raydpfl.training.trainer import Trainer
 # draws that no cohort has: of what is trained beside a round, and before an evaluation
 BESIDE = 1 << 30
 TUNED = 1 << 31
-STACKS = ("compiled", "sample_space", "fused")  # the backends of modules that vmap trains too
+STACKS = ("compiled", "fused")  # the backends of modules that vmap trains too
 
 
 class Personal:

@@ -14,10 +14,9 @@ from raydpfl.training.backends.base import Backend
 from raydpfl.training.backends.compiled import Compiled
 from raydpfl.training.backends.convolutional import Convolutional
 from raydpfl.training.backends.frozen_base import OneBatch
-from raydpfl.training.backends.fused import Fused, SampleSpace
+from raydpfl.training.backends.fused import Fused
 from raydpfl.training.backends.ghost_clipping import Layerwise
 from raydpfl.training.backends.loop import Loop
-from raydpfl.training.backends.noop import Noop
 from raydpfl.training.backends.vmap import Vmap
 
 if TYPE_CHECKING:
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
 
 BACKENDS: dict[str, type[Backend]] = {
     "compiled": Compiled,
-    "sample_space": SampleSpace,
     "fused": Fused,
     "convolutional": Convolutional,
     "layerwise": Layerwise,
     "one_batch": OneBatch,
     "vmap": Vmap,
     "loop": Loop,
-    "noop": Noop,
 }
 REFERENCE = "loop"  # trains any module by any rule
 

@@ -1,14 +1,30 @@
-"""Stacks of linear layers, client by client, in compiled code.
+"""Stacks of linear layers, client by client, in compiled code (`raydpfl/core/native/kernels.c`).
 
-The mathematics is that of `raydpfl.training.backends.fused`. A client whose steps are many for its
-rows trains in sample space: the first layer's weights move within the span of the rows, so that a
-step takes its outputs on these rows and the products of the rows with one another; noise on the
-steps is drawn in that span too (`raydpfl.training.span_noise`). Any other client trains the first
-layer as the later ones, by its weights. The code is `raydpfl/core/native/kernels.c`. It needs no
-array of a whole chunk, so that all of a client's stay in the cache, and what a client gets depends
-on its own rows and batches alone, so that several threads take up one client after another. Where
-the factors of a bounding have a closed form, each update is added up while it is in the cache, with
-the client's noise; else Python adds up those that are done.
+The mathematics is that of a plain loop, up to rounding. A client whose steps are many for its rows
+X [n, p] trains in sample space. The first layer's weights move only within the span of the rows,
+
+    W = gamma W_0 + A^T X,
+    b = gamma b_0 + A^T 1,
+
+so it carries the layer's outputs on all rows, Z = X W^T + b, and A [n, out]: n coefficients an
+output instead of p weights. With K = X X^T + 1 (the 1 is the bias), the step along a batch's
+gradient G by the outputs is
+
+    Z <- (1 - lr wd) Z - lr K[:, batch] G,
+    A[batch] += c_t G,
+    W_Q - W_0 = (gamma - 1) W_0 + A^T X,
+
+where learning rate, weight decay, momentum and the proximal term give the numbers c_t and gamma
+(`raydpfl.training.span_noise.responses`). Momentum keeps a second Z, the velocity's outputs. A
+proximal term mu keeps the first Z, Z_0: its gradient mu (W - W_0) gives mu (Z - Z_0), for the
+outputs are linear in W and b. Noise on the steps is drawn in that span too
+(`raydpfl.training.span_noise`). Any other client trains the first layer as the later ones, by its
+weights.
+
+What a client gets depends on its own rows and batches alone, so threads take up one client after
+another, and all of a client's arrays stay in the cache. Where the factors of a bounding have a
+closed form, each update is added up while it is in the cache, with the client's noise; else Python
+adds up those that are done.
 
 >>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
 'leaky_relu is not compiled'
@@ -31,8 +47,8 @@ from raydpfl.methods.local.base import Linear, Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import Backend, Block, ChunkData, StepNoise, Sum
-from raydpfl.training.backends.fused import responses, step_factors
-from raydpfl.training.span_noise import lengths, step_noises
+from raydpfl.training.backends.fused import step_factors
+from raydpfl.training.span_noise import lengths, responses, step_noises
 
 CHUNKS = 16  # numbers of a vector
 # numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3

@@ -441,14 +441,14 @@ def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
 @pytest.mark.parametrize("name", RULES)
 def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
     local = RULES[name].model_copy(update={"steps": 20})
-    assert resolve(made("softmax"), local, 20, form(SHAPE)) == "fused"
-    assert resolve(made("residual"), local, 20, form(SHAPE)) == "vmap"
-    assert resolve(made("cnn"), local, 20, form(SHAPE)) == "convolutional"
-    assert resolve(made("cnn"), local, 20, form(SHAPE), clip=1.0) == "layerwise"
+    assert resolve(made("softmax"), local, form(SHAPE)) == "fused"
+    assert resolve(made("residual"), local, form(SHAPE)) == "vmap"
+    assert resolve(made("cnn"), local, form(SHAPE)) == "convolutional"
+    assert resolve(made("cnn"), local, form(SHAPE), clip=1.0) == "layerwise"
     others = "fused, convolutional, one_batch, vmap, loop"
-    accepted = rf"client\.backend = 'sample_space': expected auto or one of {others}"
+    accepted = rf"client\.backend = 'compiled': expected auto or one of {others}"
     with pytest.raises(ConfigError, match=accepted):
-        resolve(made("softmax"), local, 20, form(SHAPE), "sample_space")
+        resolve(made("softmax"), local, form(SHAPE), "compiled")
 
 
 def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
@@ -458,10 +458,10 @@ def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
         self.state = self.local.start(self.x)
         return right(self, gradient, k)
 
-    assert resolve(made("mlp"), RULES["nesterov"], 20, form(SHAPE)) == "fused"
+    assert resolve(made("mlp"), RULES["nesterov"], form(SHAPE)) == "fused"
     monkeypatch.setattr(Rule, "step", forgetful)
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(made("mlp"), RULES["nesterov"], 20, form(SHAPE)) == "loop"
+        assert resolve(made("mlp"), RULES["nesterov"], form(SHAPE)) == "loop"
     assert "fused does not fit the model" in caplog.text
 
 
@@ -508,7 +508,7 @@ class Failing(Local):
 )
 def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
     with pytest.raises(ConfigError) as error:
-        resolve(made("mlp"), kind(), 20, form(SHAPE))
+        resolve(made("mlp"), kind(), form(SHAPE))
     assert error.value.field == "local.kind" and reason in str(error.value)
 
 
