@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,7 @@ from raydpfl.config.registry import (
     unread,
     within,
 )
+from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, parse_yaml, read
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
@@ -63,6 +65,10 @@ from raydpfl.privacy.accountants import standing
 from raydpfl.sections import Client, Evaluate, Privacy, _rule, whole
 
 log = logging.getLogger("raydpfl")
+PERSONAL = (
+    "each client's own model (personal): it is not released, and no epsilon covers it against who "
+    "sees it there"
+)
 
 
 # Where a run's values of the parameters of `raydpfl.privacy` come from.
@@ -185,12 +191,63 @@ class Experiment(Section):
             experiment = validate(cls, "", built)
         if experiment.unread.keys() - {"model", "server", "evaluate", "track"}:
             return experiment
-        placed = experiment.noise.placed(experiment)
-        experiment = experiment.model_copy(update={"noise": placed})
+        per_sample = experiment.bounding.sample_bound is not None
+        noise = experiment.noise.placed(per_sample, experiment.selection.hides_size())
+        experiment = experiment.model_copy(update={"noise": noise})
+        setting = experiment.setting()
         for section, member in experiment._every_member():
-            _refusals(experiment, section, member)
-        experiment.evaluate.check(experiment)
+            _refusals(replace(setting, section=section), member)
+        experiment.evaluate.check(setting, experiment.given, experiment.metrics)
         return experiment
+
+    def setting(self) -> Setting:
+        """What its members may know of each other, of the section `noise`."""
+        members = dict(self._every_member())
+        rule = self.local.linear()
+        stateful = [name for name in ("local", "bounding") if getattr(self, name).remembers]
+        return Setting(
+            section="noise",
+            kinds={section: member.kind for section, member in members.items()},
+            user_defined=frozenset(name for name in members if members[name].is_user_defined),
+            rounds=self.rounds,
+            drawn_by=self.noise.drawn_by() if self.private else None,
+            virtual_cohort=not self.noise.simulated(),
+            bound=self.bounding.initial_bound,
+            per_sample_bound=self.bounding.sample_bound,
+            adaptive_bound=self.bounding.adapts,
+            sends_model=self.bounding.sends_model(),
+            queries=self.bounding.queries(),
+            stateful=tuple(stateful),
+            plain_steps=rule is not None and rule.plain and not self.local.corrects,
+            epochs=self.local.epochs,
+            dropout=self.selection.dropout,
+            cohort_hidden=self.selection.hides_size(),
+            min_separation=self.selection.separation,
+            asks_losses=self.selection.asks,
+            loss_query=self.selection.loss_query,
+            data_weighted=self.selection.weighs_data(),
+            uncounted=self.selection.uncounted,
+            weighted=not self.weights.plain(),
+            momentum=self.server.persistence(),
+            shared_samples=self.data.overlaps(),
+            local_parameters=bool(self.model.local),
+            tested=self.evaluate.test,
+            held_out=self.evaluate.apart,
+            survey=self.evaluate.survey,
+            accountants=self.privacy.accountants,
+            relation=self.privacy.relation,
+            budget=self.privacy.budget,
+            precision=self.client.precision,
+            drops_failures=self.client.on_error == "drop",
+            exclusions=(
+                *self.data.exclusions,
+                *self.selection.exclusions,
+                *self.evaluate.exclusions,
+                *self.model.exclusions,
+                *((PERSONAL,) if self.personal else ()),
+            ),
+            sample_exclusions=self.data.sample_exclusions,
+        )
 
     @classmethod
     def from_yaml(
@@ -243,10 +300,9 @@ class Experiment(Section):
 
     def warnings(self) -> list[str]:
         """What its members have whoever reads the results know."""
-        said: list[str] = []
-        for _, member in self._every_member():
-            said += member.warnings(self)
-        return said
+        setting = self.setting()
+        members = self._every_member()
+        return [text for _, member in members for text in member.warnings(setting)]
 
     def _every_member(self) -> Iterator[tuple[str, Member]]:
         for name in type(self).model_fields:
@@ -304,7 +360,8 @@ class Experiment(Section):
         """Those that are asked for; where samples are protected the papers' formulas for theirs
         stand for `paper`.
         """
-        return standing(self.privacy.accountants, self.noise.protects())
+        at_steps = self.noise.drawn_by() == "step"
+        return standing(self.privacy.accountants, "sample" if at_steps else "client")
 
     @property
     def terms(self) -> Terms:
@@ -548,7 +605,7 @@ def _paths(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _refusals(experiment: Experiment, section: str, member: Member) -> None:
+def _refusals(setting: Setting, member: Member) -> None:
     """Asks a member what it refuses: each of its classes that has a `check`, its base first.
 
     Raises `ConfigError`, also for a user's own `check` that raises anything else.
@@ -558,11 +615,11 @@ def _refusals(experiment: Experiment, section: str, member: Member) -> None:
         if check is None:
             continue
         try:
-            check(member, experiment)
+            check(member, setting)
         except ConfigError:
             raise
         except RAISED as error:
-            if not user_classes.is_own(cls):
+            if not user_classes.is_user_defined(cls):
                 raise
             expected = f"a class whose check raises nothing but ConfigError ({in_line(error)})"
-            raise ConfigError(f"{section}.kind", member.kind, expected) from None
+            raise ConfigError(f"{setting.section}.kind", member.kind, expected) from None

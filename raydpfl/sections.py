@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -19,6 +19,7 @@ from raydpfl.config.registry import (
     choose,
     imports,
 )
+from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError, renamed
 from raydpfl.methods import local
@@ -29,9 +30,6 @@ from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.privacy import Survey
 from raydpfl.privacy.accountants import ASKED, named
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 def whole(value: Any) -> Any:
@@ -178,24 +176,27 @@ class Stop(Section):
         description="min, max: of which less, or more, is better; auto: as the metric says",
     )
 
-    def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for a score that evaluations do not give, or of which nobody knows
-        what is better.
+    def check(self, scores: Sequence[str], metrics: Sequence[Metric]) -> None:
+        """Raises `ConfigError` for a score that evaluations do not give, or that has no better
+        direction.
+
+        Args:
+            scores: those that an evaluation on rows held out of training gives.
+            metrics: what the model is scored by.
         """
-        held_out = experiment.given if experiment.evaluate.validation else ()
-        known = [name for name in held_out if metric_columns.set_of(name) != metric_columns.TEST]
+        known = [name for name in scores if metric_columns.set_of(name) != metric_columns.TEST]
         if self.metric not in known:
             held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
             expected = f"a score of rows held out of training ({held})"
             raise ConfigError("evaluate.stop.metric", self.metric, expected)
-        if not self.sign(experiment):
+        if not self.sign(metrics):
             expected = f"min or max: nobody knows of {self.metric} whether more of it is better"
             raise ConfigError("evaluate.stop.mode", self.mode, expected)
 
-    def sign(self, experiment: Experiment) -> int:
-        """1: more of the score is better; -1: less of it."""
+    def sign(self, metrics: Sequence[Metric]) -> int:
+        """1: more of the score is better; -1: less of it; 0: unknown."""
         if self.mode == "auto":
-            return metric_columns.sign(self.metric, experiment.metrics)
+            return metric_columns.sign(self.metric, metrics)
         return 1 if self.mode == "max" else -1
 
 
@@ -284,10 +285,16 @@ class Evaluate(Section):
             return None
         return Survey(self.per_client.name, self.histogram.std)
 
-    def check(self, experiment: Experiment) -> None:
-        """Raises `ConfigError` for what an evaluation cannot give."""
+    def check(self, setting: Setting, scores: Sequence[str], metrics: Sequence[Metric]) -> None:
+        """Raises `ConfigError` for what an evaluation cannot give.
+
+        Args:
+            setting: of the other sections.
+            scores: those that an evaluation gives.
+            metrics: what the model is scored by.
+        """
         if self.stop:
-            self.stop.check(experiment)
+            self.stop.check(scores if self.validation else (), metrics)
         share = self.validation if isinstance(self.validation, float) else 0.0
         if self.fine_tune and not (self.per_client and share):
             expected = (
@@ -297,30 +304,29 @@ class Evaluate(Section):
             raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, reason)
         if self.histogram is None:
             return
-        noise = experiment.noise
         field = "evaluate.histogram"
         if self.per_client is None:
             expected = "none without evaluate.per_client, the metric whose values it is of"
             raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
-        if not noise.private() or noise.protects() != "client" or not noise.simulated():
+        if setting.drawn_by not in ("client", "server") or setting.virtual_cohort:
             expected = (
                 "noise that protects the clients who are asked, on what they send or on its sum "
                 "(without noise nothing is private, and evaluate.per_client gives exact scores; at "
                 "local steps nobody adds up answers; of a virtual cohort not all answer)"
             )
             raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
-        if experiment.personal or experiment.model.local:
+        if "personal" in setting.kinds or setting.local_parameters:
             expected = (
                 "none with models of clients' own (model.local, personal): who has one has taken "
                 "part, and a secret cohort would be told by the answers"
             )
             raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
-        if experiment.rounds % self.every:
+        if setting.rounds % self.every:
             expected = (
                 f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "
                 "asked after every so many rounds, and not once more at the end"
             )
-            raise ConfigError("rounds", experiment.rounds, expected)
+            raise ConfigError("rounds", setting.rounds, expected)
 
     @property
     def exclusions(self) -> tuple[str, ...]:

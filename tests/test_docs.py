@@ -22,13 +22,13 @@ import raydpfl
 from raydpfl import Experiment, check
 from raydpfl.cli import new_project
 from raydpfl.cli.app import app
+from raydpfl.config.setting import Setting
 from raydpfl.core import messages
 from raydpfl.data import Samples, Split
 from raydpfl.methods import probes
 from raydpfl.methods.bounding import Query
 from raydpfl.methods.local import Step
-from raydpfl.methods.noise import SideQuery
-from raydpfl.methods.noise.base import Facts
+from raydpfl.methods.noise import RunFacts, SideQuery
 from raydpfl.methods.selection import Cohort, Population
 from raydpfl.models.tasks import Form, Target
 from raydpfl.privacy import Sampling, Terms
@@ -246,9 +246,9 @@ def test_the_class_of_a_docstring_keeps_its_promises(name, tmp_path, monkeypatch
 
 
 GIVEN = (
-    messages.View, messages.Facts, Step, Facts, SideQuery, Query, Population, Cohort, Sampling,
-    Terms, probes.Sent, probes.Round, probes.Problem, probes.Finished, Form, Target, Split,
-    Samples, Tracked,
+    Setting, messages.View, messages.Facts, Step, RunFacts, SideQuery, Query, Population, Cohort,
+    Sampling, Terms, probes.Sent, probes.Round, probes.Problem, probes.Finished, Form, Target,
+    Split, Samples, Tracked,
 )  # fmt: skip
 
 

@@ -416,7 +416,12 @@ def test_no_member_is_asked_what_it_is():
     wrong = []
     for name, path in modules().items():
         file = path.relative_to(ROOT).as_posix()
-        wrong += [f"{file}:{line} {what}" for line, what in asked(name, path)]
+        own = file.startswith("methods/noise/")  # whose field the placement is
+        wrong += [
+            f"{file}:{line} {what}"
+            for line, what in asked(name, path)
+            if not (own and "a placement" in what)
+        ]
     assert not wrong
 
 

@@ -27,6 +27,7 @@ import torch
 from raydpfl.core.messages import Chunk, ChunkResult, Columns, State
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.noise import Whitening
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
@@ -372,8 +373,8 @@ class Record:
         noise = self.plan.experiment.noise
         self.by_client = noise.client_std(1.0, self.plan.survivors) > 0
         self._weights = self.plan.weights(self.canaries.clients)
-        self._seen = noise.whitening()
-        self._left = noise.whitening()
+        self._seen = Whitening(noise.whitening())
+        self._left = Whitening(noise.whitening())
         self._rows: list[np.ndarray] = []
         self._following: float | None = None
 

@@ -19,6 +19,7 @@ from scipy.stats import binom, chi2, kstest
 
 from raydpfl import privacy
 from raydpfl.audit.canaries import Record, on_sums
+from raydpfl.methods.noise import Whitening
 
 if TYPE_CHECKING:
     from raydpfl.audit.observers import Held
@@ -172,11 +173,11 @@ def matrix(records: Sequence[Record]) -> Check | None:
     """
     plan = records[0].plan
     noise = plan.experiment.noise
-    whiten = noise.whitening()
+    whiten = Whitening(noise.whitening())
     column = np.array([whiten(np.array([float(t == 0)]))[0] for t in range(len(records[0].rounds))])
-    told = np.zeros(max(len(column), len(noise.carried())))
-    told[: len(noise.carried())] = noise.carried()
-    if noise.carried() == (1.0,) and np.array_equal(column, told):
+    told = np.zeros(max(len(column), len(noise.whitening())))
+    told[: len(noise.whitening())] = noise.whitening()
+    if noise.whitening() == (1.0,) and np.array_equal(column, told):
         return None
     if not np.allclose(column, told[: len(column)], rtol=_ROUNDING, atol=0):
         found = "the noise is whitened by another matrix than it says that it is correlated by"

@@ -19,7 +19,7 @@ import numpy as np
 from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
 from raydpfl.audit.canaries import Record, on_sums
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
-from raydpfl.config.user_classes import is_own
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
@@ -176,7 +176,7 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     law = updates.sampling
     drawn = CERTAIN
     if not single and claimed.sampling.knows == "cohort hidden":
-        if law.repeats and is_own(type(law.law)):
+        if law.repeats and is_user_defined(type(law.law)):
             return None
         drawn = presence(1 / law.population, law.cohort) if law.repeats else presence(law.q)
     return least_delta(claimed.epsilon, mu, drawn, times)
@@ -317,7 +317,7 @@ def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
     """
     rounds = pattern.shape[1]
     total = np.zeros_like(pattern)
-    for j, c in enumerate(record.plan.experiment.noise.carried()):
+    for j, c in enumerate(record.plan.experiment.noise.whitening()):
         total = total + c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
     return total
 
@@ -328,6 +328,6 @@ def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
     """
     rounds = scores.shape[1]
     total = np.zeros_like(scores)
-    for j, c in enumerate(record.plan.experiment.noise.carried()):
+    for j, c in enumerate(record.plan.experiment.noise.whitening()):
         total = total + c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
     return total

@@ -10,6 +10,7 @@ from scipy.stats import chi2
 from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, equal, hold
 from raydpfl.check.runs import Watched
+from raydpfl.methods.noise import Whitening
 from raydpfl.privacy import Mechanism, Query
 
 
@@ -105,7 +106,8 @@ def epsilon(case: Case) -> str:
         plan.experiment.rounds,
         placement=plan.experiment.noise.drawn_by(),
         memory=plan.experiment.stateful.kind if plan.experiment.stateful else "",
-        remembers_noise=plan.experiment.local.remembers and plan.experiment.noise.least(1) > 0,
+        remembers_noise=plan.experiment.local.remembers
+        and plan.experiment.noise.drawn_by() == "client",
     )
     terms = plan.terms
     true_curves = held.curves(plan.rigorous, plan.counted_draws(), plan.exposures, terms)
@@ -119,7 +121,7 @@ def epsilon(case: Case) -> str:
 def noise_on_sums(case: Case) -> str:
     """The noise that the server adds in a run has the std that was accounted for."""
     plan = case.plan
-    whiten = plan.experiment.noise.whitening()
+    whiten = Whitening(plan.experiment.noise.whitening())
     tails = []
     for added, bound in zip(case.whole.added, case.whole.bounds, strict=True):
         if added is None:

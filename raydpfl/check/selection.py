@@ -68,7 +68,7 @@ def law(case: Case) -> str:
         least = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
     witness = Witness(
-        member, population, exposures, least, True, pairs=member.is_own, false_alarm=rate
+        member, population, exposures, least, True, pairs=member.is_user_defined, false_alarm=rate
     )
     seen: Counter[int] = Counter()
     for t in range(ROUNDS):
@@ -78,7 +78,7 @@ def law(case: Case) -> str:
         witness.see(t, cohort, seen)
         seen.update(cohort.clients.tolist())
     found = f"{declared}, {ROUNDS} rounds"
-    if member.is_own and not member.asks:
+    if member.is_user_defined and not member.asks:
         populations = [population] if declared.hidden else []
         populations += _suited(member)
         found += _many(member, populations, rate) if populations else ""

@@ -218,7 +218,7 @@ def following(result: Result) -> list[str]:
         found.append(f"  go on with it:         raydpfl run {out} --resume")
     elif status == "completed" and not result.summary["reason"]:
         rounds = result.experiment.rounds
-        override = result.experiment.noise.kept(rounds)
+        override = result.experiment.noise.extension(rounds)
         command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
         if override is None:  # noise that is for these rounds alone
             command = f"raydpfl run {storage.within(out, 'config.yaml')} model.init={out} --out DIR"

@@ -26,17 +26,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from raydpfl.config import hints, user_classes
+from raydpfl.config.setting import Setting
 from raydpfl.config.validation import M, validate
 from raydpfl.errors import RAISED, ConfigError, in_line, know
 from raydpfl.storage.files import digest
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class Section(BaseModel):
@@ -67,15 +65,15 @@ class Member(Section):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         """Notes whose a class is: on an actor it comes with the experiment, and is not loaded."""
         super().__pydantic_init_subclass__(**options)
-        if user_classes.is_own(cls):
+        if user_classes.is_user_defined(cls):
             know(cls.__module__)
 
     @property
-    def is_own(self) -> bool:
+    def is_user_defined(self) -> bool:
         """Whether this member's class is a user's own."""
-        return user_classes.is_own(type(self))
+        return user_classes.is_user_defined(type(self))
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` for an experiment that this member cannot be part of.
 
         It is called when the config has been read, before any data are. Only the member itself
@@ -83,7 +81,7 @@ class Member(Section):
         base first, so a class need not call it.
         """
 
-    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
+    def warnings(self, setting: Setting) -> tuple[str, ...]:
         """What readers of this experiment's results should know, in words."""
         return ()
 
@@ -263,7 +261,7 @@ def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]
     """A member that was made in Python, with the `kind` by which a config would name it."""
     cls = type(values)
     named = family.get(values.kind) is cls or ":" in values.kind
-    if named or values.unread() or not user_classes.is_own(cls):
+    if named or values.unread() or not user_classes.is_user_defined(cls):
         return values
     path = f"{cls.__module__}:{cls.__qualname__}"
     user_classes.check(cls, base, section, path)

@@ -52,7 +52,7 @@ MOST = 2000  # functions that are inspected
 Code = list[tuple[str, set[str], set[str]]]
 
 
-def is_own(cls: type) -> bool:
+def is_user_defined(cls: type) -> bool:
     """Whether a class is not part of this package."""
     return cls.__module__.partition(".")[0] != "raydpfl"
 
@@ -69,11 +69,11 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
     Raises:
         ConfigError: nothing reads one of them, or it cannot be used as that of the base.
     """
-    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_user_defined(each)]
     if not own:
         return
     # classes of the package, `Member` among them
-    theirs = [each for each in cls.__mro__ if not is_own(each)]
+    theirs = [each for each in cls.__mro__ if not is_user_defined(each)]
     code = _code(own)
     hooks = {name: value for each in reversed(theirs) for name, value in _public(each).items()}
     known = hooks.keys() | {name for each in theirs for name in _fields(each)}
@@ -100,14 +100,14 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
 
 def mentioned(cls: type, base: type) -> set[str]:
     """The names of `base`'s fields that a user's own class reads, or may read by computed names."""
-    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_user_defined(each)]
     names = {name for _, some, _ in _code(own) for name in some}
     return set(_fields(base)) if COMPUTED & names else names
 
 
 def numbers(cls: type, base: type) -> set[float]:
     """The finite numbers in the code of a user's own class, as constants or global names."""
-    own = [each for each in cls.__mro__ if issubclass(each, base) and is_own(each)]
+    own = [each for each in cls.__mro__ if issubclass(each, base) and is_user_defined(each)]
     found: set[float] = set()
     for _, function in _walked(own):
         codes = [function.__code__]

@@ -1064,7 +1064,7 @@ class Made(Shards):
         maker = self._source.maker(about["made"])
         assert maker is not None  # by which it was prepared
         self._maker = maker
-        self.made_by_own = self._source.is_own
+        self.made_by_own = self._source.is_user_defined
 
     def _pieces(self, client: int, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The rows of a client, some at a time: the place of the first, x and y. Raises

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import nn
 
 from raydpfl.config.registry import Member
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.models.lora import Lora
 from raydpfl.models.tasks import Form
 from raydpfl.models.weights import place
 from raydpfl.storage.files import digest
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 Shape = tuple[int, ...]
 
@@ -82,25 +80,24 @@ class Model(Member):
             raise ConfigError("model.kind", self.kind, f"{expected}: {reason}")
         return self.module(form.shape, form.outputs[0])
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` for what has no meaning where parts of it are clients' own."""
         if not self.local:
             return
-        evaluate = experiment.evaluate
-        if evaluate.test:
+        if setting.tested:
             expected = "false with model.local (no model of all clients is tested); "
             expected += "evaluate.validation=0.1 holds out rows of each client, for its own"
             raise ConfigError("evaluate.test", True, expected)
-        if isinstance(evaluate.apart, dict):
+        if isinstance(setting.held_out, dict):
             expected = "a share of every client's rows with model.local: clients that are held out "
-            raise ConfigError("evaluate.validation", evaluate.apart, f"{expected}train no part")
-        if experiment.bounding.sample_bound is not None:
+            raise ConfigError("evaluate.validation", setting.held_out, f"{expected}train no part")
+        if setting.per_sample_bound is not None:
             expected = "one that bounds what a client sends: by the part that stays (model.local) "
             expected += "one sample changes the gradients of all the client's others, without noise"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
-        if experiment.selection.asks:
+            raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
+        if setting.asks_losses:
             expected = "one that asks for no losses, which under model.local are of clients' own"
-            raise ConfigError("selection.kind", experiment.selection.kind, expected)
+            raise ConfigError("selection.kind", setting.kinds["selection"], expected)
 
     @property
     def exclusions(self) -> tuple[str, ...]:

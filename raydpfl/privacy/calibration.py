@@ -23,7 +23,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from raydpfl.config.user_classes import is_own
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accounting import UNREACHED, epsilon
@@ -73,7 +73,7 @@ def noise_for(
     rounds = mechanism.rounds if rounds is None else rounds
     asked = (target, mechanism, relation, delta, accountant, rounds, v)
     # the name of a user's own does not say what its code computes
-    if is_own(type(mechanism.sampling.law)) or is_own(type(named(accountant))):
+    if is_user_defined(type(mechanism.sampling.law)) or is_user_defined(type(named(accountant))):
         return _search(*asked)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
     return cached(question, lambda: _search(*asked))

@@ -44,7 +44,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raydpfl.config.user_classes import is_own
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.privacy import paper_formulas, pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, named, standing
@@ -727,7 +727,7 @@ class LocalSteps(Release):
             return _noise_multipliers(samplings, kinds, self.delta, accountant).tolist()
 
         # the name of a user's own accountant does not say what its code computes
-        own = is_own(type(named(accountant)))
+        own = is_user_defined(type(named(accountant)))
         z = solved() if own else cached(question, solved, len(kinds))
         return np.array(z)[member.reshape(-1)] * self.bound / b
 

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raydpfl.config.user_classes import is_own
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import accounting, stateful_clients
 from raydpfl.privacy.guarantee import Guarantee
@@ -628,7 +628,7 @@ class Mechanism(Release):
         tree = asdict(self)
         law = self.sampling.law
         tree["sampling"]["kind"] = law.kind
-        if is_own(type(law)):
+        if is_user_defined(type(law)):
             tree["sampling"]["law"] = law.words(self.sampling)
         if not self.memory:
             del tree["memory"]

@@ -461,7 +461,7 @@ def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> boo
     if now == before.calibrated_over(rounds):
         return True
     expected = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
-    override = before.kept(rounds)
+    override = before.extension(rounds)
     if override is None:
         expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
         expected += "what both spend adds up, and its guarantees are of its own rounds"

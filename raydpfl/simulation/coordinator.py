@@ -19,11 +19,12 @@ from raydpfl import models
 from raydpfl.core import exact_sum
 from raydpfl.core.messages import Broadcast, ChunkResult, Facts, Grid, Work
 from raydpfl.data import Shards
-from raydpfl.methods.probes import Finished, Problem, Round
+from raydpfl.methods.probes import Finished, Round
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import adaptive_bound, monitoring, provenance, scheduler
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
+from raydpfl.simulation.preparation import problem_of
 from raydpfl.simulation.recorder import Record, joined
 from raydpfl.simulation.run_state import Position, take_up
 from raydpfl.simulation.worker import heard
@@ -67,7 +68,7 @@ class Coordinator:
         found = take_up(self.plan, self.out, self.record.tables, self._resume, self._anew)
         self.plan, self.accounts, at = found
         self.ledger = self.accounts.ledger
-        self.problem = Problem(self.experiment, self.shards, self.plan.population)
+        self.problem = problem_of(self.experiment, self.shards, self.plan.population)
         self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
         self.noise = monitoring.noise(self.plan, self.at.t)
         self.witness = monitoring.of(self.plan, self.at.t, self.accounts.draws)

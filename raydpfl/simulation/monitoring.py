@@ -24,14 +24,14 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     exposures = plan.exposures + max(plan.repeated, 0)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(plan.population).hidden
-    apart = member.apart()
+    apart = member.min_separation()
     planned = None
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
         planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
-    least = member.least(plan.survivors)
+    least = plan.survivors if member.drawn_by() == "client" else 0
     facts = exposures, least, secret, apart, planned
-    witness = Witness(selection, plan.population, *facts, pairs=selection.is_own)
+    witness = Witness(selection, plan.population, *facts, pairs=selection.is_user_defined)
     seed = plan.cohort_seed()
     for before in range(t if selection.asks else 0):
         witness.asked(selection.exposed(seed, before, plan.population))

@@ -37,11 +37,11 @@ import numpy as np
 from scipy.special import betainc, chdtr, chdtrc, erf, erfc, ndtri
 
 from raydpfl.errors import RunError
-from raydpfl.methods.noise.banded_gaussian import Whitening
+from raydpfl.methods.noise import Whitening
 
 if TYPE_CHECKING:
     from raydpfl.core.messages import ChunkResult, Work
-    from raydpfl.methods.noise.base import Noise, SideQuery
+    from raydpfl.methods.noise import Noise, SideQuery
 
 FALSE_ALARM = 1e-6  # of a whole run with sound noise
 TESTS = 256  # at most, of one draw and window
@@ -304,12 +304,13 @@ class Tested:
 
     def __init__(self, noise: Noise, seed: int, d: int, t: int):
         self._noise = noise
-        carried = noise.carried()
+        carried = noise.whitening()
         norm = math.hypot(*carried)
-        if not (norm <= 1 + 1e-9 and len(carried) <= noise.apart()):
+        if not (norm <= 1 + 1e-9 and len(carried) <= noise.min_separation()):
             raise RunError(
-                f"noise.kind {noise.kind}: carried() has norm {norm:.6g} over {len(carried)} "
-                f"rounds, where 1 over {noise.apart()} (apart()) was accounted for"
+                f"noise.kind {noise.kind}: whitening() has norm {norm:.6g} over {len(carried)} "
+                f"rounds, where 1 over {noise.min_separation()} "
+                "(min_separation()) was accounted for"
             )
         self._whiten = Whitening(carried)
         source = noise.source(seed, d)
@@ -452,7 +453,7 @@ class Drawing:
         self._noise = noise
         self._source = noise.source(seed, d)
         self._sum_std = sum_std
-        self._tested = Tested(noise, seed, d, t) if noise.is_own and sum_std else None
+        self._tested = Tested(noise, seed, d, t) if noise.is_user_defined and sum_std else None
 
     def on_sum(self, t: int, std: float, total: np.ndarray) -> np.ndarray | None:
         """The server's noise on the sum `total` of round t; see `Source.on_sum`."""

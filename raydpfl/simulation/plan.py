@@ -24,7 +24,7 @@ from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment, as_fields
-from raydpfl.methods.noise.base import Facts
+from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.selection import Population
 from raydpfl.privacy import Guarantee, Mechanism, Release, Sampling, Segment, Terms
 from raydpfl.simulation import provenance
@@ -132,7 +132,7 @@ class Plan:
         again after it.
         """
         e = self.experiment
-        rounds = e.rounds if e.selection.is_own else min(e.rounds, 4)
+        rounds = e.rounds if e.selection.is_user_defined else min(e.rounds, 4)
         before = (stored or "").rpartition(" ")[2]
         if before.isdecimal() and 1 <= int(before) <= e.rounds:
             rounds = int(before)
@@ -152,7 +152,7 @@ class Plan:
         ]
         known += self.mechanism.client_facts() if self.mechanism else ()
         # which may depend on more than its source and the data
-        if self.experiment.weights.is_own:
+        if self.experiment.weights.is_user_defined:
             known.append(client_weights(self.experiment, self.population))
         return hashlib.sha256(
             b"".join(each.tobytes() for each in known if each is not None)
@@ -356,7 +356,10 @@ class Plan:
         """What chunks of these clients are cut by, float64 [3, r]; see
         `raydpfl.training.backends.base.Backend.costs`.
         """
-        return backends.costs(self.experiment, self.population.sizes[clients], self.d)
+        client = self.experiment.client
+        sizes = self.population.sizes[clients]
+        local = self.experiment.local
+        return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
 
     def check_claims(self) -> None:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some
@@ -515,7 +518,7 @@ def outlined(
 
     if told is not None and noise.sampling(cohorts()) == told.sampling:
         return told
-    return noise.outline(experiment, cohorts)
+    return noise.outline(experiment.setting(), cohorts)
 
 
 def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
@@ -527,8 +530,10 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
     rounds = parts.experiment.rounds
     first = parts.experiment.noise.calibrated_over(rounds) or rounds
     every = parts.experiment.evaluate.every
-    facts = Facts(
-        experiment=parts.experiment,
+    facts = RunFacts(
+        setting=parts.experiment.setting(),
+        seed=parts.experiment.seed,
+        local=parts.experiment.local,
         sizes=parts.population.sizes,
         rounds=int(parts.exposures[-1]) or rounds,
         calibrated=int(parts.exposures[first - 1]) or first,
@@ -539,7 +544,7 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
         calibrated_surveys=first // every,
         data_root=parts.data_root,
     )
-    return parts.experiment.noise.noised(outline, facts)
+    return parts.experiment.noise.calibrated(outline, facts)
 
 
 def noise_on_sums(parts: Parts, mechanism: Release | None) -> Mapping[str, float]:

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,10 +81,10 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
     backend = _way(experiment, module, form)
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
-    check_measures(Problem(experiment, opened, population))
+    check_measures(experiment, problem_of(experiment, opened, population))
     cohorts = selection.sampling(population)
     experiment = resolved(experiment, backend, cohorts.cohort, module, opened)
-    noise = experiment.noise.resolved(experiment, cohorts)
+    noise = experiment.noise.resolved(experiment.setting(), cohorts)
     return Parts(
         experiment=experiment.model_copy(update={"noise": noise}),
         shards=shards,
@@ -124,8 +123,13 @@ def clients(
     experiment: Experiment, sizes: np.ndarray, d: int, data_root: Path | None
 ) -> Population:
     """What is public of clients with these samples, int64 [N], and a model of d parameters."""
-    variances = partial(experiment.noise.variances, experiment, sizes, data_root)
     selection = experiment.selection
+
+    def variances() -> np.ndarray | None:
+        samples = np.maximum(sizes, 1)  # a client without samples is never drawn
+        batches = experiment.local.batch_sizes(samples)
+        return experiment.noise.variances(experiment.seed, samples, batches, data_root)
+
     table = selection.table(len(sizes), data_root)
     return Population(sizes, selection.costs(d, variances), table)
 
@@ -193,13 +197,30 @@ def check_means(experiment: Experiment, population: Population) -> None:
         raise ConfigError("selection.kind", selection.kind, expected)
 
 
-def check_measures(problem: Problem) -> None:
+def problem_of(experiment: Experiment, shards: Shards, population: Population) -> Problem:
+    """What the run is to solve, as probes are shown it."""
+    e = experiment
+    return Problem(
+        seed=e.seed,
+        rounds=e.rounds,
+        model=e.model,
+        task=e.data.task,
+        selection=e.selection,
+        local=e.local,
+        bounding=e.bounding,
+        weights=e.weights,
+        shards=shards,
+        population=population,
+    )
+
+
+def check_measures(experiment: Experiment, problem: Problem) -> None:
     """Raises `ConfigError` for what cannot be measured of this problem, or scored."""
-    form = problem.shards.form(problem.experiment.data.task)
-    per_client = problem.experiment.evaluate.per_client
-    for metric in (*problem.experiment.metrics, *((per_client,) if per_client else ())):
+    form = problem.shards.form(problem.task)
+    per_client = experiment.evaluate.per_client
+    for metric in (*experiment.metrics, *((per_client,) if per_client else ())):
         metric.fits(form)
-    for probe in problem.experiment.measure:
+    for probe in experiment.measure:
         probe.fits(problem)
 
 

@@ -171,7 +171,7 @@ class Record:
         stop = e.evaluate.stop
         if stop and metric_columns.evaluated(row):
             seen = [*self._since_best, row[stop.metric]]
-            self._since_best = metric_columns.since_best(seen, stop.sign(e))
+            self._since_best = metric_columns.since_best(seen, stop.sign(e.metrics))
 
     def _evaluate(self, row: dict[str, Any], at: Position) -> None:
         e = self.plan.experiment

@@ -89,11 +89,11 @@ def own_code(experiment: Experiment) -> bool:
     """Whether code of the user's own takes part in what a client does."""
     e = experiment
     every = (e.local, e.bounding, e.model, e.evaluate.fine_tune, e.personal)
-    return any(each is not None and each.is_own for each in every)
+    return any(each is not None and each.is_user_defined for each in every)
 
 
 def any_own(experiment: Experiment) -> bool:
     """Whether code of the user's own takes part in anything that a process of the run does."""
     e = experiment
     others = (e.noise, e.selection, e.data.task, *e.measure, *e.metrics)
-    return own_code(e) or any(each.is_own for each in others)
+    return own_code(e) or any(each.is_user_defined for each in others)

@@ -156,7 +156,7 @@ def check_counts(local: Local, sizes: np.ndarray) -> None:
     """Raises `ConfigError` for a rule of the user's whose batches or steps are not a matter of a
     client's own rows, `sizes` int64 [N]: a chunk would train by others than are accounted for.
     """
-    if not local.is_own or local.trains:
+    if not local.is_user_defined or local.trains:
         return
     known, whose = np.unique(sizes, return_inverse=True)
     for name in ("batch_sizes", "step_counts"):

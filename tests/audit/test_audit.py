@@ -33,7 +33,6 @@ from raydpfl.core.messages import Grid
 from raydpfl.core.prng import clients_normals, normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import base as noises
-from raydpfl.methods.noise import placements
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
 from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise
 from raydpfl.models.client_histogram import Histogram
@@ -351,11 +350,11 @@ def halved(draw):
 
 
 def half_the_clients_noise(patch):
-    patch.setattr(placements, "client_noise", halved(client_noise))
+    patch.setattr(noises, "client_noise", halved(client_noise))
 
 
 def half_the_servers_noise(patch):
-    patch.setattr(placements, "server_noise", halved(server_noise))
+    patch.setattr(noises, "server_noise", halved(server_noise))
 
 
 def one_clip_skipped(patch):
@@ -403,19 +402,19 @@ def one_round_behind(patch):
 
 def a_servers_key_used_twice(patch):
     patch.setattr(
-        placements,
+        noises,
         "server_noise",
         lambda seed, t, std, d: server_noise(seed, 2 if t == 4 else t, std, d),
     )
 
 
 def a_clients_key_used_in_every_round(patch):
-    patch.setattr(placements, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
+    patch.setattr(noises, "client_noise", lambda seed, t, *rest: client_noise(seed, 0, *rest))
 
 
 def one_key_for_two_clients(patch):
     patch.setattr(
-        placements,
+        noises,
         "client_noise",
         lambda seed, t, clients, *rest: client_noise(seed, t, np.maximum(clients, 2), *rest),
     )
@@ -454,7 +453,7 @@ def noise_that_is_not_gaussian(patch):
         gaussian = server_noise(seed, t, 1.0, d)
         return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
 
-    patch.setattr(placements, "server_noise", uniform)
+    patch.setattr(noises, "server_noise", uniform)
 
 
 def a_client_always_taken(patch):
@@ -517,8 +516,8 @@ def a_client_again_within_the_bands(patch):
 
 def another_matrix(patch):
     """Noise is correlated otherwise than the audit is told."""
-    carried = BandedGaussian.carried
-    patch.setattr(BandedGaussian, "carried", lambda self: tuple(c / 2 for c in carried(self)))
+    whitening = BandedGaussian.whitening
+    patch.setattr(BandedGaussian, "whitening", lambda self: tuple(c / 2 for c in whitening(self)))
 
 
 def a_wrong_gaussian_curve(patch):

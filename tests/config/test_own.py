@@ -480,29 +480,14 @@ def test_every_example_is_a_setting_of_its_member(section):
 
 
 NOISES = """
-import numpy as np
-from raydpfl.methods.noise import Noise, Source
-from raydpfl.methods.noise.keyed_noise import client_noise, server_noise
-
-class Served(Source):
-    def __init__(self, seed, d):
-        self.seed, self.d = seed, d
-    def on_sum(self, t, std):
-        return server_noise(self.seed, t, std, self.d)
+from raydpfl.methods.noise import Noise
 
 class ByServer(Noise):
     z: float = 2.0
     def size(self, outline, facts): return self.z
-    def source(self, seed, d): return Served(seed, d)
 
-class ByClients(Noise):
-    z: float = 2.0
-    def size(self, outline, facts): return self.z
+class ByClients(ByServer):
     def drawn_by(self): return "client"
-    def least(self, survivors): return survivors
-    def client_std(self, std, survivors): return std / survivors ** 0.5
-    def on_clients(self, seed, t, clients, draws, std, d):
-        return client_noise(seed, t, clients, draws, std, d)
 """
 
 

@@ -212,7 +212,7 @@ def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):
     told = found.notes[-1].removeprefix("no noise; private for each client with ")
     experiment = Experiment.from_dict(found.tree, overrides=shlex.split(told))
     assert experiment.private and experiment.noise.epsilon == 8
-    assert experiment.noise.protects() == "client"
+    assert experiment.noise.drawn_by() != "step"
 
 
 def test_names_of_classes_are_those_that_the_file_gives(tmp_path):

@@ -23,7 +23,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding import Query
 from raydpfl.methods.bounding.clip import Clip
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
-from raydpfl.methods.noise import Noise, SideQuery, Source
+from raydpfl.methods.noise import Noise, NoiseSource, SideQuery
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.methods.noise.keyed_noise import query_noise, server_noise, survey_noise
@@ -151,7 +151,7 @@ def test_a_run_ends_where_a_client_sends_more_than_the_bound(kind, message, tmp_
 # --- noise ---
 
 
-class Wrong(Source):
+class Wrong(NoiseSource):
     """The server's noise, changed by `how`."""
 
     def __init__(self, seed: int, d: int, how: str):
@@ -193,7 +193,7 @@ class OnSums(Noise):
     def size(self, outline: Any, facts: Any) -> float:
         return 2.0
 
-    def source(self, seed: int, d: int) -> Source:
+    def source(self, seed: int, d: int) -> NoiseSource:
         return Wrong(seed, d, self.how)
 
     def on_query(self, query: SideQuery) -> float:
@@ -217,10 +217,6 @@ class OfClients(Gaussian):
 
     kind: str = "of clients"
     how: str = "sound"
-
-    @property
-    def keyed(self) -> bool:
-        return True
 
     def client_std(self, std: float, survivors: int) -> float:
         return super().client_std(std, survivors) * (0.9 if self.how == "declared" else 1)
@@ -304,14 +300,14 @@ class Banded(BandedGaussian):
     kind: str = "banded"
     how: str = "sound"
 
-    def source(self, seed: int, d: int) -> Source:
+    def source(self, seed: int, d: int) -> NoiseSource:
         source = super().source(seed, d)
         if self.how == "white":  # what accountants count on is less than this
             return Wrong(seed, d, "sound")
         return source
 
-    def carried(self) -> tuple[float, ...]:
-        factors = super().carried()
+    def whitening(self) -> tuple[float, ...]:
+        factors = super().whitening()
         return tuple(2 * each for each in factors) if self.how == "longer" else factors
 
 
@@ -326,7 +322,10 @@ BANDED = {
 def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(tmp_path):
     sound = looked("Banded", tmp_path, 40, **BANDED)
     assert sound.summary["status"] == "completed"
-    for how, message in (("white", "accounted for"), ("longer", r"carried\(\) has norm 2 over 3")):
+    for how, message in (
+        ("white", "accounted for"),
+        ("longer", r"whitening\(\) has norm 2 over 3"),
+    ):
         with pytest.raises(RunError, match=message):
             looked("Banded", tmp_path / how, 40, how=how, **BANDED)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
 from raydpfl.config.registry import Member
+from raydpfl.config.setting import Setting
 from raydpfl.core.messages import BOUNDS, Columns, Facts, State, View, check_bound
 from raydpfl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
-
 
 Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
@@ -99,7 +96,7 @@ class Bounding(Member):
         """
         return None
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, if the server
         would not get the mean over clients that it needs, and for queries whose answers nothing
         uses.
@@ -107,23 +104,23 @@ class Bounding(Member):
         for bound in (self.initial_bound, self.sample_bound):
             if bound is not None:
                 check_bound("bounding.bound", bound)
-        if self.sends_model() and not experiment.weights.plain():
+        if self.sends_model() and setting.weighted:
             expected = f"uniform with {self.kind}: the new model is the mean of those sent"
-            raise ConfigError("weights.kind", experiment.weights.kind, expected)
+            raise ConfigError("weights.kind", setting.kinds["weights"], expected)
         if self.queries() and not self.adapts:
             expected = "a class with adapt, which takes up the answers to its queries"
             raise ConfigError("bounding.kind", self.kind, expected)
         if not self.remembers:
             return
-        if experiment.local.remembers:
+        if "local" in setting.stateful:
             expected = (
-                f"a bounding without memory beside local.kind {experiment.local.kind}, which has "
+                f"a bounding without memory beside local.kind {setting.kinds['local']}, which has "
                 "one"
             )
             raise ConfigError("bounding.kind", self.kind, expected)
-        if not experiment.weights.plain():
+        if setting.weighted:
             expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
-            raise ConfigError("weights.kind", experiment.weights.kind, expected)
+            raise ConfigError("weights.kind", setting.kinds["weights"], expected)
 
     @property
     def scales(self) -> bool:

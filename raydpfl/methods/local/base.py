@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from torch import nn
 
 from raydpfl.config import user_classes
 from raydpfl.config.registry import Member
+from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.errors import ConfigError
 from raydpfl.methods.schedules import Schedule
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -327,22 +325,21 @@ class Local(Schedule, Member):
         """l of the term l/2 ||x||^2 that the rule adds to every client's loss."""
         return 0.0
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` where gradients of single samples are clipped and it has another use
         for gradients, and for what a `train` of one's own leaves unread. A rule of personal models
         clips none.
         """
         if self.trains:
             _check_train(self)
-        if self is not experiment.local:
-            _check_personal(self, experiment)
+        if setting.section != "local":
+            _check_personal(self, setting)
             return
-        _check_precision(self, experiment)
-        clips = experiment.bounding.sample_bound is not None
-        if clips and (self.perturbs or self.trains):
+        _check_precision(self, setting)
+        if setting.per_sample_bound is not None and (self.perturbs or self.trains):
             expected = f"one that bounds what a client sends: local.kind {self.kind} "
             expected += "has its own gradients" if self.trains else "takes two of every batch"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
+            raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
 
     # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
 
@@ -384,44 +381,41 @@ class Local(Schedule, Member):
         """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
 
 
-def _check_precision(local: Local, experiment: Experiment) -> None:
+def _check_precision(local: Local, setting: Setting) -> None:
     """Raises `ConfigError` for products in less than float32 that nothing would take, or by which
     a sample's gradient could be clipped to more than its bound.
     """
-    precision = experiment.client.precision
+    precision = setting.precision
     if local.trains and precision == "bfloat16":
         expected = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
         raise ConfigError("client.precision", precision, expected)
-    if experiment.bounding.sample_bound is not None and precision != "float32":
+    if setting.per_sample_bound is not None and precision != "float32":
         expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
-        reason = f"{expected} (bounding.kind {experiment.bounding.kind})"
+        reason = f"{expected} (bounding.kind {setting.kinds['bounding']})"
         raise ConfigError("client.precision", precision, reason)
 
 
-def _check_personal(local: Local, experiment: Experiment) -> None:
+def _check_personal(local: Local, setting: Setting) -> None:
     """Raises `ConfigError` for a rule of variates, which no personal model has, and for what a
     model of each client's own that is trained beside cannot be.
     """
-    beside = local is experiment.personal
-    field = "personal" if beside else "evaluate.fine_tune"
     if local.remembers or local.corrects:
         expected = "a rule without variates, as it is for one client's own model"
-        raise ConfigError(f"{field}.kind", local.kind, expected)
-    if not beside:
+        raise ConfigError(f"{setting.section}.kind", local.kind, expected)
+    if setting.section != "personal":
         return
     linear = local.linear()
-    if not (local.is_own and not local.trains) and not (linear and linear.proximal):
+    if not (local.is_user_defined and not local.trains) and not (linear and linear.proximal):
         expected = "sgd with proximal above 0, which draws a client's own model to that of all "
         expected += "(Ditto), or a rule of your own with a step"
         raise ConfigError("personal.kind", local.kind, expected)
-    evaluate = experiment.evaluate
-    if experiment.model.local or evaluate.fine_tune:
-        other = "model.local" if experiment.model.local else "evaluate.fine_tune"
+    if setting.local_parameters or "evaluate.fine_tune" in setting.kinds:
+        other = "model.local" if setting.local_parameters else "evaluate.fine_tune"
         expected = f"none with {other}, which makes another model of each client's own"
         raise ConfigError("personal", local.kind, expected)
-    if isinstance(evaluate.apart, dict):
+    if isinstance(setting.held_out, dict):
         expected = "a share of every client's rows: clients that are held out train no model"
-        raise ConfigError("evaluate.validation", evaluate.apart, expected)
+        raise ConfigError("evaluate.validation", setting.held_out, expected)
 
 
 def _check_train(local: Local) -> None:

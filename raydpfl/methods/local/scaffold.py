@@ -16,18 +16,16 @@ array([3.5])
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from pydantic import field_validator
 
+from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local.sgd import Sgd
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class Scaffold(Sgd):
@@ -62,23 +60,23 @@ class Scaffold(Sgd):
     )
     kind: str = "scaffold"
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` where c would not follow the mean of the c_i."""
-        if experiment.private and experiment.selection.hides_size():
+        if setting.drawn_by and setting.cohort_hidden:
             expected = f"one with cohorts of known size: the server of {self.kind} divides by it"
-            raise ConfigError("selection.kind", experiment.selection.kind, expected)
-        if not experiment.weights.plain():
+            raise ConfigError("selection.kind", setting.kinds["selection"], expected)
+        if setting.weighted:
             expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
-            raise ConfigError("weights.kind", experiment.weights.kind, expected)
-        if experiment.noise.unseen():
+            raise ConfigError("weights.kind", setting.kinds["weights"], expected)
+        if setting.drawn_by == "server":
             expected = (
                 f"client or step with local.kind {self.kind}: noise that no client's variate holds "
                 "would add up in the server's, round after round"
             )
             raise ConfigError("noise.placement", "server", expected)
-        if experiment.bounding.sends_model():
+        if setting.sends_model:
             expected = f"one that sends updates, for local.kind {self.kind}"
-            raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
+            raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
 
     @field_validator("epochs", "within")
     @classmethod

@@ -37,9 +37,10 @@ The noise is for simulation: floating-point Gaussians from a non-cryptographic g
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.methods.noise.base import Noise, SideQuery, Source
+from raydpfl.methods.noise.base import Noise, NoiseSource, Whitening
+from raydpfl.methods.noise.facts import RunFacts, SideQuery
 from raydpfl.methods.noise.gaussian import Gaussian
 
-__all__ = ["FAMILY", "Gaussian", "Noise", "SideQuery", "Source"]
+__all__ = ["FAMILY", "Gaussian", "Noise", "NoiseSource", "RunFacts", "SideQuery", "Whitening"]
 
 FAMILY: dict[str, type[Noise]] = family(__name__, Noise, first=("none", "gaussian"))

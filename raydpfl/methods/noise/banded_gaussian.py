@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
-from raydpfl.methods.noise.base import Source
+from raydpfl.methods.noise.base import NoiseSource
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.methods.noise.keyed_noise import server_noise
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.factorization import banded_toeplitz, check
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class BandedGaussian(Gaussian):
@@ -60,28 +58,24 @@ class BandedGaussian(Gaussian):
             )
         return self
 
-    def source(self, seed: int, d: int) -> Source:
+    def source(self, seed: int, d: int) -> NoiseSource:
         assert self.coefficients is not None
         return Correlated(seed, self.coefficients, d)
 
-    def apart(self) -> int:
+    def min_separation(self) -> int:
         return self.bands
 
-    def whitening(self) -> Callable[[np.ndarray], np.ndarray]:
-        assert self.coefficients is not None
-        return Whitening(self.coefficients)
-
-    def carried(self) -> tuple[float, ...]:
+    def whitening(self) -> tuple[float, ...]:
         assert self.coefficients is not None
         return self.coefficients
 
-    def resolved(self, experiment: Experiment, cohorts: Sampling) -> BandedGaussian:
+    def resolved(self, setting: Setting, cohorts: Sampling) -> BandedGaussian:
         """The same noise with `coefficients` of norm 1: those given, or the best for the run's
         rounds and server. Raises `ConfigError` for more bands than rounds, or than rounds between
         two participations of a client.
         """
-        check(self.bands, cohorts, experiment.selection.separation)
-        return self.fitted(experiment.rounds, experiment.server.persistence())
+        check(self.bands, cohorts, setting.min_separation)
+        return self.fitted(setting.rounds, setting.momentum)
 
     def fitted(self, rounds: int, persistence: float = 0.0) -> BandedGaussian:
         """The same noise with `coefficients` of norm 1: those given, or the best for so many rounds
@@ -97,7 +91,7 @@ class BandedGaussian(Gaussian):
         return self.model_copy(update={"coefficients": tuple(c.tolist())})
 
 
-class Correlated(Source):
+class Correlated(NoiseSource):
     """The noise of a resolved `BandedGaussian` on models of `d` parameters: a function of (seed,
     coefficients, round) alone.
 
@@ -133,20 +127,3 @@ class Correlated(Source):
             self._past.appendleft(y)
             self._next += 1
         return y * std
-
-
-class Whitening:
-    """Multiplies by C: turns rows with banded noise y = C^-1 z, float64 [d] given one after
-    another, into rows with noise z.
-    """
-
-    def __init__(self, coefficients: Sequence[float]):
-        self._coefficients = coefficients
-        self._past: deque[np.ndarray] = deque(maxlen=len(coefficients))
-
-    def __call__(self, row: np.ndarray) -> np.ndarray:
-        self._past.appendleft(row)
-        if len(self._coefficients) == 1:
-            return row
-        parts = zip(self._coefficients, self._past, strict=False)
-        return np.asarray(sum(c * past for c, past in parts))

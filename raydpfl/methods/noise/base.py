@@ -1,124 +1,92 @@
-"""The base of the noises: what a member draws, and what accountants are told of it."""
+"""The base of the noises: what a member draws, and what accountants know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from raydpfl.config.registry import Member
+from raydpfl.config.setting import Setting
+from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
-from raydpfl.methods.noise.keyed_noise import query_noise, survey_noise
-from raydpfl.privacy import Mechanism, Release, Sampling, Terms
-from raydpfl.privacy.types import Placement, Relation, Unit
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
+from raydpfl.methods.noise.facts import RunFacts, SideQuery
+from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise, survey_noise
+from raydpfl.privacy import Mechanism, Relation, Release, Sampling, Terms
+from raydpfl.privacy.types import Placement
 
 DELTA = 1e-5
-Asked = Literal["auto", "replace_one", "add_remove", "zero_out"]
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a noise is told of its run.
-
-    Args:
-        experiment: its whole config (`raydpfl.Experiment`).
-        sizes: int64 [N], samples of each client.
-        rounds: how many a guarantee composes.
-        calibrated: of these, the rounds that an epsilon is for.
-        weight: the largest weight of any client.
-        survivors: the fewest clients that are left in any round.
-        draws: gives whose participations noise at local steps is sized for, int64 arrays of
-            clients, with repeats.
-        surveys: histograms of all clients that a guarantee composes with the rounds.
-        calibrated_surveys: of these, those that an epsilon is for.
-        data_root: the folder of data sets; None: the default.
-    """
-
-    experiment: Experiment
-    sizes: np.ndarray
-    rounds: int
-    calibrated: int
-    weight: float
-    survivors: int
-    draws: Callable[[], list[np.ndarray]]
-    surveys: int = 0
-    calibrated_surveys: int = 0
-    data_root: Path | None = None
-
-
-@dataclass(frozen=True)
-class SideQuery:
-    """A side query of one round (such as the count of an adaptive bound), as noise is drawn on its
-    sum.
-
-    Args:
-        name: of the query.
-        seed: the run's seed of noise.
-        t: the round, from 0.
-        std: of the noise on the sum of the answers, in the units of an answer.
-        clients: int64 [r], the cohort.
-        draws: int64 [r], the index of each draw among its client's draws of the round, from 0.
-        survivors: the fewest clients that any round keeps.
-    """
-
-    name: str
-    seed: int
-    t: int
-    std: float
-    clients: np.ndarray
-    draws: np.ndarray
-    survivors: int
-
-
-class Source:
-    """The server's noise in one run.
+class NoiseSource:
+    """The server's noise in one run: here independent over the rounds.
 
     It may keep what later rounds need, as long as a round's noise is a function of the run's seed
     and the round alone: after a resume, a new source is asked for the next round.
     """
+
+    def __init__(self, seed: int, d: int):
+        self.seed = seed
+        self.d = d
 
     def on_sum(self, t: int, std: float) -> np.ndarray | None:
         """The noise on the sum of round t.
 
         Args:
             t: the round, from 0.
-            std: of the noise on the sum, as the accountants were told for the bound in force.
+            std: of the noise on the sum, as accountants count it for the bound in force.
 
         Returns:
             float64 [d]; None: the server draws none.
         """
+        return server_noise(self.seed, t, std, self.d)
+
+
+class Silent(NoiseSource):
+    """The source of a server that draws no noise."""
+
+    def on_sum(self, t: int, std: float) -> np.ndarray | None:
         return None
+
+
+class Whitening:
+    """Turns released sums, float64 [d] given one round after another, into sums whose noise is
+    independent over the rounds: multiplies by the banded Toeplitz matrix of `coefficients`, those
+    of a round's sum in the whitened sum of that round, of the next one, and so on.
+    """
+
+    def __init__(self, coefficients: Sequence[float]):
+        self._coefficients = coefficients
+        self._past: deque[np.ndarray] = deque(maxlen=len(coefficients))
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        self._past.appendleft(row)
+        if len(self._coefficients) == 1:
+            return row
+        parts = zip(self._coefficients, self._past, strict=False)
+        return np.asarray(sum(c * past for c, past in parts))
 
 
 class Noise(Member):
     """Base of the family: noise that protects clients, with one multiplier for the whole run.
 
-    A member gives `size`, and what it draws. If the server draws on the sum, that is `source`. If
-    each client draws on what it sends, it is `on_clients`, `client_std` and `least`, and `drawn_by`
-    is "client". Whatever is drawn must be Gaussian and have the std asked for, as accountants
-    assume: a run holds every draw of a class from outside the package against that law before it is
-    released (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`,
-    if it has one, else 1e-5; or `terms` says it.
+    A member gives `size`. By default the server draws independent Gaussian noise on the sum; with
+    `drawn_by` "client" each client draws its part of that on what it sends. A member that draws
+    otherwise has `source` or `on_clients`. What is drawn must be Gaussian and have the std asked
+    for, as accountants assume: a run tests every draw of a user-defined class before it is released
+    (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`, if it
+    has one, else 1e-5; or `terms` says it.
 
-    >>> from raydpfl.methods.noise.keyed_noise import server_noise
-    >>> class Plain(Source):
-    ...     def __init__(self, seed, d):
-    ...         self.seed, self.d = seed, d
-    ...     def on_sum(self, t, std):
-    ...         return server_noise(self.seed, t, std, self.d)
     >>> class Mine(Noise):
     ...     z: float = 2.0
     ...     delta: float = 1e-6
     ...     def size(self, outline, facts):
     ...         return self.z
-    ...     def source(self, seed, d):
-    ...         return Plain(seed, d)
     >>> Mine().source(seed=0, d=3).on_sum(t=0, std=1.0).shape
     (3,)
     >>> Mine().terms("auto", "replace_one")
@@ -126,6 +94,12 @@ class Noise(Member):
     """
 
     # --- what it draws ---
+
+    def drawn_by(self) -> Placement:
+        """Who draws it: the server, clients on what they send, or clients at their local steps
+        ("step"), where samples are protected.
+        """
+        return "server"
 
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
@@ -143,14 +117,9 @@ class Noise(Member):
         Returns:
             float64 [C, d], each row a function of its client's key alone; None: they draw none.
         """
-        return None
-
-    @property
-    def keyed(self) -> bool:
-        """Whether all that clients draw is `raydpfl.methods.noise.keyed_noise.client_noise`, which
-        code that adds up updates as it trains them draws too.
-        """
-        return False
+        if self.drawn_by() != "client":
+            return None
+        return client_noise(seed, t, clients, draws, std, d)
 
     def client_std(self, std: float, survivors: int) -> float:
         """Std of one client's noise; 0: clients draw none.
@@ -159,22 +128,16 @@ class Noise(Member):
             std: that the noise on the sum is to have.
             survivors: the fewest clients that are left in any round.
         """
-        return 0.0
+        return std / math.sqrt(survivors) if self.drawn_by() == "client" else 0.0
 
-    def least(self, survivors: int) -> int:
-        """The fewest clients whose noise a round's sum needs; 0 if clients draw none.
-
-        `survivors` is the fewest clients that are left in any round.
-        """
-        return 0
-
-    def source(self, seed: int, d: int) -> Source:
+    def source(self, seed: int, d: int) -> NoiseSource:
         """The server's noise in a run with this seed of noise, for a model of `d` parameters."""
-        return Source()
+        kind = NoiseSource if self.private() and self.drawn_by() == "server" else Silent
+        return kind(seed, d)
 
     def on_query(self, query: SideQuery) -> float:
-        """The noise on the sum of the answers to a side query, drawn by whoever draws the noise on
-        updates: the server, or each client its part of std `client_std(query.std, survivors)`.
+        """The noise on the sum of the answers to a side query, drawn by whom that on updates is:
+        the server, or each client its part of std `client_std(query.std, survivors)`.
 
         Returns:
             One draw, of std `query.std` on the sum; 0 where that std is 0, or noise is drawn at
@@ -186,15 +149,15 @@ class Noise(Member):
             return query_noise(query.seed, query.t, query.std, query=query.name)
         part = self.client_std(query.std, query.survivors)
         drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
-        # in client order, whoever trained them
+        # in client order, whichever worker trained them
         return sum(
             query_noise(query.seed, query.t, part, client, draw, query.name)
             for client, draw in drawn
         )
 
     def on_survey(self, seed: int, t: int, std: float, bins: int, clients: int) -> np.ndarray:
-        """The noise on the counts of a histogram over all clients, drawn by whoever draws that on
-        updates.
+        """The noise on the counts of a histogram over all clients, drawn by whom that on updates
+        is.
 
         Args:
             seed: of the survey's noise.
@@ -209,25 +172,15 @@ class Noise(Member):
         drawn = clients if self.drawn_by() == "client" else None
         return survey_noise(seed, t, std, bins, drawn)
 
-    def unseen(self) -> bool:
-        """Whether sums have noise that no client has drawn."""
-        return self.least(1) == 0
-
-    def apart(self) -> int:
+    def min_separation(self) -> int:
         """The fewest rounds from one participation of a client to its next that the noise needs; 1:
         it may be in every round.
         """
         return 1
 
-    def whitening(self) -> Callable[[np.ndarray], np.ndarray]:
-        """For audits: a function of released sums, float64 [d] given one round after another, to
-        sums whose noise is independent over the rounds.
-        """
-        return lambda released: released
-
-    def carried(self) -> tuple[float, ...]:
-        """For audits: the factors with which a round's sum is in the whitened sum of that round, of
-        the next one, and so on.
+    def whitening(self) -> tuple[float, ...]:
+        """The coefficients of `Whitening`, which makes the noise of released sums independent over
+        the rounds.
         """
         return (1.0,)
 
@@ -240,25 +193,17 @@ class Noise(Member):
         """The fields that a release depends on, besides the size of the noise: part of the key."""
         return self.model_dump(mode="json")
 
-    # --- what accountants are told ---
+    # --- what accountants know ---
 
     def private(self) -> bool:
         """Whether a run with it claims any privacy."""
         return True
 
-    def drawn_by(self) -> Placement:
-        """Who draws it, as accountants are told."""
-        return "server"
-
-    def protects(self) -> Unit:
-        """Whose data it protects."""
-        return "client"
-
-    def terms(self, asked: Asked, natural: Relation) -> Terms:
+    def terms(self, asked: str, natural: Relation) -> Terms:
         """What guarantees are asked for: relation and delta.
 
         Args:
-            asked: the relation in the config.
+            asked: the relation in the config, or `auto`.
             natural: the relation that suits the selection's cohorts, for `auto`.
 
         Returns:
@@ -268,7 +213,13 @@ class Noise(Member):
         Raises:
             ConfigError: delta is not above 0 and below 1.
         """
-        return Terms(natural if asked == "auto" else asked, getattr(self, "delta", DELTA))
+        relation: Any = natural if asked == "auto" else asked
+        return Terms(relation, getattr(self, "delta", DELTA))
+
+    def terms_in(self, setting: Setting) -> Terms:
+        """`terms` in this setting."""
+        natural: Relation = "add_remove" if setting.cohort_hidden else "replace_one"
+        return self.terms(setting.relation, natural)
 
     def target(self) -> float | None:
         """The epsilon that all clients are promised; None: it follows from the noise, or differs
@@ -282,12 +233,15 @@ class Noise(Member):
         """
         return None
 
-    def kept(self, rounds: int) -> str | None:
+    def extension(self, rounds: int) -> str | None:
         """The override by which a run of `rounds` goes on for more of them with the noise as it is;
-        empty: it needs none. None: it cannot.
+        empty: it needs none. None: it cannot, as each client's noise is for the rounds that it is
+        in.
         """
         calibrated = self.calibrated_over(rounds)
-        return "" if calibrated is None else f"noise.rounds={calibrated}"
+        if calibrated is None:
+            return ""
+        return None if self.drawn_by() == "step" else f"noise.rounds={calibrated}"
 
     def simulated(self) -> bool:
         """Whether guarantees are about the clients that run."""
@@ -297,36 +251,41 @@ class Noise(Member):
         """Raises `ConfigError` if guarantees are about clients that an audit cannot run."""
 
     def sampling(self, cohorts: Sampling) -> Sampling:
-        """The law that accountants are told, given that of the cohorts that run."""
+        """The sampling scheme that accountants count, given that of the cohorts that run."""
         return cohorts
 
     def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
         """What a guarantee must say about the cohorts that run, in words."""
         return ()
 
-    def placed(self, experiment: Experiment) -> Noise:
-        """The same noise with what depends on the other sections of the config filled in."""
+    def placed(self, per_sample: bool, cohort_hidden: bool) -> Noise:
+        """The same noise with `placement: auto` filled in.
+
+        Args:
+            per_sample: whether each sample's gradient is bounded.
+            cohort_hidden: whether the size of a cohort is a secret.
+        """
         return self
 
-    def resolved(self, experiment: Experiment, cohorts: Sampling) -> Noise:
+    def resolved(self, setting: Setting, cohorts: Sampling) -> Noise:
         """The same noise with what depends on the run filled in, as its config is written.
 
         Args:
-            experiment: of the run.
-            cohorts: the law of its cohorts.
+            setting: of the other sections.
+            cohorts: the sampling scheme of its cohorts.
 
         Raises:
             ConfigError: it does not protect such cohorts.
         """
         return self
 
-    def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        """What the run releases at noise multiplier 1, as far as the config and the law of the
-        cohorts say.
+    def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
+        """What the run releases at noise multiplier 1, as far as the config and the cohorts'
+        sampling scheme say.
 
         Args:
-            experiment: of the run.
-            cohorts: gives the law of its cohorts.
+            setting: of the other sections.
+            cohorts: gives the sampling scheme of its cohorts.
 
         Returns:
             None: sums over cohorts have no noise.
@@ -334,9 +293,18 @@ class Noise(Member):
         Raises:
             ConfigError: no rigorous accountant that was asked for covers it.
         """
-        return on_sums.outline(self, experiment, cohorts())
+        if not self.private() or self.drawn_by() == "step":
+            return None
+        drawn = cohorts()
+        return on_sums.outline(
+            setting,
+            self.sampling(drawn),
+            self.drawn_by(),
+            self.terms_in(setting).relation,
+            (*on_sums.excluded(setting, self.of_seed), *self.exclusions(drawn)),
+        )
 
-    def size(self, outline: Mechanism, facts: Facts) -> float:
+    def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all
         queries of a round together.
 
@@ -346,26 +314,31 @@ class Noise(Member):
         """
         raise NotImplementedError
 
-    def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
-        """What the run releases; None: nothing is claimed about it.
+    def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
+        """What the run releases, with noise of the size asked for; None: nothing is claimed.
 
         Args:
             outline: as `outline` gave it.
             facts: of the run.
         """
-        assert outline is not None
-        size = self.size(outline, facts)
-        return on_sums.at_multiplier(outline, facts, size)
+        if outline is None:
+            return None
+        if self.drawn_by() == "client" and not facts.survivors:
+            expected = "one that leaves some client, and its noise, in every round of the run"
+            raise ConfigError("selection.dropout", facts.setting.dropout, expected)
+        queries = on_sums.queries(facts.setting, self.size(outline, facts))
+        return replace(outline, queries=queries, rounds=facts.rounds).asking(facts.surveys)
 
     def variances(
-        self, experiment: Experiment, sizes: np.ndarray, root: Path | None
+        self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
     ) -> np.ndarray | None:
         """V_k of 003 eq. 7: the variance of each client's noise for one local step and a bound of
         1.
 
         Args:
-            experiment: of the run.
+            seed: of the run.
             sizes: samples of each client, int64 [N].
+            batches: rows of a batch of each client, int64 [N].
             root: the folder of data sets.
 
         Returns:

@@ -1,26 +1,34 @@
-"""Gaussian noise, independent over the rounds."""
+"""Gaussian noise, independent over the rounds: on sums, or at each client's local steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from raydpfl import privacy
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
-from raydpfl.methods.noise.base import Asked, Facts, Noise, Source
-from raydpfl.methods.noise.placements import DrawnBy, settled, who_draws
-from raydpfl.privacy import Mechanism, Release, Sampling, Terms, budgets
+from raydpfl.methods.noise.base import Noise
+from raydpfl.methods.noise.facts import RunFacts
+from raydpfl.privacy import (
+    LocalSteps,
+    Mechanism,
+    Relation,
+    Release,
+    Sampling,
+    Terms,
+    budgets,
+    paper_formulas,
+)
 from raydpfl.privacy.papers import PAPERS
-from raydpfl.privacy.types import Placement, Relation, Unit
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
+from raydpfl.privacy.types import Placement
 
 # the fields that determine how large the noise is
 SIZES = {
@@ -145,11 +153,20 @@ class Gaussian(Noise):
             )
         return self
 
-    # --- what it draws: see `raydpfl.methods.noise.placements` ---
+    # --- who draws it ---
 
-    @property
-    def _by(self) -> DrawnBy:
-        return who_draws(self.placement)  # auto is settled when the config is read
+    def drawn_by(self) -> Placement:
+        assert self.placement != "auto"  # which is filled in when the config is read
+        return self.placement
+
+    def placed(self, per_sample: bool, cohort_hidden: bool) -> Gaussian:
+        """`auto` is at local steps if samples' gradients are bounded, by the server if the size of
+        a cohort is a secret, and by the clients otherwise.
+        """
+        if self.placement != "auto":
+            return self
+        placement = "step" if per_sample else "server" if cohort_hidden else "client"
+        return self.model_copy(update={"placement": placement})
 
     @property
     def of_seed(self) -> bool:
@@ -158,37 +175,12 @@ class Gaussian(Noise):
     def release(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=SIZES)
 
-    def on_clients(
-        self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
-    ) -> np.ndarray | None:
-        return self._by.on_clients(seed, t, clients, draws, std, d)
+    # --- what accountants know ---
 
-    @property
-    def keyed(self) -> bool:
-        return type(self).on_clients is Gaussian.on_clients
-
-    def client_std(self, std: float, survivors: int) -> float:
-        return self._by.client_std(std, survivors)
-
-    def least(self, survivors: int) -> int:
-        return self._by.least(survivors)
-
-    def unseen(self) -> bool:
-        return self._by.unseen
-
-    def source(self, seed: int, d: int) -> Source:
-        return self._by.source(seed, d)
-
-    # --- what accountants are told ---
-
-    def drawn_by(self) -> Placement:
-        return self._by.name
-
-    def protects(self) -> Unit:
-        return self._by.protects
-
-    def terms(self, asked: Asked, natural: Relation) -> Terms:
-        return Terms(self._by.relation(asked, natural), self.delta, self.v)
+    def terms(self, asked: str, natural: Relation) -> Terms:
+        if self.drawn_by() == "step":
+            return Terms("replace_one", self.delta, self.v)
+        return replace(super().terms(asked, natural), v=self.v)
 
     def target(self) -> float | None:
         if self.rounds is not None:  # what all rounds spend follows
@@ -198,67 +190,113 @@ class Gaussian(Noise):
     def calibrated_over(self, rounds: int) -> int | None:
         return None if self.epsilon is None else self.rounds or rounds
 
-    def kept(self, rounds: int) -> str | None:
-        return self._by.kept(super().kept(rounds))
+    def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
+        def checked() -> Sampling:
+            sampling = cohorts()
+            self._check_virtual(sampling, setting.kinds["selection"])
+            return sampling
 
-    def simulated(self) -> bool:
-        return self.virtual_cohort is None
+        return super().outline(setting, checked)
 
-    def placed(self, experiment: Experiment) -> Gaussian:
-        return self.model_copy(update={"placement": settled(self.placement, experiment)})
-
-    def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        def law() -> Sampling:
-            found = cohorts()
-            self._check_virtual(found, experiment.selection.kind)
-            return found
-
-        return self._by.outline(self, experiment, law)
-
-    def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
-        return self._by.noised(self, outline, facts)
-
-    def variances(
-        self, experiment: Experiment, sizes: np.ndarray, root: Path | None
-    ) -> np.ndarray | None:
-        return self._by.variances(self, experiment, sizes, root)
-
-    def size(self, outline: Mechanism, facts: Facts) -> float:
+    def size(self, outline: Mechanism, facts: RunFacts) -> float:
         if self.multiplier is not None:
             return self.multiplier
         if self.std is not None:
-            bound = facts.experiment.bounding.initial_bound
-            assert bound is not None
-            return self._by.total(self.std, facts) / (bound * facts.weight)
-        return self._calibrated(outline, facts)
+            assert facts.setting.bound is not None
+            draws = facts.survivors if self.drawn_by() == "client" else 1
+            return self.std * math.sqrt(draws) / (facts.setting.bound * facts.weight)
+        return self._calibrated_size(outline, facts)
 
-    def _calibrated(self, outline: Mechanism, facts: Facts) -> float:
+    def _calibrated_size(self, outline: Mechanism, facts: RunFacts) -> float:
         """z for `epsilon`, over the rounds that it is for."""
         assert isinstance(self.epsilon, int | float)
         target = float(self.epsilon)
         if self.calibration == "tcdp":
             expected = f"rigorous or paper; tcdp ({PAPERS['002']}) is for noise at local steps"
             raise ConfigError("noise.calibration", self.calibration, expected)
+        rounds = facts.calibrated
         if self.calibration == "paper":
-            law = outline.sampling
-            return privacy.paper_multiplier(target, law, facts.calibrated, self.delta, self.v)
-        e = facts.experiment
-        accountants = on_sums.covering(e, outline)
+            return privacy.paper_multiplier(target, outline.sampling, rounds, self.delta, self.v)
+        setting = facts.setting
+        terms = self.terms_in(setting)
+        accountants = on_sums.covering(setting, outline, terms.relation)
         if not accountants:
             expected = (
                 "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
             )
-            raise ConfigError("privacy.accountants", list(e.privacy.accountants), expected)
-        whole = replace(outline, rounds=facts.calibrated).asking(facts.calibrated_surveys)
+            raise ConfigError("privacy.accountants", list(setting.accountants), expected)
+        release = replace(outline, rounds=rounds).asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
-            terms = e.terms
-            at = (terms.relation, terms.delta, name, facts.calibrated)
-            return privacy.noise_for(target, whole, *at)
+            return privacy.noise_for(target, release, terms.relation, terms.delta, name, rounds)
 
         return on_sums.first_that_can(accountants, calibrate)
 
+    # --- at local steps: each client's own, for the rounds that it takes part in (002, 003) ---
+
+    def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
+        if self.drawn_by() != "step":
+            return super().calibrated(outline, facts)
+        setting = facts.setting
+        what: dict[str, Any] = {
+            "samples": facts.sizes,
+            "batch": _batch(facts),
+            "steps": _steps(facts),
+            "bound": setting.per_sample_bound,
+            "delta": self.delta,
+            "sampling": facts.local.sampling,
+            "exclusions": (
+                *setting.sample_exclusions,
+                *on_sums.excluded(setting, self.of_seed, at_steps=True),
+            ),
+            "beside": setting.loss_query,
+        }
+        if self.epsilon is not None:
+            return self._calibrated_steps(facts, what)
+        silent = LocalSteps(stds=np.zeros(len(facts.sizes)), **what)
+        if self.std is not None:  # of the mean gradient
+            return replace(silent, stds=np.full(len(silent.samples), self.std))
+        assert self.multiplier is not None
+        stds = self.multiplier * silent.bound / np.maximum(silent.batches, 1)
+        return replace(silent, stds=stds)
+
+    def _calibrated_steps(self, facts: RunFacts, what: dict[str, Any]) -> LocalSteps:
+        asked = facts.setting.accountants
+        accountants = privacy.rigorous(asked)
+        if not accountants and self.calibration == "rigorous":
+            expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
+            raise ConfigError("privacy.accountants", list(asked), f"{expected}paper or tcdp")
+        counts = np.zeros(len(facts.sizes), np.int64)
+        for clients in facts.draws():
+            np.add.at(counts, clients, 1)
+        what |= {
+            "participations": counts,
+            "budgets": self._budgets(facts.seed, len(facts.sizes), facts.data_root),
+            "calibration": self.calibration,
+        }
+        return on_sums.first_that_can(
+            accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **what)
+        )
+
+    def variances(
+        self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
+    ) -> np.ndarray | None:
+        if self.drawn_by() != "step" or self.epsilon is None:
+            return None
+        budgets = self._budgets(seed, len(sizes), root)
+        return paper_formulas.budget_variance(budgets, self.delta, batch=batches, samples=sizes)
+
+    def _budgets(self, seed: int, clients: int, root: Path | None) -> np.ndarray:
+        """The budget of every client: epsilon, float64 [N]; infinite for a public client."""
+        if isinstance(self.epsilon, int | float):
+            return np.full(clients, float(self.epsilon))
+        assert self.epsilon is not None
+        return self.epsilon.draw(seed, clients, root)
+
     # --- a virtual cohort ---
+
+    def simulated(self) -> bool:
+        return self.virtual_cohort is None
 
     def _stands_for(self, cohorts: Sampling) -> int:
         """The population that the virtual cohort is drawn from."""
@@ -306,44 +344,105 @@ class Gaussian(Noise):
 
     # --- what it refuses ---
 
-    def check(self, experiment: Experiment) -> None:
-        bounding = experiment.bounding
-        if bounding.initial_bound is None and bounding.sample_bound is None:
+    def check(self, setting: Setting) -> None:
+        if setting.bound is None and setting.per_sample_bound is None:
             expected = (
                 "none without a bound; set bounding.kind to clip, normalize, ... with a bound"
             )
             raise ConfigError("noise.kind", self.kind, expected)
-        if self.rounds is not None and self.rounds > experiment.rounds:
-            expected = f"at most the {experiment.rounds} rounds of the run"
+        if self.rounds is not None and self.rounds > setting.rounds:
+            expected = f"at most the {setting.rounds} rounds of the run"
             raise ConfigError("noise.rounds", self.rounds, expected)
-        self._by.check(self, experiment)
-        accountants = experiment.privacy.accountants
-        if self.epsilon is not None and not accountants:
+        if self.drawn_by() == "step":
+            self._check_steps(setting)
+        else:
+            self._check_sums(setting)
+        if self.epsilon is not None and not setting.accountants:
             expected = "pld or rdp, to calibrate the noise of noise.epsilon with"
             raise ConfigError("privacy.accountants", [], expected)
-        budget = experiment.privacy.budget
-        if budget is not None and not accountants:
+        if setting.budget is not None and not setting.accountants:
             expected = "none without noise and an accountant: this run spends without bound"
-            raise ConfigError("privacy.budget", budget, expected)
+            raise ConfigError("privacy.budget", setting.budget, expected)
 
-    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
-        """See `Member.warnings`."""
-        if self.rounds is None or self.rounds == experiment.rounds:
-            return ()
-        first = f"noise.epsilon {self.epsilon} is what {self.rounds} rounds spend"
-        return (f"{first}; guarantees say what all {experiment.rounds} do",)
-
-    def check_sums(self, experiment: Experiment) -> None:
+    def _check_sums(self, setting: Setting) -> None:
         """Raises `ConfigError` for settings that noise on sums rules out."""
+        if setting.per_sample_bound is not None:
+            raise ConfigError("noise.placement", self.placement, "step, with per_sample_clip")
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
             expected = (
                 "a number; budgets of clients' own need placement step, and bounding.kind "
                 "per_sample_clip"
             )
             raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], expected)
-        if self.std is not None and experiment.bounding.adapts:
+        if self.std is not None and setting.adaptive_bound:
             expected = (
                 "none with an adaptive bound, with which the noise moves; give noise.multiplier or "
                 "noise.epsilon"
             )
             raise ConfigError("noise.std", self.std, expected)
+
+    def _check_steps(self, setting: Setting) -> None:
+        """Raises `ConfigError` for settings that noise at local steps rules out."""
+        if setting.per_sample_bound is None:
+            expected = "client or server; noise at local steps needs bounding.kind per_sample_clip"
+            raise ConfigError("noise.placement", self.placement, expected)
+        if setting.drops_failures:
+            expected = (
+                "fail, with noise at local steps: a client that failed would send no noise, and be "
+                "known by it"
+            )
+            raise ConfigError("client.on_error", "drop", expected)
+        if setting.shared_samples:
+            expected = (
+                "one that gives a sample to a single client, with noise at local steps, which "
+                "protects samples"
+            )
+            raise ConfigError("data.partition.kind", "overlapping", expected)
+        if setting.uncounted is not None and self.epsilon is None:
+            expected = f"a budget to size the noise for, where {setting.uncounted}"
+            raise ConfigError("noise.epsilon", None, expected)
+        for name, default, reason in (
+            ("rounds", None, "a client's noise is for the rounds that it is in"),
+            ("v", 4.0, "whose formulas have no such constant"),
+            ("virtual_cohort", None, "each client's noise is its own"),
+        ):
+            value = getattr(self, name)
+            if value != default:
+                sign = "," if name == "v" else ":"
+                raise ConfigError(
+                    f"noise.{name}", value, f"none with placement step{sign} {reason}"
+                )
+        if setting.relation not in ("auto", "replace_one"):
+            expected = "replace_one (of a sample), for noise at local steps"
+            raise ConfigError("privacy.relation", setting.relation, expected)
+
+    def warnings(self, setting: Setting) -> tuple[str, ...]:
+        if self.rounds is None or self.rounds == setting.rounds:
+            return ()
+        first = f"noise.epsilon {self.epsilon} is what {self.rounds} rounds spend"
+        return (f"{first}; guarantees say what all {setting.rounds} do",)
+
+
+def _batch(facts: RunFacts) -> int | np.ndarray | None:
+    """Rows of a batch: one number, of which a smaller client uses all its rows, one for each
+    client, int64 [N], or None for all of them. Raises `ConfigError` for a user-defined rule whose
+    batches are no part of a client's rows.
+    """
+    local = facts.local
+    sizes = facts.sizes
+    taken = np.asarray(local.batch_sizes(sizes))
+    counts = taken.shape == sizes.shape and taken.dtype.kind in "iu"
+    if not counts or (taken < np.minimum(sizes, 1)).any() or (taken > sizes).any():
+        expected = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
+        raise ConfigError("local.kind", local.kind, expected)
+    if local.batch == "full" and np.array_equal(taken, sizes):
+        return None
+    if isinstance(local.batch, int) and np.array_equal(taken, np.minimum(sizes, local.batch)):
+        return local.batch
+    return taken
+
+
+def _steps(facts: RunFacts) -> int | np.ndarray:
+    """Steps of a participation: one number, or one for each client, int64 [N]."""
+    counts = facts.local.step_counts(facts.sizes)
+    return int(counts[0]) if (counts == counts[0]).all() else counts

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
-from raydpfl.methods.noise.base import Facts, Noise
-from raydpfl.privacy import Mechanism, Release, Sampling
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
+from raydpfl.methods.noise.base import Noise
+from raydpfl.methods.noise.facts import RunFacts
+from raydpfl.privacy import Mechanism
 
 
 class NoNoise(Noise):
@@ -21,20 +17,10 @@ class NoNoise(Noise):
     def private(self) -> bool:
         return False
 
-    def unseen(self) -> bool:
-        return False
-
-    def outline(self, experiment: Experiment, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        return None
-
-    def size(self, outline: Mechanism, facts: Facts) -> float:
+    def size(self, outline: Mechanism, facts: RunFacts) -> float:
         return 0.0
 
-    def noised(self, outline: Mechanism | None, facts: Facts) -> Release | None:
-        return None
-
-    def check(self, experiment: Experiment) -> None:
-        budget = experiment.privacy.budget
-        if budget is not None:
+    def check(self, setting: Setting) -> None:
+        if setting.budget is not None:
             expected = "none without noise and an accountant: this run spends without bound"
-            raise ConfigError("privacy.budget", budget, expected)
+            raise ConfigError("privacy.budget", setting.budget, expected)

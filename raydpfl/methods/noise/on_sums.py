@@ -1,30 +1,23 @@
-"""Sums over cohorts, as accountants read them: who takes part, what is released, what noise."""
+"""Noise on sums over cohorts, as accountants count it: who takes part, what is released."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from raydpfl import privacy
-from raydpfl.config.user_classes import is_own
+from raydpfl.config.setting import Setting
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Sampling
+from raydpfl.privacy import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.guarantee import DECLARED
-from raydpfl.privacy.types import Relation
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
-    from raydpfl.methods.noise.base import Facts, Noise
+from raydpfl.privacy.types import Placement
 
 SHOWN = (
     "the tables and figures of this run show exact norms, losses and scores, which are not "
     "noised; how many samples each client has is taken as public"
-)
-PERSONAL = (
-    "each client's own model (personal): it is not released, and no epsilon covers it against who "
-    "sees it there"
 )
 COMMON = (
     "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
@@ -32,14 +25,27 @@ COMMON = (
 # what a round releases besides a bounding's queries, and what the ledger calls its noise
 RESERVED = ("updates", "losses", "loss", "survey")
 RELATIONS: tuple[Relation, ...] = ("replace_one", "add_remove", "zero_out")
+# By section, what accountants take as a user-defined member of it declares it.
+ON_SUMS = {
+    "noise": "noise that differs from that",
+    "bounding": "contributions above the bound",
+    "selection": "cohorts that differ from the sampling scheme",
+    "weights": "weights above the largest",
+}
+# at steps cohorts are counted as they are drawn, and weights move what is released
+AT_STEPS = {
+    "noise": ON_SUMS["noise"],
+    "bounding": ON_SUMS["bounding"],
+    "local": "batches that differ from the sampling scheme",
+}
 T = TypeVar("T")
 
 
-def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
-    """The sums of a round: the updates, and what bounding and selection ask for besides.
+def queries(setting: Setting, z: float) -> tuple[Query, ...]:
+    """The sums of a round: the updates, and what bounding and selection also ask for.
 
     Args:
-        experiment: of the run.
+        setting: of the run.
         z: the noise multiplier, std of the sum / bound, of all queries together but for those
             `apart`.
 
@@ -49,99 +55,92 @@ def queries(experiment: Experiment, z: float) -> tuple[Query, ...]:
     Raises:
         ConfigError: two queries have one name, by which their noise is drawn.
     """
-    asked = experiment.bounding.queries()
-    names = [each.name for each in asked]
+    asked = setting.queries
+    names = [query.name for query in asked]
     if len({*names, *RESERVED}) < len(names) + len(RESERVED):
         expected = (
             f"a class whose queries have names that differ, none of them "
             f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
         )
-        raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
-    rest = 1 - sum(each.share for each in asked)
-    found = [Query("updates", 1.0, z / math.sqrt(rest))]
-    for each in asked:
-        found.append(Query(each.name, each.bound, each.bound * z / math.sqrt(each.share)))
-    losses = experiment.selection.loss_query
-    if losses is not None:
-        found.append(losses)
-    return tuple(found)
+        raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
+    rest = 1 - sum(query.share for query in asked)
+    sums = [Query("updates", 1.0, z / math.sqrt(rest))]
+    sums += [Query(q.name, q.bound, q.bound * z / math.sqrt(q.share)) for q in asked]
+    return (*sums, *([setting.loss_query] if setting.loss_query else []))
 
 
-def declared(experiment: Experiment, noise: Noise, at_steps: bool) -> tuple[str, ...]:
-    """What accountants take from user-defined classes, in words: where noise is drawn `at_steps`,
-    and else.
+def excluded(setting: Setting, common: bool, at_steps: bool = False) -> tuple[str, ...]:
+    """What no accountant counts, in words: the `exclusions` of a guarantee.
+
+    Args:
+        setting: of the run.
+        common: whether all runs with one seed have the same noise.
+        at_steps: whether noise is drawn at local steps.
     """
-    e = experiment
-    facts = {
-        "noise that differs from that": noise,
-        "contributions above the bound": e.bounding,
-    }
-    if at_steps:  # cohorts are counted as they are drawn, and weights move what is released
-        facts["batches that differ from the sampling scheme"] = e.local
-    else:
-        facts["cohorts that differ from the sampling scheme"] = e.selection
-        facts["weights above the largest"] = e.weights
-    if e.selection.loss_query is not None:
-        facts["losses that differ from the query"] = e.selection
-    return tuple(
-        f"{fact} declared by {member.kind} {DECLARED}"
-        for fact, member in facts.items()
-        if member.is_own
+    declared = [*(AT_STEPS if at_steps else ON_SUMS).items()]
+    if setting.loss_query is not None:
+        declared.append(("selection", "losses that differ from the query"))
+    return (
+        *(
+            f"{fact} declared by {setting.kinds[section]} {DECLARED}"
+            for section, fact in declared
+            if section in setting.user_defined
+        ),
+        *setting.exclusions,
+        *((COMMON,) if common else ()),
+        SHOWN,
     )
 
 
-def excluded(experiment: Experiment, noise: Noise, at_steps: bool = False) -> tuple[str, ...]:
-    """What no accountant counts, in words: the `exclusions` of a guarantee."""
-    said = (*declared(experiment, noise, at_steps), *experiment.data.exclusions)
-    said += experiment.selection.exclusions
-    said += (*experiment.evaluate.exclusions, *experiment.model.exclusions)
-    said += (PERSONAL,) if experiment.personal else ()
-    said += (COMMON,) if noise.of_seed else ()
-    return (*said, SHOWN)
+def outline(
+    setting: Setting,
+    sampling: Sampling,
+    placement: Placement,
+    relation: Relation,
+    exclusions: tuple[str, ...],
+) -> Mechanism:
+    """The sums of a run at noise multiplier 1.
 
+    Args:
+        setting: of the run.
+        sampling: the scheme of its cohorts.
+        placement: who draws the noise.
+        relation: the neighbouring relation of its guarantees.
+        exclusions: what no accountant counts, in words.
 
-def outline(noise: Noise, experiment: Experiment, cohorts: Sampling) -> Mechanism:
-    """See `Noise.outline`. Raises `ConfigError` too for a bounding of nothing that clients send."""
-    if experiment.bounding.initial_bound is None:
-        expected = f"one that bounds what a client sends, as clip with a bound: noise {noise.kind} "
-        expected += "is scaled by that bound"
-        raise ConfigError("bounding.kind", experiment.bounding.kind, expected)
-    remembering = experiment.stateful.kind if experiment.stateful else ""
-    if experiment.model.local:
-        remembering = remembering or "model.local"
-    placement = noise.drawn_by()
+    Raises:
+        ConfigError: nothing that clients send is bounded, or no rigorous accountant that was asked
+            for covers it.
+    """
+    if setting.bound is None:
+        expected = "one that bounds what a client sends, as clip with a bound: noise "
+        expected += f"{setting.kinds['noise']} is scaled by that bound"
+        raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
+    memory = setting.kinds[setting.stateful[0]] if setting.stateful else ""
     mechanism = Mechanism(
-        noise.sampling(cohorts),
-        queries(experiment, 1.0),
-        experiment.rounds,
+        sampling,
+        queries(setting, 1.0),
+        setting.rounds,
         placement=placement,
-        memory=remembering,
-        remembers_noise=experiment.local.remembers and noise.least(1) > 0,
-        survey=experiment.evaluate.survey,
+        memory=memory or ("model.local" if setting.local_parameters else ""),
+        remembers_noise="local" in setting.stateful and placement == "client",
+        survey=setting.survey,
     )
-    exclusions = (*excluded(experiment, noise), *noise.exclusions(cohorts))
-    if is_own(type(cohorts.law)):
-        law = f"privacy losses above those declared by {type(cohorts.law).__name__} {DECLARED}"
+    if is_user_defined(type(sampling.law)):
+        law = f"privacy losses above those declared by {type(sampling.law).__name__} {DECLARED}"
         exclusions = (law, *exclusions)
     if mechanism.unproved:
         exclusions += (mechanism.unproved,)
     mechanism = replace(mechanism, exclusions=exclusions)
-    asked = privacy.rigorous(experiment.privacy.accountants)
-    if asked and not covering(experiment, mechanism):
-        raise _refusal(experiment, mechanism, asked[0], by_clients=noise.least(1) > 0)
+    asked = privacy.rigorous(setting.accountants)
+    if asked and not covering(setting, mechanism, relation):
+        raise _refusal(setting, mechanism, asked[0], relation)
     return mechanism
 
 
-def at_multiplier(mechanism: Mechanism, facts: Facts, z: float) -> Mechanism:
-    """An outline at noise multiplier `z`, over the rounds and surveys that a guarantee composes."""
-    released = queries(facts.experiment, z)
-    return replace(mechanism, queries=released, rounds=facts.rounds).asking(facts.surveys)
-
-
-def covering(experiment: Experiment, mechanism: Mechanism) -> tuple[str, ...]:
+def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tuple[str, ...]:
     """The rigorous accountants among those asked for that cover the mechanism."""
-    asked = privacy.rigorous(experiment.privacy.accountants)
-    relation = experiment.relation
+    asked = privacy.rigorous(setting.accountants)
     return tuple(name for name in asked if not mechanism.uncovered(name, relation))
 
 
@@ -159,21 +158,21 @@ def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) ->
 
 
 def _refusal(
-    experiment: Experiment, mechanism: Mechanism, accountant: str, by_clients: bool
+    setting: Setting, mechanism: Mechanism, accountant: str, relation: Relation
 ) -> ConfigError:
     """The error for a mechanism that no rigorous accountant covers, with what to change."""
-    asked = experiment.relation
-    reason = mechanism.uncovered(accountant, asked)
+    by_clients = mechanism.placement == "client"
+    reason = mechanism.uncovered(accountant, relation)
     assert reason is not None
-    if experiment.selection.hides_size() and by_clients:
+    if setting.cohort_hidden and by_clients:
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
-    others = [each for each in RELATIONS if not mechanism.uncovered(accountant, each)]
+    others = [other for other in RELATIONS if not mechanism.uncovered(accountant, other)]
     if not others:
         return ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
-    expected = f"{' or '.join(others)} with selection.kind {experiment.selection.kind}"
-    drawn = replace(mechanism, placement="server")
-    if by_clients and not drawn.uncovered(accountant, asked):
-        expected += f"; or {asked} with noise.placement server"
-    elif asked == "add_remove":
+    expected = f"{' or '.join(others)} with selection.kind {setting.kinds['selection']}"
+    by_server = replace(mechanism, placement="server")
+    if by_clients and not by_server.uncovered(accountant, relation):
+        expected += f"; or {relation} with noise.placement server"
+    elif relation == "add_remove":
         expected += "; add_remove needs selection.kind poisson, and noise that the server draws"
-    return ConfigError("privacy.relation", asked, expected)
+    return ConfigError("privacy.relation", relation, expected)

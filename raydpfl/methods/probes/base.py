@@ -6,22 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from raydpfl import models
 from raydpfl.config.registry import Member
+from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Columns, State
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.selection import Population
+from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.local import Local
+from raydpfl.methods.selection import Population, Selection
+from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Release
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -72,30 +73,33 @@ class Problem:
     """What a run is to solve, as a probe is shown it before the first round.
 
     Args:
-        experiment: the whole config.
+        seed: of the run.
+        rounds: of the run.
+        model, task, selection, local, bounding, weights: the members of its config.
         shards: the prepared data of all clients.
         population: the public facts about the clients.
     """
 
-    experiment: Experiment
+    seed: int
+    rounds: int
+    model: models.Model
+    task: Task
+    selection: Selection
+    local: Local
+    bounding: Bounding
+    weights: Weights
     shards: Shards
     population: Population
 
     @cached_property
     def module(self) -> torch.nn.Module:
         """The model, as it is before the first round."""
-        e = self.experiment
-        return models.build(e.model, self.shards.form(e.data.task), e.seed)
-
-    @property
-    def task(self) -> Task:
-        """What is learnt."""
-        return self.experiment.data.task
+        return models.build(self.model, self.shards.form(self.task), self.seed)
 
     @property
     def l2(self) -> float:
         """Of the L2 term that local training has."""
-        return self.experiment.local.l2
+        return self.local.l2
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,9 @@ class Probe(Member):
     see all data.
     """
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, setting: Setting) -> None:
         """Raises `ConfigError` where there is no one model of all clients to look at."""
-        if self.of_all and experiment.model.local:
+        if self.of_all and setting.local_parameters:
             expected = "no measure of one model of all clients, as with model.local there is none"
             raise ConfigError("measure", self.kind, expected)
 

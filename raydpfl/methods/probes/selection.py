@@ -22,7 +22,7 @@ class SelectionProbe(Probe):
 
     def afterwards(self, run: Finished) -> Afterwards | None:
         population = run.problem.population
-        selection = run.problem.experiment.selection
+        selection = run.problem.selection
         count = len(population)
         columns = {"client": np.arange(count), "samples": population.sizes}
         columns |= {"share": population.shares}

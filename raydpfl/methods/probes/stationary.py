@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, View
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Afterwards, Done, Finished, Probe, Problem
 from raydpfl.methods.probes.client_optima import linear
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 ROUNDING = 1e-13  # of what all clients move the model by, less than which is no movement
 HALVINGS = 200
@@ -42,36 +40,38 @@ class StationaryProbe(Probe):
     of_all: ClassVar[bool] = True
     kind: str = "stationary"
 
-    def check(self, experiment: Experiment) -> None:
-        local = experiment.local
-        bounding = experiment.bounding
-        if experiment.noise.private():
+    def check(self, setting: Setting) -> None:
+        kinds = setting.kinds
+        if setting.drawn_by is not None:
             raise _refused(
-                "noise.kind", experiment.noise.kind, "none, as a noisy model is never stationary"
+                "noise.kind", kinds["noise"], "none, as a noisy model is never stationary"
             )
-        rule = local.linear()
-        if rule is None or not rule.plain or local.remembers or local.corrects:
-            raise _refused("local.kind", local.kind, "sgd without momentum, decay or proximal term")
-        if local.learning_rate(0) != local.learning_rate(experiment.rounds - 1):
-            raise _refused("local.lr", local.learning_rate(0), "one that is the same in all rounds")
-        if bounding.remembers or bounding.adapts or bounding.sample_bound is not None:
-            raise _refused("bounding.kind", bounding.kind, "one that does the same in every round")
+        if not setting.plain_steps:
+            expected = "sgd without momentum, decay or proximal term"
+            raise _refused("local.kind", kinds["local"], expected)
+        changes = setting.adaptive_bound or setting.per_sample_bound is not None
+        if "bounding" in setting.stateful or changes:
+            expected = "one that does the same in every round"
+            raise _refused("bounding.kind", kinds["bounding"], expected)
 
     def fits(self, problem: Problem) -> None:
         found = linear(problem.module, problem.task, problem.shards, 0.0)
         if problem.shards.classes or found is None or found.width != 1:
             expected = "none of it, but for regression by a linear model of one parameter"
             raise ConfigError("measure", self.kind, expected)
-        e = problem.experiment
-        if not e.selection.sampling(problem.population).everyone or e.selection.dropout:
-            raise _refused("selection.kind", e.selection.kind, "full, without dropouts")
+        local = problem.local
+        lr = local.learning_rate(0)
+        if lr != local.learning_rate(problem.rounds - 1):
+            raise _refused("local.lr", lr, "one that is the same in all rounds")
+        selection = problem.selection
+        if not selection.sampling(problem.population).everyone or selection.dropout:
+            raise _refused("selection.kind", selection.kind, "full, without dropouts")
         sizes = problem.population.sizes
-        if any(e.local.batch_size(rows) != rows for rows in sizes.tolist()):
-            raise _refused("local.batch", e.local.batch_size(int(sizes.max())), "full")
+        if any(local.batch_size(rows) != rows for rows in sizes.tolist()):
+            raise _refused("local.batch", local.batch_size(int(sizes.max())), "full")
         clients = _Parabolas(problem)
         steepest = float(clients.curvature.max())
-        if not 0 < steepest * e.local.learning_rate(0) < 2:
-            lr = e.local.learning_rate(0)
+        if not 0 < steepest * lr < 2:
             raise _refused("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
         clients.stationary()
 
@@ -92,8 +92,7 @@ class _Parabolas:
     """The clients of a scalar problem, and what one round does to the model."""
 
     def __init__(self, problem: Problem):
-        self._experiment = problem.experiment
-        self._population = problem.population
+        self._problem = problem
         of = linear(problem.module, problem.task, problem.shards, 0.0)
         assert of is not None
         sizes = problem.population.sizes
@@ -121,16 +120,17 @@ class _Parabolas:
 
     def _round(self) -> Callable[[float], float]:
         """Of a model the mean update that all clients make of it; 0 where only rounding is left."""
-        e = self._experiment
-        bounding = e.bounding
-        count = len(self._population)
-        divisor = e.selection.divisor(self._population)
-        weights = np.asarray(e.weights.of(self._population.sizes, self._population.samples, count))
-        lr = e.local.learning_rate(0)
+        problem = self._problem
+        bounding = problem.bounding
+        clients = problem.population
+        count = len(clients)
+        divisor = problem.selection.divisor(clients)
+        weights = np.asarray(problem.weights.of(clients.sizes, clients.samples, count))
+        lr = problem.local.learning_rate(0)
         bound = bounding.initial_bound
         state = bounding.start(1)
         told = {name: torch.tensor(each) for name, each in bounding.tells(state).items()}
-        moved = _moved(lr * self.curvature, e.local.step_counts(self._population.sizes))
+        moved = _moved(lr * self.curvature, problem.local.step_counts(clients.sizes))
         own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
 
         def pull(x: float) -> float:

@@ -62,7 +62,7 @@ class SuboptimalityProbe(Probe):
 
     def assess(self, problem: Problem, out: Path) -> Assess | None:
         optimum = _Optimum(problem, out)
-        rounds = problem.experiment.rounds
+        rounds = problem.rounds
 
         def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
             if (t + 1) % self.every and t + 1 < rounds:

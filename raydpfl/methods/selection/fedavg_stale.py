@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Population
 from raydpfl.methods.selection.uniform import Uniform
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class FedAvgStale(Uniform):
@@ -23,12 +21,11 @@ class FedAvgStale(Uniform):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
     kind: str = "fedavg_stale"
 
-    def check(self, experiment: Experiment) -> None:
-        bounding = experiment.bounding
-        if bounding.remembers:
+    def check(self, setting: Setting) -> None:
+        if "bounding" in setting.stateful:
             expected = (
-                f"another with bounding.kind {bounding.kind}, whose mean has every client's memory "
-                "in it, drawn or not"
+                f"another with bounding.kind {setting.kinds['bounding']}, whose mean has every "
+                "client's memory in it, drawn or not"
             )
             raise ConfigError("selection.kind", self.kind, expected)
 

@@ -16,20 +16,18 @@ Query(name='losses', bound=2.0, std=0.5, apart=True)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from raydpfl.config.setting import Setting
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection.base import Ask, Cohort, Population
 from raydpfl.methods.selection.fixed_size import Sized
 from raydpfl.privacy import Query, Sampling
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class PowerOfChoice(Sized):
@@ -124,10 +122,8 @@ class PowerOfChoice(Sized):
         noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
         return float(clipped.mean()) + noise
 
-    def check(self, experiment: Experiment) -> None:
-        noise = experiment.noise
-        at_steps = noise.private() and noise.protects() == "sample"
-        if self.accounted == "chosen" and not at_steps:
+    def check(self, setting: Setting) -> None:
+        if self.accounted == "chosen" and setting.drawn_by != "step":
             expected = "candidates, unless noise is drawn at local steps"
             raise ConfigError("selection.accounted", self.accounted, expected)
 

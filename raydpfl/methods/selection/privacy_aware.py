@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
+from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Population
 from raydpfl.methods.selection.privacy_aware_solver import solve, solve_cvxpy
 from raydpfl.methods.selection.with_replacement import WithReplacement
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class PrivacyAware(WithReplacement):
@@ -32,11 +30,10 @@ class PrivacyAware(WithReplacement):
     scale: float = Field(default=1.0, gt=0, le=1e15)
     solver: Literal["exact", "cvxpy"] = "exact"
 
-    def check(self, experiment: Experiment) -> None:
-        epochs = experiment.local.epochs
-        if epochs is not None:
+    def check(self, setting: Setting) -> None:
+        if setting.epochs is not None:
             expected = f"none with selection.kind {self.kind}: its costs are of clients with as "
-            raise ConfigError("local.epochs", epochs, f"{expected}many steps each")
+            raise ConfigError("local.epochs", setting.epochs, f"{expected}many steps each")
 
     def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
         found = variances()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from raydpfl.config.setting import Setting
 from raydpfl.methods.weights.base import Weights
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 
 class DataWeights(Weights):
@@ -23,10 +19,10 @@ class DataWeights(Weights):
         # the product first, so that the weights of clients of one size are 1 to the bit
         return sizes * float(population) / samples
 
-    def warnings(self, experiment: Experiment) -> tuple[str, ...]:
-        if not experiment.selection.weighs_data():
+    def warnings(self, setting: Setting) -> tuple[str, ...]:
+        if not setting.data_weighted:
             return ()
         return (
-            f"weights.kind {self.kind} and selection.kind {experiment.selection.kind} both weigh "
+            f"weights.kind {self.kind} and selection.kind {setting.kinds['selection']} both weigh "
             "clients by their data; uniform weights are what the papers have",
         )

@@ -24,7 +24,7 @@ class Module(Model):
     args: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def is_own(self) -> bool:
+    def is_user_defined(self) -> bool:
         return True
 
     def of(self, form: Form) -> nn.Module:

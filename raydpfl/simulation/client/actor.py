@@ -340,7 +340,7 @@ class ClientActor(Process):
         if self._added(tally, chunk, found):
             return
         # What a user's own code computes or draws for one client must not depend on the others.
-        apart = self.experiment.bounding.is_own
+        apart = self.experiment.bounding.is_user_defined
         self.own_parts = self.personal.had(chunk, np.arange(len(chunk.clients)))
         with self._drawing(tally, chunk):
             for trained in self._trained(tally, chunk):
@@ -389,7 +389,7 @@ class ClientActor(Process):
         e = self.experiment
         plain = self._scaled and not self.own and not self.personal.own
         # what a class from outside draws is looked at, vector by vector
-        drawn = work.client_std == 0 or (e.noise.keyed and not e.noise.is_own)
+        drawn = work.client_std == 0 or not e.noise.is_user_defined
         if not (self.adds and self.trainer.adds and plain and drawn):
             return None
         members = chunk.members[chunk.members >= 0]
@@ -495,7 +495,7 @@ class ClientActor(Process):
         left = bounding.remember(unbounded, vectors, view)
         if self.any_own:
             self._check_sent(tally.work, chunk, slots, vectors)
-        exact = vectors.clone() if self.experiment.noise.is_own else vectors
+        exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local = self.experiment.local
@@ -622,7 +622,7 @@ class ClientActor(Process):
                 f"noise.kind {kind} draws no noise of client {chunk.clients[slots[0]]} in round "
                 f"{tally.work.t}, where N(0, {std:.6g}^2) was accounted for"
             )
-        if self.experiment.noise.is_own:
+        if self.experiment.noise.is_user_defined:
             from raydpfl.simulation.noise_monitor import numbers  # loads scipy
 
             hidden = sent.cpu().numpy().astype(np.float64)
@@ -985,7 +985,7 @@ class ClientActor(Process):
         """The members of the user's own that take part in what a client does."""
         e = self.experiment
         members = {"model": e.model, "local": e.local, "bounding": e.bounding}
-        own = [f"{name}.kind {each.kind}" for name, each in members.items() if each.is_own]
+        own = [f"{name}.kind {each.kind}" for name, each in members.items() if each.is_user_defined]
         return " or ".join(own)
 
     def _differs(self, tally: Tally, chunk: Chunk, slot: int, update: torch.Tensor) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from raydpfl.core.hardware import Precision
@@ -19,9 +17,6 @@ from raydpfl.training.backends.ghost_clipping import Layerwise
 from raydpfl.training.backends.loop import Loop
 from raydpfl.training.backends.vmap import Vmap
 
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
-
 BACKENDS: dict[str, type[Backend]] = {
     "compiled": Compiled,
     "fused": Fused,
@@ -34,13 +29,12 @@ BACKENDS: dict[str, type[Backend]] = {
 REFERENCE = "loop"  # trains any module by any rule
 
 
-def costs(experiment: Experiment, sizes: np.ndarray, d: int) -> np.ndarray | None:
-    """See `Backend.costs`, of the experiment's backend. On a GPU a step of a chunk takes as long as
-    that of its largest client.
+def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> np.ndarray | None:
+    """See `Backend.costs`. On a GPU a step of a chunk takes as long as that of its largest
+    client.
     """
-    client = experiment.client
-    costs = BACKENDS[client.backend].costs(experiment.local, sizes, d)
-    if costs is not None and client.num_gpus > 0:
+    costs = BACKENDS[backend].costs(local, sizes, d)
+    if costs is not None and gpu:
         costs[2] = 0.0
     return costs
 
