@@ -4,11 +4,7 @@ that trains in a second.
 
 from __future__ import annotations
 
-import compileall
 import copy
-import fcntl
-import gc
-import importlib
 import itertools
 import os
 import shutil
@@ -17,32 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
-from threading import Thread
 
-import forks
 import pytest
 
-from raydpfl.core import hardware, kernel_build
-
-gc.disable()  # until all is imported, which makes much and leaves little behind
-sys.dont_write_bytecode = False  # pytest rewrites a test file once, and not in each process
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # of those that share the tests
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-SHARED = os.environ.get("RAYDPFL_CACHE", "") if WORKERS > 1 else ""  # of who started the workers
-# The caches of data and calibrations are the tests' own, and shared by the processes they start.
-os.environ.update(
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_AIR_NEW_OUTPUT="0",
-    RAYDPFL_CACHE=tempfile.mkdtemp(prefix="raydpfl-tests-"),
-)
+CONTROLLER = "PYTEST_XDIST_WORKER" not in os.environ  # of the workers that share the tests
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A kill loses nothing that was written; what a power cut would lose, no test can tell. It is eleven
-# waits for the disk in every small run.
-os.fsync = lambda descriptor: None
-
-collect_ignore = ["forked.py"]  # a program, which would look for its server
+if CONTROLLER:  # the workers, and the processes that tests start, share its cache
+    os.environ["RAYDPFL_CACHE"] = tempfile.mkdtemp(prefix="raydpfl-tests-")
 
 SMALL = {
     "seed": 3,
@@ -167,28 +145,16 @@ def undisturbed(monkeypatch):
 
 @pytest.fixture(scope="session")
 def shared_ray():
-    """One Ray with room for what the small experiments ask, however few cores there are. Its
-    processes are forked (`forks`), and it has none that no run asks for.
-    """
+    """One Ray with room for what the small experiments ask, however few cores there are."""
     import ray
-    from ray._private import node
 
-    from raydpfl.runtime import session as cluster
-
-    # has what Ray's agents need imported, before Ray waits half a minute for them and no longer
-    forks.run([sys.executable, "-c", ""], ray=False, check=True)
-    with forks.forking(), pytest.MonkeyPatch.context() as patch:
-        for name in cluster.UNUSED:
-            patch.setattr(node.Node, name, lambda *given, **more: None)
-        # workers would give way to all else on the machine, other tests' too
-        patch.setenv("RAY_worker_niceness", "0")
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     yield ray
     ray.shutdown()
 
@@ -232,92 +198,23 @@ def s3():
         server.wait()
 
 
-# The files that take longest. They begin first, so that no worker has one left when the others have
-# nothing more; files that wait for processes of their own stand between files that compute.
-LONGEST = (
-    "test_cluster", "test_same_bits", "test_contract", "test_sweep", "test_gpu", "test_failures",
-    "test_studies", "test_local", "test_study", "test_submit", "test_native", "test_launch",
-    "test_delivery", "test_run", "test_audit", "test_sweep_folder", "test_budget",
-)  # fmt: skip
+def pytest_configure() -> None:
+    """Compiles the native code once, ahead of the workers."""
+    if CONTROLLER:
+        from raydpfl.core import native
+
+        native.library()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Has test files begin in the order of `LONGEST`, and compiles the package once, ahead of the
-    processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile it again,
-    which takes a third of a second.
-    """
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # xdist's own order, by the number of tests
-    if not hasattr(config, "workerinput"):
-        compileall.compile_dir(Path(__file__).parent.parent / "raydpfl", quiet=2)
-        if getattr(config.option, "numprocesses", None):
-            _compile_for_workers()
-
-
-def _compile_for_workers() -> None:
-    """Begins to compile what is native, in a thread that holds its lock until it is there, or until
-    it is known that it cannot be: a worker then says why.
-    """
-    command = kernel_build.command(hardware.vectors())
-    if command is None:
-        return
-    folder = Path(os.environ["RAYDPFL_CACHE"], "native")
-    folder.mkdir()
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-
-    def work() -> None:
-        with lock, suppress(OSError, subprocess.SubprocessError):
-            kernel_build.compiled(command, kernel_build.place(kernel_build.name(command)))
-
-    Thread(target=work, daemon=True).start()
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """What one process compiles, none compiles again: each worker imports a share of the test files
-    ahead of the others, which then find them rewritten; and they have one folder of compiled
-    libraries, which has its first when torch is imported, or soon after.
-    """
-    if WORKERS == 1:
-        return
-    compiled = Path(SHARED, "native")
-    compiled.mkdir(exist_ok=True)
-    Path(os.environ["RAYDPFL_CACHE"], "native").symlink_to(compiled)
-    importlib.import_module("torch")
-    with (compiled / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    files = sorted(Path(__file__).parent.rglob("test_*.py"), key=lambda file: file.stat().st_size)
-    for file in files[WORKER::WORKERS]:
-        sys.path.append(str(file.parent))
-        # pytest imports it once more and tells what is wrong with it
-        with suppress(Exception, pytest.skip.Exception):
-            importlib.import_module(file.stem)
-
-
-def pytest_collection_finish() -> None:
-    """What is there now stays, so nobody needs to look through it for garbage; nor as often as
-    usual through what tests leave, in a process of this size.
-    """
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 20)
-    gc.enable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
-    forks.end()
-    shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
+def pytest_unconfigure() -> None:
+    if CONTROLLER:
+        shutil.rmtree(os.environ["RAYDPFL_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts Ray is slow, besides what is marked so, and of a test of many cases all but the
     first; all else is fast.
     """
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0]

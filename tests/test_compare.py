@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import forks
+import processes
 import psutil
 import pytest
 import torch
@@ -36,7 +36,7 @@ def run_tiny(out: Path, *options: str) -> dict:
     """What compare.py writes of a few rounds of softmax."""
     least = ["--tiny", "--blocks", "1", "--seconds", "0.1", "--out", out, *options]
     command = [sys.executable, FOLDER / "compare.py", *least]
-    done = forks.run(command, ray=False, timeout=600)
+    done = processes.run(command, timeout=600)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 100
     return json.loads(out.read_text())

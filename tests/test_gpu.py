@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import numpy as np
+import processes
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -648,7 +648,7 @@ ASKED_FOR = (
     "torch.backends.cudnn.allow_tf32 = False",
     "",
 )
-# each in a process of its own, forked once torch is imported, with what `settle` has it import
+# each in a process of its own, with what `settle` has it import
 TF32 = """
 import os
 import traceback
@@ -692,7 +692,7 @@ print(failed)
 )
 def test_however_a_process_has_asked_for_tf32_none_is_used_and_that_is_undone():
     code = TF32.format(asked=ASKED_FOR)
-    done = forks.run([sys.executable, "-c", code])
+    done = processes.run([sys.executable, "-c", code])
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -746,7 +746,7 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
     asked = experiment(client={"actors": 1, "num_gpus": 1, "num_cpus": 1})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asked.to_dict()))
     command = [sys.executable, "-c", COUNTED, tmp_path / "config.yaml", tmp_path / "out"]
-    done = forks.run(command, timeout=300)
+    done = processes.run(command, timeout=300)
     assert done.stdout.splitlines()[-1].startswith(
         "ConfigError client.num_gpus = 1.0: expected 0; torch can"
     )

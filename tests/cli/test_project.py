@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import forks
+import processes
 import pytest
 
 import raydpfl
@@ -75,7 +75,7 @@ def test_a_family_that_is_none_is_refused_by_name(tmp_path, complain):
 def test_a_project_passes_as_its_readme_says(made):
     folder, _ = made()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = forks.run(command, cwd=folder, timeout=300)
+    done = processes.run(command, cwd=folder, timeout=300)
     assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout
 
 

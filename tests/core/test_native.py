@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 
-import forks
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -863,7 +863,7 @@ while len(children) < 3:
     children.append(child)
 print([os.waitpid(child, 0)[1] for child in children])
 """
-    done = forks.run([sys.executable, "-c", code])
+    done = processes.run([sys.executable, "-c", code])
     assert done.stdout == "[0, 0, 0]\n", done.stderr
     assert len([*tmp_path.rglob("*.so")]) == 1
     assert sorted(each.suffix for each in (tmp_path / "native").iterdir()) == [".json", ".so"]

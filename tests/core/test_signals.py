@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import forks
 import pytest
 import yaml
 from conftest import SMALL
@@ -44,7 +43,7 @@ def start():
             begun.append(subprocess.Popen([*IGNORING, *command], **pipes))
         else:
             command[2] = f"{IGNORED}\n{code}"
-            begun.append(forks.Popen(command, **pipes))
+            begun.append(subprocess.Popen(command, **pipes))
         return begun[-1]
 
     yield start

@@ -1,5 +1,5 @@
 """`raydpfl submit` against a real head with its job server, started by `ray start` and with its
-token authentication on. Its processes are forked (`forks`), those of its jobs are not.
+token authentication on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import pytest
 import yaml
 from conftest import experiment
@@ -110,7 +109,7 @@ def head():
     command += f" --dashboard-agent-listen-port {agent} --ray-client-server-port {client}"
     command += " --min-worker-port 0 --max-worker-port 0 --object-store-memory 100000000"
     with open(folder / "head.log", "w") as log:
-        process = forks.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *command.split()],
             env=environment,
             stdout=log,
@@ -130,7 +129,7 @@ def head():
 
 def start(head: dict, folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "raydpfl", "submit", *words]
-    return forks.Popen(
+    return subprocess.Popen(
         command, env=head, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 

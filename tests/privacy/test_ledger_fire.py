@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-import forks
+import processes
 import pytest
 
 from raydpfl import Experiment
@@ -213,7 +213,7 @@ def fire(base: Path) -> None:
 def test_fifty_kills_lose_no_spending_and_change_no_bit(tmp_path):
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
-    program = forks.run(command, timeout=300, env=os.environ | path)
+    program = processes.run(command, timeout=300, env=os.environ | path)
     assert program.returncode == 0, program.stderr[-3000:]
     report = json.loads(program.stdout.splitlines()[-1])
     assert len(report["hits"]) == KILLS and report["hits"].count("write") >= 15

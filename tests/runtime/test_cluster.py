@@ -16,8 +16,8 @@ import time
 import tomllib
 from pathlib import Path
 
-import forks
 import jsonschema
+import processes
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -62,7 +62,7 @@ def cluster():
     environment = token_environment(folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / "log", "w") as log:
-        process = forks.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", HOST],
             env=environment,
             stderr=log,
@@ -109,7 +109,7 @@ def start(config: Path, out: Path, environment: dict, *more: str) -> subprocess.
         "--quiet",
         *more,
     ]
-    return forks.Popen(
+    return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
@@ -142,7 +142,7 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
         "--address",
         "auto",
     ]
-    done = forks.run(command, timeout=240, env=cluster[1])
+    done = processes.run(command, timeout=240, env=cluster[1])
     assert done.returncode == 0, done.stderr[-3000:]
     rows = pq.read_table(out / "results.parquet").to_pylist()
     assert [row["local.lr"] for row in rows] == [0.05, 0.1]
@@ -158,10 +158,12 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
     out = tmp_path / "out"
     there = ("--address", "auto")
-    process = forks.Popen(command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL
+    )
     done = cut_short(process, out, 4, signal.SIGKILL)
     resume = command(config, out, "--resume", *there)
-    last = forks.run(resume, timeout=600, env=cluster[1])
+    last = processes.run(resume, timeout=600, env=cluster[1])
     assert last.returncode == 0, last.stderr[-3000:]
     assert done.items() <= written(out).items()
     check_same_tables(whole.out, out)

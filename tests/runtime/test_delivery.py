@@ -12,8 +12,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import forks
 import numpy as np
+import processes
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -85,9 +85,10 @@ def apart(tmp_path_factory):
     hidden.mkdir()
     path = f"{blind}:{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path, sys.executable]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options |= {"env": environment, "start_new_session": True}
     with open(folder / "log", "w") as log:
-        process = forks.Popen(command, env=environment, stderr=log, start_new_session=True, **pipes)
+        process = subprocess.Popen(command, stderr=log, **options)
     address = until(process, "address", folder / "log").split()[1]
     mine = {"RAY_ADDRESS": address, "RAYDPFL_CACHE": str(hidden / "cache")}
     yield {**environment, **mine}, hidden, theirs
@@ -107,7 +108,7 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     config.write_text(experiment(**told, client=client).to_yaml())
     command = [sys.executable, "-m", "raydpfl", "run", str(config), "--address", "auto"]
     command += ["--out", str(hidden / "out")]
-    done = forks.run(command, timeout=240, env=environment, cwd=hidden)
+    done = processes.run(command, timeout=240, env=environment, cwd=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((hidden / "out" / "summary.json").read_text())
     assert summary["model_sha256"] == alone.summary["model_sha256"]
@@ -131,7 +132,7 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     config.write_text(yaml.safe_dump(tree))
     place = f"local://{tmp_path}/store/sweep"
     command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--address", "auto"]
-    done = forks.run([*command, "--out", place], timeout=240, env=environment, cwd=hidden)
+    done = processes.run([*command, "--out", place], timeout=240, env=environment, cwd=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
     with storage.reading(place) as folder:
         (row,) = pq.read_table(folder / "results.parquet").to_pylist()

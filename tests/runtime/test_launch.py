@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from types import SimpleNamespace
 
-import forks
 import numpy as np
 import psutil
 import pytest
@@ -276,7 +275,7 @@ def test_a_run_that_ends_while_ray_starts_behind_it_leaves_no_process(end, tmp_p
     config.write_text(yaml.safe_dump(experiment(rounds=100_000, client=AUTO).to_dict()))
     command = [sys.executable, "-c", BEHIND, "run", config, "--out", tmp_path / "out", "--quiet"]
     pipes = {"stderr": subprocess.PIPE, "text": True}
-    process = forks.Popen(command, ray=False, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     children: list[psutil.Process] = []
     deadline = time.monotonic() + 120
     while not any(_named(each, "gcs_server") for each in children):

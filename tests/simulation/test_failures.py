@@ -17,8 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import forks
 import numpy as np
+import processes
 import psutil
 import pytest
 import yaml
@@ -251,7 +251,7 @@ def running(tmp_path):
         "--quiet",
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = forks.Popen(command, ray=False, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     deadline = time.monotonic() + 120
     while (
         not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz"))
@@ -343,7 +343,7 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
     config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))
     code = LOSES.format(name=name, then=then) + RUN
     command = [sys.executable, "-c", code, "run", str(config), "--out", str(tmp_path / "out")]
-    done = forks.run([*command, "--quiet"])
+    done = processes.run([*command, "--quiet"])
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
 
 

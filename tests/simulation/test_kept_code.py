@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import forks
+import processes
 import pytest
 import yaml
 from conftest import SMALL
@@ -64,7 +64,7 @@ def written(folder: Path, **changes: str) -> Path:
 def command(folder: Path, *words: object, code: int = 0) -> str:
     """What a command that is run in a folder says on its standard error."""
     told = [sys.executable, *map(str, words)]
-    done = forks.run(told, cwd=folder, ray=False)
+    done = processes.run(told, cwd=folder)
     assert done.returncode == code, done.stderr
     return done.stderr
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-import forks
 import numpy as np
+import processes
 import pytest
 import torch
 from conftest import experiment
@@ -538,7 +538,7 @@ def test_code_that_was_typed_into_an_interpreter_is_known_by_what_it_does():
     def found(*changes):
         """Of one interpreter, into which the code is typed with each of these changes in turn."""
         text = "".join(TYPED.format(**{**usual, **change}) for change in changes)
-        done = forks.run([sys.executable, "-"], said=text, check=True)
+        done = processes.run([sys.executable, "-"], said=text, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     (here,) = found({})

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import forks
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -743,10 +742,10 @@ def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ra
 RUN = "import sys; from raydpfl.cli.app import main; sys.argv = ['raydpfl', *sys.argv[1:]]; main()"
 
 
-def start(config, out, *more, ray: bool = True) -> subprocess.Popen:
+def start(config, out, *more) -> subprocess.Popen:
     command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(out), "--quiet", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return forks.Popen(command, ray=ray, start_new_session=True, **pipes)
+    return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def kill_tree(process: subprocess.Popen) -> None:
@@ -826,7 +825,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
     config.write_text(
         yaml.safe_dump(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_dict())
     )
-    process = start(config, tmp_path / "out", ray=False)
+    process = start(config, tmp_path / "out")
     deadline = time.monotonic() + 120
     ledger = tmp_path / "out" / "ledger.jsonl"
     while time.monotonic() < deadline and not (

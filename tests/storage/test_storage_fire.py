@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import forks
+import processes
 import pytest
 from test_ledger_fire import EXPERIMENT, released, spawned
 
@@ -182,7 +182,7 @@ def test_a_run_on_s3_that_is_killed_again_and_again_loses_nothing(s3, tmp_path):
     bucket = s3().partition("://")[2]
     command = [sys.executable, __file__, str(tmp_path), bucket]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = forks.run(command, timeout=600, env=os.environ | path)
+    done = processes.run(command, timeout=600, env=os.environ | path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report["kills"]) == KILLS and report["finished"]

@@ -18,7 +18,6 @@ import sys
 import time
 from pathlib import Path
 
-import forks
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -841,7 +840,7 @@ def test_a_study_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
     out = tmp_path / "out"
     for trials, end in ((2, signal.SIGINT), (9, signal.SIGKILL)):
         more = ["--resume"] if out.exists() else []
-        process = forks.Popen(command(config, out, *more), stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command(config, out, *more), stderr=subprocess.DEVNULL)
         done = cut_short(process, out, trials, end)
     (last,) = reproduce(Study.named(config), out=out, resume=True)
     assert last.problem is None

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -823,7 +822,7 @@ def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
     a checkpoint.
     """
     command = [sys.executable, "-c", RUN, "sweep", str(config), "--out", str(out), *more]
-    process = forks.Popen(
+    process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     until = time.monotonic() + WAIT

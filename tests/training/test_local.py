@@ -13,8 +13,8 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-import forks
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1394,7 +1394,7 @@ for kind, backends in {"softmax": linear, "mlp": linear, "cnn": ("convolutional"
 def test_two_processes_give_the_same_bits(monkeypatch, capsys):
     """This one, and one whose allocator is tuned."""
     command = [sys.executable, "-c", HASHES, "tuned", "2"]
-    theirs = forks.run(command, check=True).stdout
+    theirs = processes.run(command, check=True).stdout
     monkeypatch.setattr(sys, "argv", ["-c", "plain", "1"])
     with torch.random.fork_rng(devices=[]):
         exec(HASHES, {})
