@@ -89,8 +89,7 @@ class Client(Section):
     actors: Whole | Literal["auto", "per-client"] = Field(
         default="auto",
         description=(
-            "auto: in this process, until actors that start behind the rounds pay "
-            "(`raydpfl.runtime.launcher`)"
+            "auto: this process, or one actor for each core, chosen before the first round"
         ),
     )
     num_cpus: float = Field(

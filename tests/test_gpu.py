@@ -716,15 +716,18 @@ def of_run(plan: Plan) -> dict[str, str]:
 
 def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
     plan = on_gpu()
-    places = launcher.Places(plan.experiment.model_copy(update={"client": CLUSTER}), "auto")
-    places._connected.set()
+    client = CLUSTER.model_copy(update={"chunk": 4})
+    asked = plan.experiment.model_copy(update={"client": client})
+    plan = replace(plan, experiment=asked)
+    starting = launcher.Launcher(asked, "auto")
     facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
-    monkeypatch.setattr(launcher, "_gpu_facts", lambda *_: facts)
-    assert places.located(plan).origin() == {**plan.origin(), **facts}
-    assert places.located(plan).noise_seed != plan.noise_seed
-    monkeypatch.setattr(launcher, "_gpu_facts", lambda *_: {})
+    monkeypatch.setattr(starting, "_nodes", lambda: [{"CPU": 8, "GPU": 8}])
+    monkeypatch.setattr(starting, "_gpu_facts", lambda: facts)
+    assert starting.resolve(plan).origin() == {**plan.origin(), **facts}
+    assert starting.resolve(plan).noise_seed != plan.noise_seed
+    monkeypatch.setattr(starting, "_gpu_facts", dict)
     with pytest.raises(ConfigError, match=r"torch can use no GPU on a node that Ray counts one of"):
-        places.located(plan)
+        starting.resolve(plan)
 
 
 COUNTED = """
@@ -754,9 +757,9 @@ def test_a_gpu_that_ray_counts_and_torch_does_not_see_is_refused_in_one_line(tmp
 
 
 def test_actors_with_different_gpus_are_refused():
-    from raydpfl.runtime.actor_pool import Actors  # with Ray, which what needs a GPU can do without
+    from raydpfl.runtime.actor_pool import ActorPool  # imports Ray
 
-    actors = object.__new__(Actors)
+    actors = object.__new__(ActorPool)
     actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
     actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
     with pytest.raises(RunError, match=r"node b has another GPU than node a .*NVIDIA A100"):

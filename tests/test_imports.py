@@ -11,7 +11,6 @@ import pytest
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl.runtime.launcher import SHORT
 from raydpfl.simulation.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ from raydpfl.cli.app import main
 main()
 assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it was off while torch was imported
 sys.argv[-1] += "-auto"
-os.environ["OMP_NUM_THREADS"] = "1"  # actors would gain, and a thread looks whether they pay
+os.environ["OMP_NUM_THREADS"] = "1"  # actors would gain, so a round is timed
 sys.argv.append("client.actors=auto")
 main()
 print(json.dumps(sorted(sys.modules)))
@@ -58,14 +57,12 @@ def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_
     assert {"torch", "raydpfl.runtime.runner"} <= loaded
     assert not loaded & {*NEVER, *RAY}
     summary = json.loads((tmp_path / "out-auto" / "summary.json").read_text())
-    assert summary["ray"]["why_not"] == SHORT
+    assert "and starting Ray 8 s" in summary["ray"]["why_not"]
 
 
 CLIENT = """
-import gc, json, pickle, sys
-import raydpfl.runtime.client_actor
+import json, pickle, sys
 from raydpfl.simulation.client.actor import ClientActor
-assert gc.isenabled() and gc.get_freeze_count() > 100_000  # as in the command
 
 experiment, shards, d = pickle.load(open(sys.argv[1], "rb"))
 client = ClientActor(experiment, shards)

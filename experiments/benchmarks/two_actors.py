@@ -24,23 +24,27 @@ import ray
 
 from raydpfl import Experiment
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
-from raydpfl.runtime.actor_pool import Actors
+from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import of_capability
 
 BLOCK = 6  # rounds of one coordinator that are counted before another has its turn
-MODELS = {"mlp": {"kind": "mlp", "hidden": 200}, "softmax": {"kind": "softmax"}}
+MODELS = {
+    "cnn": {"kind": "cnn"},
+    "mlp": {"kind": "mlp", "hidden": 200},
+    "softmax": {"kind": "softmax"},
+}
 
 
-class Kept(Actors):
+class Repeated(ActorPool):
     """Client actors, which also do the last round's work again."""
 
     last: tuple[Broadcast, Work, list[Chunk]]
 
-    def run(self, broadcast, work, shares):
-        self.last = broadcast, work, [chunk for share in shares for chunk in share]
-        return super().run(broadcast, work, shares)
+    def run(self, broadcast, work, assignments):
+        self.last = broadcast, work, [chunk for chunks in assignments for chunk in chunks]
+        return super().run(broadcast, work, assignments)
 
     def seconds(self, actors: int) -> float:
         """Mean seconds of an actor for half of the last round's chunks, with so many at work."""
@@ -71,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: started(plan, Path(folder) / name) for name in ("none", "one", "two")}
         pool = runs["two"].pool
-        assert isinstance(pool, Kept)
+        assert isinstance(pool, Repeated)
         for block in range(1 + -(-options.rounds // BLOCK)):
             for name, coordinator in runs.items():
                 times = [timed(coordinator) for _ in range(1 + BLOCK)]
@@ -102,9 +106,9 @@ def started(plan: Plan, out: Path) -> Coordinator:
     count = ("none", "one", "two").index(out.name)
     pool = None
     if count:
-        pool = Kept(plan.experiment.client, count)
-        pool.told(plan.experiment, str(plan.shards), of_capability(plan.platform))
-        pool.up(count, lambda: None)
+        platform = of_capability(plan.platform)
+        pool = Repeated(plan.experiment, str(plan.shards), count, platform)
+        pool.wait_until_up(lambda: None)
     coordinator = Coordinator(plan, str(out), pool)
     coordinator.start()
     return coordinator

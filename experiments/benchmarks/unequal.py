@@ -29,7 +29,7 @@ import numpy as np
 import ray
 
 from raydpfl import Experiment, models
-from raydpfl.runtime.actor_pool import Actors
+from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import of_capability
@@ -165,9 +165,9 @@ def started(config: dict, folder: Path, name: str, options: argparse.Namespace) 
     (folder / name).mkdir()
     pool = None
     if options.actors:
-        pool = Actors(plan.experiment.client, options.actors)
-        pool.told(plan.experiment, str(plan.shards), of_capability(plan.platform))
-        pool.up(options.actors, lambda: None)
+        platform = of_capability(plan.platform)
+        pool = ActorPool(plan.experiment, str(plan.shards), options.actors, platform)
+        pool.wait_until_up(lambda: None)
     run = Coordinator(plan, str(folder / name), pool)
     run.start()
     return run

@@ -231,7 +231,7 @@ class PlantedCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.only(PlantedClient(self.plan, self.seen))
+        self.pool.client = PlantedClient(self.plan, self.seen)
         self.record.survey = self._survey
         # of draws that no run makes, which are not held against those of its rounds
         self.more = Drawing(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)

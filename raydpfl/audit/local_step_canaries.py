@@ -213,7 +213,7 @@ class StepCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.only(StepClient(self.plan, self.seen))
+        self.pool.client = StepClient(self.plan, self.seen)
         self.written = Written(self.ledger.path)
         return started
 

@@ -19,7 +19,7 @@ from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.simulation.recorder import joined
-from raydpfl.simulation.scheduler import Costs, dealer, singles
+from raydpfl.simulation.scheduler import Costs, assign_singly, assigner
 
 
 class Dealt(Inline):
@@ -32,14 +32,14 @@ class Dealt(Inline):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
         self.count = actors or self.client.shards.clients
-        self._deal = dealer(experiment)
+        self._assign = assigner(experiment)
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
-    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """See `Inline.shares`."""
+    def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+        """See `Inline.assign`."""
         if self.per_client:
-            return singles(chunks)
-        return self._deal(chunks, self.count, Costs().of(chunks))
+            return assign_singly(chunks)
+        return self._assign(chunks, self.count, Costs().of(chunks))
 
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]

@@ -199,7 +199,7 @@ def report(console: Console, result: Result, took: str = "") -> None:
         _say(console, f"{took[0].upper()}{took[1:]}.")
     _guarantees(console, result)
     ray = summary["ray"]
-    if ray["why_not"] and ray["asked"]:
+    if ray["why_not"]:
         _say(console, f"Ray was not started: {ray['why_not']}.")
     for line in following(result):  # a command stays whole, however long
         console.print(Text(line), soft_wrap=True)

@@ -602,8 +602,6 @@ class Shards:
     be int64, it is float32 for numbers, and has an axis more for several targets.
     """
 
-    made_by_own = False  # whether code of the user's own makes rows whenever they are read
-
     def __init__(self, folder: Path, about: Mapping[str, Any]):
         self.folder = folder
         self.shape = tuple(about["shape"])
@@ -1064,7 +1062,6 @@ class Made(Shards):
         maker = self._source.maker(about["made"])
         assert maker is not None  # by which it was prepared
         self._maker = maker
-        self.made_by_own = self._source.is_user_defined
 
     def _pieces(self, client: int, size: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The rows of a client, some at a time: the place of the first, x and y. Raises

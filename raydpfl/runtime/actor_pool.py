@@ -1,10 +1,9 @@
 """The client actors of Ray: which chunks on which, and what a lost one means.
 
-A dead actor never comes back to the pool: its share is done again by whoever is free, and another
-actor starts in its place; and one that is stopped, or hangs (`Patience`), or has lost its GPU to an
-error there, is killed. After the loss
-of a node there may be no room for another; the pool goes on with the others, and has it when a node
-comes back.
+A dead actor never comes back to the pool: its assignment is done again by another, and a new actor
+starts in its place. One that is stopped, hangs (`Patience`) or has lost its GPU to an error there
+is killed. After the loss of a node there may be no room for a new one; the pool goes on with the
+others, and has it when a node comes back.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ import numpy as np
 import psutil
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
@@ -40,34 +35,29 @@ from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, DeviceLost, RunError
 from raydpfl.experiment import Experiment
-from raydpfl.runtime.client_actor import ClientActor
 from raydpfl.runtime.file_transfer import RATE
-from raydpfl.runtime.shared_memory import Door, Gone, Outbox, Put, opened
-from raydpfl.runtime.worker import Started
-from raydpfl.sections import Client
+from raydpfl.runtime.worker import Started, ready
 from raydpfl.simulation import evaluation
+from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.provenance import differences
-from raydpfl.simulation.scheduler import Costs, dealer, rows, singles
+from raydpfl.simulation.scheduler import Costs, assign_singly, assigner, rows
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
-DEATHS = 8  # actors that one share of a round may cost before the run gives up
-ATTEMPTS = 3  # actors that one share, or an evaluation, may keep waiting for too long
+DEATHS = 8  # actors that one assignment may cost before the run gives up
+ATTEMPTS = 3  # actors on which one call may take too long
 WATCH = 3.0  # seconds in which an actor at work takes CPU time
 # what a method does, in words
-SAID = {
+METHODS = {
     "train": "{where}: training",
     "losses": "{where}: answering with its loss",
     "evaluate": "the evaluation of the model",
 }
 SMALL = 1 << 16  # bytes; Ray sends an argument of up to 100 kB with the call
-PIECE = 0.25  # seconds of a piece of a round, of which an actor may take several
+PIECE = 0.25  # seconds of an assignment, of which an actor may take several a round
 PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
-# the actor is gone, or the node that kept what it had returned, or its door
-LOST = (RayActorError, OutOfMemoryError, ObjectLostError, Gone, GetTimeoutError)
-# what belongs to one process, of the attributes of `Actors`
-OWN = ("_class", "_outbox", "_served")
-LOOKS = 0.002  # seconds between looks at calls of Ray's, while others are waited for
+# the actor is gone, or the node that kept what it had returned
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
 class Patience:
@@ -75,8 +65,8 @@ class Patience:
     it.
 
     That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far
-    took, if that is more; twice that when the same call is made again. While none has come to its
-    end, `FIRST`, and then an actor at work (by the CPU time that it takes) goes on.
+    took, if that is more; twice that when the same call is made again. Before the first has ended
+    it is `FIRST`, and an actor that takes CPU time then has more.
     """
 
     FIRST = 60.0
@@ -91,18 +81,18 @@ class Patience:
         self.longest = max(self.longest, seconds)
         self.slowest = max(self.slowest, seconds / max(cost, 1.0))
 
-    def seconds(self, cost: float, again: int = 0) -> float:
-        """For a call that trains `cost` rows, and was given up `again` times."""
+    def seconds(self, cost: float, attempts: int = 0) -> float:
+        """For a call that trains `cost` rows, and was given up `attempts` times."""
         if self.fixed:
             return self.fixed
         usual = self.FIRST
         if self.longest:
             usual = self.FLOOR + self.TIMES * max(self.longest, self.slowest * cost)
-        return usual * 2**again
+        return usual * 2**attempts
 
     @property
-    def knows(self) -> bool:
-        """Whether a call that is late is known to be."""
+    def certain(self) -> bool:
+        """Whether a call that takes longer is given up, though its actor takes CPU time."""
         return bool(self.fixed or self.longest)
 
 
@@ -113,219 +103,192 @@ class _Flight:
     index: int
     actor: int
     began: float
-    late: float
-    patience: float  # seconds between the two
+    patience: float  # seconds
 
-    @classmethod
-    def begun(cls, index: int, actor: int, seconds: float) -> _Flight:
-        """A call that is made now."""
-        now = time.monotonic()
-        return cls(index, actor, now, now + seconds, seconds)
+    def __post_init__(self) -> None:
+        self.late = self.began + self.patience
 
 
-class Actors:
+class ActorPool:
     """Ray actors: `count` of them sharing all chunks, or one per client of the population.
 
     Their processes start at once, some at a time: starting one takes a core some seconds, and with
-    many more at once than cores Ray gives up on the slowest. They work once they are `told` what
-    for. It may be handed to another process, by pickling, between two rounds.
+    many more at once than cores Ray gives up on the slowest. Once all are up it may be pickled, for
+    the process of the coordinator.
+
+    Args:
+        experiment: complete.
+        shards: the folder of its data.
+        count: of actors.
+        capability: what their nodes have to compute like, see `raydpfl.runtime.worker.ready`.
     """
 
-    def __init__(self, client: Client, count: int):
+    def __init__(
+        self, experiment: Experiment, shards: str, count: int, capability: Mapping[str, str]
+    ):
+        client = experiment.client
         self.per_client = client.actors == "per-client"
         self.replaced = 0
         self._client = client
+        self._kind = experiment.model.kind
         self._count = count
         self._costs = Costs()
-        self._patience = {name: Patience(client.timeout) for name in SAID}
-        self._given: tuple | None = None  # what `ready` of each is told
+        self._assign = assigner(experiment)
+        self._patience = {method: Patience(client.timeout) for method in METHODS}
+        batches = evaluation.batches(experiment, Shards.open(shards))
+        self._batches = [batch.clients for batch in batches]
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        node = ray.get_runtime_context().get_node_id()
+        self._ready = (pickle.dumps(experiment), shards, path, capability, node)
         self._sending = 0.0  # seconds that the data may take to other nodes
+        if len(ray.nodes()) > 1:
+            self._sending = sum(file.stat().st_size for file in Path(shards).iterdir()) / RATE
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Started] = {}
-        # call -> actor, of those that have been told and have not answered yet
-        self._starting: dict[Any, int] = {}
+        self._starting: dict[Any, int] = {}  # call -> actor, of those that have not answered yet
         slots = int(ray.cluster_resources().get("CPU", 1))
         self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
-        self._begin()
         self._more()
 
-    def _begin(self) -> None:
-        """Makes what belongs to this process."""
-        client = self._client
-        self._class = ray.remote(ClientActor).options(
-            num_cpus=client.num_cpus, num_gpus=client.num_gpus, max_restarts=0, max_task_retries=0
-        )
-        self._outbox = Outbox()
-        self._served: dict[int, _Served] = {}  # actors of this machine, once they were called
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._leave(*self._served)  # for whoever takes them over
-        return {name: value for name, value in vars(self).items() if name not in OWN}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
-
-    def told(self, experiment: Experiment, shards: str, capability: Mapping[str, str]) -> None:
-        """Tells the actors what they work for: a complete experiment and the folder of its data."""
-        opened = Shards.open(shards)
-        self._kind = experiment.model.kind
-        self._batches = [each.clients for each in evaluation.batches(experiment, opened)]
-        path = tuple(os.path.abspath(entry) for entry in sys.path)
-        here = ray.get_runtime_context().get_node_id()
-        self._given = (pickle.dumps(experiment), shards, path, capability, here)
-        self._deal = dealer(experiment)
-        if len(ray.nodes()) > 1:  # others may have to be sent them
-            self._sending = sum(each.stat().st_size for each in Path(shards).iterdir()) / RATE
-        for index in self._actors:
-            self._tell(index)
-
-    def _tell(self, index: int) -> None:
-        assert self._given is not None
-        self._starting[self._actors[index].begin.remote(*self._given)] = index
+    def _start(self, actor: int) -> None:
+        options = {"num_cpus": self._client.num_cpus, "num_gpus": self._client.num_gpus}
+        cls = ray.remote(ClientActor).options(max_restarts=0, max_task_retries=0, **options)
+        handle: Any = cls.remote()
+        self._actors[actor] = handle
+        self._starting[handle.__ray_call__.remote(ready, *self._ready)] = actor
 
     def _more(self) -> None:
         """Starts as many of the actors that are missing as may start at once."""
-        coming = len(self._starting) if self._given else len(self._actors)
-        for index in range(
-            len(self._actors), min(self._count, len(self._actors) + self._wave - coming)
-        ):
-            self._actors[index] = self._class.remote()
-            if self._given:
-                self._tell(index)
+        first = len(self._actors)
+        for actor in range(first, min(self._count, first + self._wave - len(self._starting))):
+            self._start(actor)
 
-    def up(self, least: int, check: Callable[[], None]) -> None:
-        """Waits until so many actors can work. Raises what stands in the way, and what `check`
-        raises, which is called several times a second.
+    def wait_until_up(self, check: Callable[[], None]) -> None:
+        """Waits until all actors can work. Raises what stands in the way, and what `check` raises,
+        which is called several times a second.
         """
         timeout = START_SECONDS + 2.0 * self._count + self._sending
         until = time.monotonic() + timeout
         deaths: Counter[Any] = Counter()
-        while self.healthy < least:
+        while self.healthy < self._count:
             check()
             done, _ = ray.wait([*self._starting], num_returns=1, timeout=0.1)
             if done:
                 self._started(done[0], deaths)
             elif time.monotonic() > until:
                 raise RunError(
-                    f"{least - self.healthy} of {self._count} client actors did not come up within "
-                    f"{timeout:.0f} s; the cluster has no free place for them: lower "
+                    f"{self._count - self.healthy} of {self._count} client actors did not come up "
+                    f"within {timeout:.0f} s; the cluster has no free place for them: lower "
                     "client.actors, client.num_cpus or client.num_gpus"
                 )
 
     @property
     def healthy(self) -> int:
-        return len(self._actors) - len(self._starting) if self._given else 0
+        return len(self._actors) - len(self._starting)
 
-    def shares(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         if self.per_client:
-            return singles(chunks)
+            return assign_singly(chunks)
         costs = self._costs.of(chunks)
         actors = max(1, self.healthy)
-        each = 1.0
-        if self._costs.known:  # a long round in pieces, so that whoever is ahead takes more of them
-            each = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
-        return self._deal(chunks, actors * round(each), costs)
+        pieces = 1.0
+        if self._costs.known:  # a long round in pieces, so that the faster actors take more of them
+            pieces = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
+        return self._assign(chunks, actors * round(pieces), costs)
 
     def run(
-        self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
+        self, broadcast: Broadcast, work: Work, assignments: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
-        """Yields (index of the share, its result) as they arrive.
-
-        Raises `ClientError` when a client failed, `RunError` when actors keep dying.
-        """
         homes = [
-            int(share[0].clients[share[0].slot]) if self.per_client else None for share in shares
+            int(chunks[0].clients[chunks[0].slot]) if self.per_client else None
+            for chunks in assignments
         ]
-        calls = [(work, list(share)) for share in shares]
-        costs = [rows(share) for share in shares]
-        for index, lent in self._results("train", broadcast, calls, homes, costs):
-            result = lent.kept()
+        calls = [(work, list(chunks)) for chunks in assignments]
+        costs = [rows(chunks) for chunks in assignments]
+        size = broadcast.model.nbytes
+        for index, result in self._results("train", broadcast, size, calls, homes, costs):
             if not self.per_client:
-                self._costs.took(shares[index], result.seconds)
-            yield index, result
+                self._costs.took(assignments[index], result.seconds)
+            yield index, result.kept()
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        """What the clients answer of their local losses under `model`, float64 [len(clients)]."""
-        parts = np.array_split(
-            clients, len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
-        )
+        count = len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
+        parts = np.array_split(clients, count)
         homes = [int(part[0]) if self.per_client else None for part in parts]
         calls = [(t, part.tolist(), noise_seed) for part in parts]
-        found = dict(self._results("losses", model, calls, homes, [len(part) for part in parts]))
-        return np.concatenate([found[index] for index in range(len(parts))])
+        costs = [len(part) for part in parts]
+        losses = dict(self._results("losses", model, model.nbytes, calls, homes, costs))
+        return np.concatenate([losses[index] for index in range(len(parts))])
+
+    def evaluate(
+        self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]
+    ) -> list[evaluation.Scored]:
+        """See `Pool.evaluate`. Each actor takes consecutive batches."""
+        count = len(self._batches)
+        edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
+        ranges = [range(*edge) for edge in itertools.pairwise(edges)]
+        calls = [(t, batches, self._of_clients(own, batches)) for batches in ranges]
+        homes = [None] * len(ranges)
+        costs = [*map(len, ranges)]
+        scored = dict(self._results("evaluate", model, model.nbytes, calls, homes, costs))
+        return [score for index in range(len(ranges)) for score in scored[index]]
+
+    def _of_clients(self, own: Mapping[int, np.ndarray], batches: range) -> dict[int, np.ndarray]:
+        """The local parameters of the clients of some batches."""
+        clients = (client for index in batches for client in self._batches[index])
+        return {client: own[client] for client in clients if client in own} if own else {}
 
     def _results(
         self,
         method: str,
-        given: Any,
+        shared: Any,
+        size: int,
         calls: Sequence[tuple],
         homes: Sequence[int | None],
         costs: Sequence[float],
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each of `calls` as they arrive, of its home or (None) of any actor."""
-        sent = _Sent(method, given, calls, self._outbox)
+        """(index, result) of each of `calls` as they arrive, of its home or (None) of any actor.
+
+        `shared` is the first argument of all, of about `size` bytes: put into the object store
+        once, unless it is so small that it is sent with each call.
+        """
+        if size > SMALL or size * len(calls) > 4 * SMALL:
+            shared = ray.put(shared)
         waiting = deque(range(len(calls)))
         deaths: Counter[Any] = Counter()
-        late: dict[int, list[str]] = {}  # by call, what the actors did that it was given up on
+        late: dict[int, list[str]] = {}  # by call, the clients in training when it was given up
         patience = self._patience[method]
-        with self._flights() as flying:
-            while waiting or flying:
-                while waiting and len(flying) < IN_FLIGHT:
-                    index = waiting[0]
-                    actor = self._free(homes[index], flying)
-                    if actor is None:
-                        break
-                    waiting.popleft()
-                    seconds = patience.seconds(costs[index], len(late.get(index, ())))
-                    call = sent.to(self._actors[actor], self._serving(actor), index)
-                    flying[call] = _Flight.begun(index, actor, seconds)
-                done = self._wait(flying)
-                if done in flying:
-                    flight = flying.pop(done)
-                    result = self._taken(done, flight.actor, flight.index, deaths)
-                    if result is None:
-                        waiting.appendleft(flight.index)
-                    else:
-                        patience.took(time.monotonic() - flight.began, costs[flight.index])
-                        yield flight.index, result
-                elif done is not None:
-                    self._started(done, deaths)
-                now = time.monotonic()
-                for call in [call for call, flight in flying.items() if now > flight.late]:
-                    if self._given_up(flying[call], patience, late, method):
-                        waiting.appendleft(flying.pop(call).index)
-
-    @contextmanager
-    def _flights(self) -> Iterator[dict[Any, _Flight]]:
-        """The calls under way, by what their answers are asked of; those left at its end are never
-        asked.
-        """
         flying: dict[Any, _Flight] = {}
-        try:
-            yield flying
-        finally:
-            self._leave(*(flight.actor for flight in flying.values()))
+        while waiting or flying:
+            while waiting and len(flying) < IN_FLIGHT:
+                index = waiting[0]
+                actor = self._idle(homes[index], flying)
+                if actor is None:
+                    break
+                waiting.popleft()
+                seconds = patience.seconds(costs[index], len(late.get(index, ())))
+                future = getattr(self._actors[actor], method).remote(shared, *calls[index])
+                flying[future] = _Flight(index, actor, time.monotonic(), seconds)
+            done = self._wait(flying)
+            if done in flying:
+                flight = flying.pop(done)
+                result = self._result(done, flight.actor, flight.index, deaths)
+                if result is None:
+                    waiting.appendleft(flight.index)
+                else:
+                    patience.took(time.monotonic() - flight.began, costs[flight.index])
+                    yield flight.index, result
+            elif done is not None:
+                self._started(done, deaths)
+            now = time.monotonic()
+            for future in [future for future, flight in flying.items() if now > flight.late]:
+                if self._given_up(flying[future], patience, late, method):
+                    waiting.appendleft(flying.pop(future).index)
 
-    def _serving(self, actor: int) -> _Served | None:
-        """What serves calls on an actor of this machine; None: it is elsewhere."""
-        address = self._facts[actor].address
-        if address and actor not in self._served:
-            with suppress(Gone):
-                self._served[actor] = _Served(self._actors[actor], opened(address))
-        return self._served.get(actor)
-
-    def _leave(self, *actors: int) -> None:
-        """Takes no more answers through the doors of these actors."""
-        for actor in actors:
-            served = self._served.pop(actor, None)
-            if served:
-                served.door.close()
-
-    def _started(self, call: Any, deaths: Counter) -> None:
-        """Takes up an actor that was started, and now answers."""
-        actor = self._starting.pop(call)
-        facts = self._taken(call, actor, f"actor {actor}", deaths)
+    def _started(self, future: Any, deaths: Counter) -> None:
+        """Takes an actor into the pool that was started, and now answers."""
+        actor = self._starting.pop(future)
+        facts = self._result(future, actor, f"actor {actor}", deaths)
         if facts:
             self._check_alike(facts)
             self._facts[actor] = facts
@@ -341,44 +304,39 @@ class Actors:
                     "bits; use nodes of one kind"
                 )
 
-    def _wait(self, flying: dict[Any, _Flight]) -> Any:
-        """A call that is done, of those flying or of an actor that starts; None if one is late
+    def _wait(self, flying: Mapping[Any, _Flight]) -> Any:
+        """A future that is done, of those flying or of an actor that starts; None if one is late
         before.
         """
         timeout = START_SECONDS
         if flying:
             first = min(flight.late for flight in flying.values())
             timeout = max(0.0, first - time.monotonic()) + 0.01
-        near = [call for call in flying if isinstance(call, _Served)]
-        far = [call for call in flying if not isinstance(call, _Served)]
-        done = _first(near, [*far, *self._starting], timeout)
-        if done is None and not flying:
+        done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
+        if done:
+            return done[0]
+        if not flying:
             raise RunError(
                 f"client actors died, and for {START_SECONDS:.0f} s no node has had room for "
                 "others in their place; go on with --resume"
             )
-        return done
+        return None
 
-    def _taken(self, call: Any, actor: int, of: Any, deaths: Counter) -> Any:
+    def _result(self, future: Any, actor: int, of: Any, deaths: Counter) -> Any:
         """The result of a call that is done; None if its actor is dead, which is replaced then."""
         try:
-            return call.answer() if isinstance(call, _Served) else ray.get(call)
+            return ray.get(future)
         except LOST as error:
             deaths[of] += 1
             if deaths[of] > DEATHS:
                 raise RunError(f"client actors keep dying: {_cause(error)}") from None
-            self._replace(actor)
-            return None
         except RayTaskError as error:
-            self._leave(actor)
             reason = _reason(error)
-            if not isinstance(reason, DeviceLost):
-                raise reason from None
             deaths[of] += 1
-            if deaths[of] >= ATTEMPTS:
-                raise reason from None
-            self._replace(actor)  # its process cannot use its GPU any more
-            return None
+            if not isinstance(reason, DeviceLost) or deaths[of] >= ATTEMPTS:
+                raise reason from None  # else its process cannot use its GPU any more
+        self._replace(actor)
+        return None
 
     def _given_up(
         self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
@@ -387,15 +345,14 @@ class Actors:
         call that was given up too often.
         """
         facts = self._facts.get(flight.actor)
-        busy, client = _look(facts, 0.0 if patience.knows else WATCH)
-        if busy and not patience.knows:
+        busy, client = _look(facts, 0.0 if patience.certain else WATCH)
+        if busy and not patience.certain:
             flight.late = time.monotonic() + flight.patience
             return False
-        those = late.setdefault(flight.index, [])
-        those.append(f"client {client}" if client >= 0 else "no client")
-        if len(those) >= ATTEMPTS:
-            where = ", ".join(dict.fromkeys(those))
-            what = SAID[method].format(where=where)
+        clients = late.setdefault(flight.index, [])
+        clients.append(f"client {client}" if client >= 0 else "no client")
+        if len(clients) >= ATTEMPTS:
+            what = METHODS[method].format(where=", ".join(dict.fromkeys(clients)))
             raise RunError(
                 f"{what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors "
                 f"one after another; model.kind {self._kind} hangs there, or "
@@ -404,119 +361,20 @@ class Actors:
         self._replace(flight.actor)
         return True
 
-    def _free(self, home: int | None, flying: dict[Any, _Flight]) -> int | None:
+    def _idle(self, home: int | None, flying: Mapping[Any, _Flight]) -> int | None:
+        """The actor of this home, or any, that is up and not at work."""
         busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
-        if home is not None:
-            return home if home in self._actors and home not in busy else None
-        return next((actor for actor in self._actors if actor not in busy), None)
+        actors = self._actors if home is None else [home]
+        return next((each for each in actors if each in self._actors and each not in busy), None)
 
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
         ray.kill(self._actors[actor])  # a process that hangs on must not come back into the pool
-        self._leave(actor)
-        self._actors[actor] = self._class.remote()
-        self._tell(actor)
-
-    def evaluate(
-        self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]
-    ) -> list[evaluation.Scored]:
-        """See `Pool.evaluate`. The batches are dealt to the actors, in runs."""
-        count = len(self._batches)
-        edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
-        some = [range(*edge) for edge in itertools.pairwise(edges)]
-        calls = [(t, each, self._of_clients(own, each)) for each in some]
-        costs = [*map(len, some)]
-        found = dict(self._results("evaluate", model, calls, [None] * len(some), costs))
-        return [each for index in range(len(some)) for each in found[index]]
-
-    def _of_clients(self, own: Mapping[int, np.ndarray], which: range) -> dict[int, np.ndarray]:
-        """What of their own the clients of some batches have."""
-        clients = (client for index in which for client in self._batches[index])
-        return {client: own[client] for client in clients if client in own} if own else {}
+        self._start(actor)
 
     def close(self) -> None:
         for actor in self._actors.values():
             ray.kill(actor)
-
-
-class _Served:
-    """An actor of this machine, which takes calls through a door while one call of Ray's lasts, and
-    then that says why.
-    """
-
-    ENDS = 10.0  # seconds in which Ray says it
-    lent = False  # whether the arrays of the next answer hold until the next call alone
-
-    def __init__(self, actor: Any, door: Door):
-        self.door = door
-        self._ended = actor.serve.remote()
-
-    def answer(self) -> Any:
-        """The answer to the last call. Raises what that has raised, or what has become of the
-        actor.
-        """
-        try:
-            return self.door.take(copied=not self.lent)[0]
-        except Gone:
-            ray.get(self._ended, timeout=self.ENDS)
-            raise
-
-
-class _Sent:
-    """Calls of a method as they are sent, each of what all are given and of something of its
-    own.
-    """
-
-    def __init__(self, method: str, given: Any, calls: Sequence[tuple], outbox: Outbox):
-        self._method = method
-        self._given = given
-        self._calls = calls
-        self._outbox = outbox
-
-    def to(self, actor: Any, served: _Served | None, index: int) -> Any:
-        """Makes a call on an actor, and by whatever serves it, if anything does; what its answer is
-        asked of.
-        """
-        if served is None:
-            return getattr(actor, self._method).remote(self._reference, *self._calls[index])
-        served.lent = self._method == "train"
-        given, *calls = self._puts
-        with suppress(Gone):  # as its answer will say
-            served.door.send(given, calls[index])
-        return served
-
-    @cached_property
-    def _puts(self) -> list[Put]:
-        return self._outbox.put(self._given, *((self._method, *call) for call in self._calls))
-
-    @cached_property
-    def _reference(self) -> Any:
-        """What all are given, where it is small; else a reference to it in the object store, which
-        costs a millisecond.
-        """
-        size = len(pickle.dumps(self._given))
-        small = size <= SMALL and size * len(self._calls) <= 4 * SMALL
-        return self._given if small else ray.put(self._given)
-
-
-def _first(near: list[_Served], far: list[Any], timeout: float) -> Any:
-    """The first that has an answer, of calls through doors and of Ray's; None after so many
-    seconds.
-    """
-    doors: dict[Any, _Served] = {call.door.fileno(): call for call in near}
-    until = time.monotonic() + timeout
-    left = timeout
-    while True:
-        ready = connection.wait(doors, 0.0 if far else left)
-        if ready:
-            return doors[ready[0]]
-        if far:
-            done, _ = ray.wait(far, num_returns=1, timeout=min(left, LOOKS) if near else left)
-            if done:
-                return done[0]
-        left = until - time.monotonic()
-        if left <= 0:
-            return None
 
 
 def _reason(error: RayTaskError) -> Exception:

@@ -41,19 +41,27 @@ def wanted(
     elastic: bool,
     d: int = 0,
     left: Sequence[dict[str, float]] | None = None,
-    late: bool = False,
+    inline: bool = False,
 ) -> int:
-    """How many actors to start; raises `ConfigError` when they would not fit.
+    """How many actors to start.
 
-    `elastic` says that the run starts Ray itself on this machine: the logical CPUs are then its own
-    to set, and an explicit count is limited by memory alone (more actors than cores share them). On
-    a cluster that others share, Ray's resources decide. `left` is what of the nodes no other run
-    has taken, which `auto` fills (None: all); a `late` run, which begins in this process, stays
-    there if that is nothing.
+    Args:
+        client: how many are asked for, and the resources of each.
+        population: clients of the run.
+        most_chunks: chunks of a round, so many actors at most have work.
+        nodes: the resources of each node.
+        elastic: whether Ray is started here for this run, which then sets the logical CPUs: only
+            memory limits an explicit count. On a shared cluster Ray's resources do.
+        d: parameters of the model.
+        left: the resources that other runs have left of the nodes, which `auto` fills; None: all.
+        inline: whether `auto` may also run in the caller's process, so that no place need be left.
+
+    Raises:
+        ConfigError: they do not fit.
     """
     _check_sizes(client, nodes)
     if client.actors == "auto":
-        slots = _slots(client, nodes, left, late)
+        slots = _slots(client, nodes, left, inline)
         if elastic:
             slots = min(slots, _fit(d)[0])
         return max(1, min(slots, most_chunks))
@@ -103,7 +111,7 @@ def _slots(
     client: Client,
     nodes: Sequence[dict[str, float]],
     left: Sequence[dict[str, float]] | None,
-    late: bool,
+    inline: bool,
 ) -> int:
     """How many actors fill what is left of the nodes. Raises `ConfigError`."""
     if client.num_cpus == 0:
@@ -116,7 +124,7 @@ def _slots(
     if left is None:
         return slots
     slots = capacity(client.num_cpus, client.num_gpus, left)
-    if slots == 0 and not late:
+    if slots == 0 and not inline:
         expected = "a number, which waits for its place: other runs have all that the cluster has, "
         expected += "and auto fills what they leave"
         raise ConfigError("client.actors", "auto", expected)

@@ -9,23 +9,17 @@ from raydpfl.core.fast_import import quickly
 from raydpfl.errors import contained
 
 with quickly():
-    from raydpfl.simulation import coordinator
+    from raydpfl.simulation.coordinator import Coordinator
     from raydpfl.simulation.pool import Pool
     from raydpfl.simulation.provenance import search
     from raydpfl.training.process_settings import tune_allocator
 
 
-class Coordinator(coordinator.Coordinator):
+class CoordinatorActor(Coordinator):
     """See `raydpfl.simulation.coordinator.Coordinator`."""
 
     def __init__(self) -> None:
         pass
-
-    def warm(self, plan: bytes, path: tuple[str, ...]) -> None:
-        """Computes what `begin` will need and this process then knows."""
-        search(path)
-        known = pickle.loads(plan)
-        known.curves(known.counted_draws())
 
     def begin(
         self,
@@ -36,7 +30,7 @@ class Coordinator(coordinator.Coordinator):
         resume: bool,
         anew: bool,
     ) -> tuple[int, list[str]]:
-        """As `start`, of a plan that is pickled. `path`: where modules of the user's own are."""
+        """As `start`, of a pickled plan. `path`: where the user's modules are found."""
         search(path)
         tune_allocator()
         super().__init__(pickle.loads(plan), out, pool, resume, anew)
@@ -46,3 +40,6 @@ class Coordinator(coordinator.Coordinator):
     def round(self) -> dict[str, Any]:
         with contained(f"round {self.at.t}"):
             return super().round()
+
+
+CoordinatorActor.__name__ = "Coordinator"  # in Ray's dashboard

@@ -1,23 +1,25 @@
-"""Where a run's coordinator and clients are: in this process, or in actors of Ray, which a thread
-brings up while this process does something else.
+"""Where a run's coordinator and clients are: in this process, or in actors of Ray.
 
-- `client.actors: 0`: here, and Ray is not even imported.
-- A number of actors, `per-client`, an address, GPUs: as asked. Ray and the processes start while
-  the data are prepared and the noise is calibrated, and the first round waits for them.
-- `auto`: the run begins here at once. Ray starts only where the rounds that are left take longer
-  than that gains (`Worth`); then actors take the chunks over as soon as they have come up, in the
-  midst of a round, and after that round the coordinator moves to an actor too, by the checkpoint
-  that a resumed run would go on from. No bit depends on who runs what. A Ray that does not start is
-  warned of, and the run goes on here.
+`client.actors` says it. `auto` is decided once, before the first round:
+
+- with an address, a placement group or GPUs: as many client actors as fit;
+- else this process, where compiled code trains in threads, where one actor at most has work or
+  room, or where all rounds take less time than Ray's start would save;
+- else one actor for each core.
+
+What was decided for this machine is logged and written into the config of the run. A cluster may
+have other nodes when a run is resumed, so there `auto` stays.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import math
 import os
 import pickle
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,347 +36,173 @@ from raydpfl.runtime.capacity import wanted
 from raydpfl.runtime.session import LOOK, Session, at_work, free
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.pool import Moving, Pool
+from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.provenance import of_capability, of_code, of_device
+from raydpfl.training.backends import BACKENDS
 
 if TYPE_CHECKING:
-    from raydpfl.runtime.actor_pool import Actors
+    from raydpfl.runtime.actor_pool import ActorPool
 
 log = logging.getLogger("raydpfl")
 Call = Callable[..., Any]  # calls a method of the coordinator, wherever it is
-FREE = 120.0  # seconds that a GPU of the cluster is waited for
-TICK = 0.05  # seconds between two looks of who waits
-HERE = "client.actors is 0"
-SHORT = "the run was over before it would have been up"
+GPU_WAIT = 120.0  # seconds to wait for a free GPU of the cluster
+TICK = 0.05  # seconds between two looks at what is waited for
+START = 8.0  # seconds that Ray and its actors, which import torch, take to start on two cores
+ACTORS_START = 3.0  # seconds that the actors take where Ray runs
+# what is done before the first round, in words
+TIMING = "timing a round"
+STARTING = "starting Ray"
+# why `auto` runs in this process
+NO_RAY = "Ray is not installed"
 NO_GAIN = "client actors would be no faster than the threads of this process"
 
 
-class _Closed(Exception):
-    """The run ends while its actors come up."""
+class _TooLong(BaseException):
+    """A timed round takes longer than Ray's start."""
 
 
-class Worth:
-    """Whether to start Ray for the rounds that are left.
+class Launcher:
+    """Starts the coordinator and the clients of a run, and ends them.
 
-    n actors take about m/n of the time that this process takes with m threads, once they are up; or
-    with more, that are as fast as m would be if they did not wait for one another. While they come
-    up, `STARTS` seconds (`SOON` where Ray is up), the rounds go on here. The clock is that of the
-    processor, over the threads: on a machine that others use, rounds and start are slower alike.
-    """
-
-    STARTS = 8.0  # Ray, and a process that imports torch for each actor, on two cores
-    SOON = 3.0  # these processes alone
-    SURE = 1.0  # seconds of rounds that are enough to judge by
-    FIRST = 2.0  # seconds of a round that is not over, likewise
-
-    def __init__(self, rounds: int, actors: int, starts: float, threads: float = 1):
-        self._rounds = rounds
-        self._actors = actors
-        self._starts = starts
-        self.threads = threads
-        self._ended: list[float] = []  # when the first round and the last one have
-
-    def begin(self, done: int, now: float) -> None:
-        """So many rounds are done when the run begins, at `now` seconds of some clock."""
-        self._left = self._rounds - done
-        self._began = now
-        self._count = 0
-        self._ended = []
-
-    def round(self, now: float) -> None:
-        """Another round is done."""
-        self._count += 1
-        self._left -= 1
-        self._ended[1:] = [now] if self._ended else []
-        if not self._ended:
-            self._ended = [now]
-
-    def gains(self, now: float) -> bool:
-        """Whether the run would end sooner."""
-        last = self._ended[-1] if self._ended else self._began
-        each = now - last if now - last >= self.FIRST else 0.0  # the round under way, so far
-        if len(self._ended) == 2:
-            first, last = self._ended
-            if last - first >= self.SURE:  # the first is left out: what it warms up it does once
-                each = max(each, (last - first) / (self._count - 1))
-        share = 1 - self.threads / max(self._actors, self.threads)
-        return each * self._left * share > self._starts
-
-
-class Places:
-    """Ray for one run: started here, joined by address, or found running in this process; or not
-    used at all.
-
-    A run that finds itself in a placement group (the trial of a sweep) keeps to the group: its
-    coordinator is this process, and its clients take the group's bundles.
+    Ray is started here, joined by `address`, or found running in this process. A run inside a
+    placement group (the trial of a sweep) keeps to the group: its coordinator is this process, and
+    its clients take the group's bundles.
     """
 
     def __init__(self, experiment: Experiment, address: str | None):
-        client = experiment.client
-        self.inline = client.actors == 0
-        if self.inline and address:
-            raise ConfigError(
-                "--address", address, "client.actors above 0; 0 runs in this process, without Ray"
-            )
-        self.address = address
-        self.client = client
-        self.session: Session | None = None
-        self.group: Any = None
-        self.elastic = False
-        self.clients: Actors | None = None
+        self._client = experiment.client
+        if address and self._client.actors == 0:
+            accepted = "client.actors auto or above 0; 0 runs in this process, without Ray"
+            raise ConfigError("--address", address, accepted)
+        self._address = address
+        self._session: Session | None = None
+        self._group: Any = None
+        self._elastic = False  # whether Ray is to be started here
+        self._pool: ActorPool | None = None
         self._host: Any = None  # the coordinator's actor
-        self._plan: Plan | None = None
-        self._count = 0
-        self._here: Moving | None = None  # the clients, where the run begins here
-        self._worth: Worth | None = None
-        self._worked = self._looked = 0.0  # see `_clock`
-        self._failure: BaseException | None = None
-        self._planned = threading.Event()
-        self._connected = threading.Event()
-        self._up = threading.Event()
-        self._begun = threading.Event()
-        self._closing = threading.Event()
-        self._looking = threading.Lock()
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._done = 0  # rounds
-        self._from: int | None = None  # the first round, counted from 0, in which Ray is used
-        self._warned = False
+        self._count = 0  # of client actors
+        self._reason: str | None = None  # why auto runs in this process
 
-    def __enter__(self) -> Places:
-        if self.inline:
-            device.chosen(self.client.num_gpus)
+    def __enter__(self) -> Launcher:
+        client = self._client
+        if client.actors == 0:
+            device.chosen(client.num_gpus)
             return self
-        running = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-        self.elastic = not self.address and not running
-        if running and not self.address:
-            self.group = sys.modules["ray"].util.get_current_placement_group()
-        if self.elastic:  # what this machine alone can refuse, before the data are touched
-            wanted(self.client, 1, 1, self._nodes(), True)
-        if not self.late:
-            self._begin(self._bring_up)
+        if self._address:
+            self._session = Session(self._address)
+        elif "ray" in sys.modules and sys.modules["ray"].is_initialized():
+            self._group = sys.modules["ray"].util.get_current_placement_group()
+        else:
+            self._elastic = True
+            wanted(client, 1, 1, self._nodes(), True)  # refused before the data are touched
         return self
 
-    @property
-    def late(self) -> bool:
-        """Whether the run begins in this process, and Ray comes when it pays."""
-        asked = self.inline or self.address or self.group or self.client.num_gpus > 0
-        return self.client.actors == "auto" and not asked
-
-    @property
-    def waits(self) -> bool:
-        """Whether the first round waits for Ray."""
-        return not (self.inline or self.late)
-
-    def _begin(self, what: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=what, name="raydpfl-launch", daemon=True)
-        self._thread.start()
-
     def __exit__(self, *_: Any) -> None:
-        self._closing.set()
-        self._planned.set()
-        try:
-            if self._thread and self._begun.is_set():
-                self._up.wait()
-            self._close()
-        finally:
-            self._over.set()
-
-    def _close(self) -> None:
-        if self.session:
-            self.session.close()
-        elif self.clients or self._host is not None:
-            # of a Ray that is left running nothing of ours goes on
+        if self._session:
+            self._session.close()
+        elif self._pool or self._host is not None:  # in a Ray that is left running
             import ray
 
             with suppress(Exception):
-                if self.clients:
-                    self.clients.close()
+                if self._pool:
+                    self._pool.close()
                 if self._host is not None:
                     ray.kill(self._host)
 
     def check(self) -> None:
         """Raises `RunError` where the control store of Ray is lost."""
-        if self.session:
-            self.session.check()
+        if self._session:
+            self._session.check()
+
+    def resolve(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
+        """The plan with the number of client actors, and with what its clients' GPUs compute like
+        where this process has none: a node of the cluster is asked.
+
+        Raises:
+            ConfigError: the actors do not fit, or torch has no GPU there.
+            RunError: no GPU is free.
+        """
+        client = plan.experiment.client
+        if client.actors == 0:
+            return plan
+        if client.num_gpus > 0 and not self._elastic and not of_device(plan.platform):
+            facts = self._gpu_facts()
+            if not facts:
+                accepted = "0; torch can use no GPU on a node that Ray counts one of"
+                raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+            plan = replace(plan, platform={**plan.platform, **facts})
+        chunks = self._chunks(plan)
+        nodes = self._nodes()
+        here = client.actors == "auto" and not (self._address or self._group or client.num_gpus)
+        left = self._free(nodes) if client.actors == "auto" else None
+        population = len(plan.population)
+        self._count = wanted(client, population, chunks, nodes, self._elastic, plan.d, left, here)
+        if not here:
+            return plan
+        self._reason = self._why_here(plan, on_stage)
+        if self._reason:
+            self._count = 0
+        log.info("client.actors: auto is %d%s", self._count, self._reason and f": {self._reason}")
+        client = client.model_copy(update={"actors": self._count})
+        experiment = plan.experiment.model_copy(update={"client": client})
+        return replace(plan, experiment=experiment)
+
+    def _chunks(self, plan: Plan) -> int:
+        """Chunks of a round."""
+        chunk = plan.experiment.client.chunk
+        assert isinstance(chunk, int)  # the plan has resolved auto
+        return max(1, round(plan.cohort / chunk))
+
+    def _why_here(self, plan: Plan, on_stage: Callable[[str], object]) -> str | None:
+        """Why `auto` runs in this process; None: it takes client actors."""
+        experiment = plan.experiment
+        speed = threads() if BACKENDS[experiment.client.backend].threads else 1
+        if self._count <= speed:
+            return NO_GAIN
+        if importlib.util.find_spec("ray") is None:
+            return NO_RAY
+        start = START if self._elastic else ACTORS_START
+        on_stage(TIMING)
+        seconds = experiment.rounds * round_seconds(plan, start)
+        if seconds * (1 - speed / self._count) < start:
+            return f"all rounds take about {seconds:.2g} s, and starting Ray {start:g} s"
+        return None
 
     def _nodes(self) -> list[dict[str, float]]:
-        if self.elastic:
+        if self._elastic:
             return [{"CPU": cores(), "GPU": torch.cuda.device_count()}]
-        if self.group:
-            return self.group.bundle_specs
+        if self._group:
+            return self._group.bundle_specs
         import ray
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def _free(self, nodes: list[dict[str, float]]) -> list[dict[str, float]]:
-        """What of the nodes no other run has taken."""
-        if self.group:
+        """What other runs have left of the nodes."""
+        if self._group:
             return nodes
-        if not self.elastic:
+        if not self._elastic:
             return free()
         (here,) = nodes
         return [{**here, "CPU": max(1.0, here["CPU"] - at_work())}]
 
-    # --- in the thread ---
-
-    def _bring_up(self) -> None:
-        """Connects, starts processes, and tells them what they work for once there is a plan."""
-        self._begun.set()
-        try:
-            self._check_open()
-            self._connect()
-            self._connected.set()
-            self._processes()
-            self._planned.wait()
-            self._check_open()
-            self._tell()
-            self._up.set()
-        except BaseException as error:
-            self._failure = error
-            self._connected.set()
-            self._up.set()
-        # what it has started dies with the thread, not with the process (PR_SET_PDEATHSIG)
-        self._over.wait()
-
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise _Closed
-
-    def _connect(self) -> None:
-        """Starts Ray, or joins it."""
-        if self.address:
-            self.session = Session(self.address)
-        elif self.elastic:
-            if self.client.actors == "per-client":  # how many nobody knows before there are data
-                self._planned.wait()
-                self._check_open()
-            asked = self.client.actors
-            count = asked if isinstance(asked, int) else self._count
-            # one more than the clients take: Ray starts as many processes at once as it has CPUs,
-            # and the coordinator's is among them
-            logical = max(cores(), int(count * self.client.num_cpus + 0.999)) + 1
-            self.session = Session("local", relied=not self.late, num_cpus=logical)
-
-    def _processes(self) -> None:
-        """Starts the coordinator's process and, where their number is known, those of clients."""
+    def _gpu_facts(self) -> dict[str, str]:
+        """`raydpfl.core.device.facts` of a node of the cluster, or of the placement group."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from raydpfl.runtime.actor_pool import Actors
-        from raydpfl.runtime.coordinator_actor import Coordinator as Hosted
-
-        if not self.group:
-            node = ray.get_runtime_context().get_node_id()
-            here = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
-            self._host = ray.remote(Hosted).options(**options).remote()
-        # elsewhere only as many as were found to fit
-        if not self._planned.is_set() and not (
-            self.elastic and isinstance(self.client.actors, int)
-        ):
-            self._planned.wait()
-            self._check_open()
-        count = self._count or int(self.client.actors)
-        self.clients = Actors(self.client, count)
-
-    def _tell(self) -> None:
-        plan = self._plan
-        assert plan is not None and self.clients is not None
-        platform = of_capability(plan.platform) | of_device(plan.platform) | of_code(plan.platform)
-        self.clients.told(plan.experiment, str(plan.shards), platform)
-        warm = None
-        if self._host is not None:
-            warm = self._host.warm.remote(_packed(plan), _path())
-        self.clients.up(min(2, self._count) if self.late else self._count, self._check_open)
-        if self.late and warm is not None:  # elsewhere its next call waits, and meets what it meets
-            import ray
-
-            while not ray.wait([warm], timeout=TICK)[0]:
-                self._check_open()
-            ray.get(warm)
-
-    def _clock(self) -> float:
-        """Seconds of the processor for each thread that trains here."""
-        worth = self._worth
-        now = time.process_time()
-        with self._looking:
-            if worth is not None and self._here is not None:
-                worth.threads = self._here.speed or threads()  # who are taken to gain until known
-                self._worked += (now - self._looked) / worth.threads
-            self._looked = now
-            return self._worked
-
-    def _vain(self) -> bool:
-        """Whether actors are known to be no faster than the threads here."""
-        known = self._here.speed if self._here else None
-        return self._count <= (known or 1)
-
-    def _when_it_pays(self) -> None:
-        worth = self._worth
-        assert worth is not None
-        while not self._closing.wait(4 * TICK):
-            if worth.gains(self._clock()):
-                self._bring_up()
-                return
-
-    # --- in the process of the run ---
-
-    def _wait(
-        self, event: threading.Event, on_stage: Callable[[str], object] = lambda what: None
-    ) -> None:
-        """Waits for the thread; raises what it has failed with. `on_stage`: see `coordinator`."""
-        shown = ""
-        while not event.wait(TICK):
+        gpus = self._client.num_gpus
+        where = PlacementGroupSchedulingStrategy(self._group) if self._group else "DEFAULT"
+        options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": where}
+        call = ray.remote(device.facts).options(**options).remote(gpus)
+        until = time.monotonic() + GPU_WAIT
+        while not ray.wait([call], timeout=TICK)[0]:
             signals.check()
-            if event is not self._up:
-                continue
             self.check()
-            if self.clients:
-                stage = f"{self.clients.healthy} of {self._count} client actors started"
-                if stage != shown:
-                    on_stage(stage)
-                shown = stage
-        signals.check()
-        if self._failure is not None:
-            raise self._failure
-
-    def located(self, plan: Plan) -> Plan:
-        """The plan, with what its clients' GPUs compute like where this process sees none: a node
-        of the cluster is asked, before anything is drawn or written.
-
-        Raises:
-            ConfigError: torch has no GPU there.
-            RunError: no GPU is free.
-        """
-        if self.inline or self.client.num_gpus <= 0 or of_device(plan.platform):
-            return plan
-        self._wait(self._connected)
-        found = _gpu_facts(self.client.num_gpus, self.group)
-        if not found:
-            expected = "0; torch can use no GPU on a node that Ray counts one of"
-            raise ConfigError("client.num_gpus", self.client.num_gpus, expected)
-        return replace(plan, platform={**plan.platform, **found})
-
-    def actors(self, plan: Plan) -> int:
-        """How many client actors the run takes; 0 in this process."""
-        if self.inline:
-            return 0
-        if not self.elastic and not self.late:
-            self._wait(self._connected)
-        experiment = plan.experiment
-        chunk = experiment.client.chunk
-        assert isinstance(chunk, int)  # the plan has settled what auto is
-        most = max(1, round(plan.cohort / chunk))
-        population = len(plan.population)
-        client = experiment.client
-        nodes = self._nodes()
-        left = self._free(nodes) if client.actors == "auto" else None
-        count = wanted(client, population, most, nodes, self.elastic, plan.d, left, self.late)
-        self._plan = plan
-        self._count = count
-        self._planned.set()
-        return count
+            if time.monotonic() > until:
+                ray.cancel(call, force=True)
+                raise RunError(f"for {GPU_WAIT:.0f} s no node has had {gpus:g} of a GPU free")
+        return ray.get(call)
 
     def coordinator(
         self,
@@ -384,98 +212,61 @@ class Places:
         fresh_noise: bool,
         on_stage: Callable[[str], object] = lambda what: None,
     ) -> Call:
-        """`call(method, *arguments)` on the coordinator, which is started: an actor beside this
-        process, or a plain object in it. `on_stage` is called with how many client actors have
-        started, in words, while they do.
+        """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
+        or a plain object in this process. `on_stage` is told how many client actors have started.
         """
         with contained():
-            if self.inline:
+            if not self._count:
                 return _inline(Coordinator(plan, out, resume=resume, anew=fresh_noise))
-            if self.late:
-                starts = Worth.STARTS if self.elastic else Worth.SOON
-                self._worth = Worth(plan.experiment.rounds, self._count, starts)
-                pool = Moving(plan.experiment, str(plan.shards), self._taking_over)
-                self._here = pool
+            pool = self._started(plan, on_stage)
+            if self._group:
                 return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
-            self._wait(self._up, on_stage)
-            self._from = 0
-            if self.group:
-                pool_up = self.clients
-                return _inline(Coordinator(plan, out, pool_up, resume=resume, anew=fresh_noise))
-            return self._remote(plan, out, resume, fresh_noise)
+            return self._remote(plan, out, pool, resume, fresh_noise)
 
-    def begun(self, done: int) -> None:
-        """The first round begins; so many are done from before."""
-        self._done = done
-        if self._worth:
-            self._worth.begin(done, self._clock())
-            if not self._vain():
-                self._begin(self._when_it_pays)
+    def _started(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:
+        """The client actors, once all of them can work."""
+        count = self._count
+        if self._elastic:
+            on_stage(STARTING)
+            # one more than the clients take: Ray starts as many processes at once as it has CPUs,
+            # and the coordinator's is among them
+            logical = max(cores(), math.ceil(count * self._client.num_cpus)) + 1
+            self._session = Session("local", num_cpus=logical)
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def after_round(self, call: Call, out: str, done: int) -> Call:
-        """The coordinator for the next round, if there is one: another, where it has moved to an
-        actor.
-        """
-        self._done = done
-        plan = self._plan
-        if plan is None or self._worth is None:
-            return call
-        self._worth.round(self._clock())
-        if done == plan.experiment.rounds or self._taking_over() is None:
-            return call
-        call("save")
-        self._worth = None
-        return self._remote(plan, out, True, False)
+        from raydpfl.runtime.actor_pool import ActorPool
+        from raydpfl.runtime.coordinator_actor import CoordinatorActor
 
-    def _taking_over(self) -> Pool | None:
-        """As `_others`, who are given chunks from now on."""
-        others = self._others()
-        if others is not None and self._from is None:
-            self._from = self._done
-        return others
+        if not self._group:
+            node = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+            self._host = ray.remote(CoordinatorActor).options(**options).remote()
+        platform = of_capability(plan.platform) | of_device(plan.platform) | of_code(plan.platform)
+        pool = self._pool = ActorPool(plan.experiment, str(plan.shards), count, platform)
+        started = -1
 
-    def _others(self) -> Pool | None:
-        """The client actors of a run that has begun in this process, once they are up."""
-        if not self._up.is_set():
-            return None
-        session = self.session
-        if self._failure is None and session and session.lost:
-            self._failure = RunError(session.lost)
-        if self._failure is None:
-            if session:
-                session.relied = True
-            return self.clients
-        if not self._warned and not signals.asked():
-            self._warned = True
-            reason = str(self._failure).split(";")[0]
-            log.warning("the run goes on in this process, without Ray: %s", reason)
-        return None
+        def check() -> None:
+            nonlocal started
+            signals.check()
+            self.check()
+            if pool.healthy != started:
+                started = pool.healthy
+                on_stage(f"{started} of {count} client actors started")
 
-    def told(self) -> dict[str, Any]:
-        """For the summary: whether Ray was used, in which round first, by how many actors, and why
-        not.
-        """
-        used = self._from is not None
-        why = None
-        if self.inline:
-            why = HERE
-        elif not used and self._failure is not None:
-            why = str(self._failure)
-        elif not used:
-            why = NO_GAIN if self._vain() else SHORT
-        count = self._count if used else 0
-        found = {"asked": not self.inline, "used": used, "from_round": self._from}
-        return found | {"actors": count, "why_not": why}
+        pool.wait_until_up(check)
+        return pool
 
-    def _remote(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:
+    def _remote(self, plan: Plan, out: str, pool: Pool, resume: bool, fresh_noise: bool) -> Call:
         """Calls on the coordinator in its actor, which takes the run up."""
         import ray
 
         host = self._host
 
-        def call(method: str, *given: Any) -> Any:
+        def call(method: str, *arguments: Any) -> Any:
             try:
-                waiting = getattr(host, method).remote(*given)
+                waiting = getattr(host, method).remote(*arguments)
                 while not ray.wait([waiting], timeout=LOOK)[0]:
                     self.check()
                 return ray.get(waiting)
@@ -486,43 +277,46 @@ class Places:
                 reason = " ".join(str(error).split())[:300]
                 raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
 
-        # an actor on a joined cluster stands in another directory
-        where = os.path.abspath(out)
+        # an actor on a joined cluster has another working directory, and another sys.path
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        folder = os.path.abspath(out)
         process, warnings = call(
-            "begin", _packed(plan), _path(), where, self.clients, resume, fresh_noise
+            "begin", pickle.dumps(plan), path, folder, pool, resume, fresh_noise
         )
-        if self.session:
-            self.session.coordinator = process
+        if self._session:
+            self._session.coordinator = process
         for warning in warnings:
             log.warning(warning)
         return call
 
-
-def _gpu_facts(num_gpus: float, group: Any) -> dict[str, str]:
-    """`raydpfl.core.device.facts` of a node of the cluster, or of the placement group."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    where = PlacementGroupSchedulingStrategy(group) if group else "DEFAULT"
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": where}
-    asked = ray.remote(device.facts).options(**options).remote(num_gpus)
-    until = time.monotonic() + FREE
-    while not ray.wait([asked], timeout=TICK)[0]:
-        signals.check()
-        if time.monotonic() > until:
-            ray.cancel(asked, force=True)
-            raise RunError(f"for {FREE:.0f} s no node has had {num_gpus:g} of a GPU free")
-    return ray.get(asked)
+    def summary(self) -> dict[str, Any]:
+        """For `summary.json`: whether Ray was used, by how many client actors, and why `auto` did
+        without it.
+        """
+        return {"used": self._count > 0, "actors": self._count, "why_not": self._reason}
 
 
-def _packed(plan: Plan) -> bytes:
-    """A plan for another process, where modules of the user's own may not be found yet."""
-    return pickle.dumps(plan)
-
-
-def _path() -> tuple[str, ...]:
-    """Where this process finds modules."""
-    return tuple(os.path.abspath(entry) for entry in sys.path)
+def round_seconds(plan: Plan, limit: float) -> float:
+    """Seconds of a round in this process, timed in a temporary folder; `limit` where it takes
+    longer. The second round counts, unless the first shows that all rounds end within `limit`.
+    """
+    level = log.level
+    log.setLevel(logging.ERROR)  # the run itself says what there is to say
+    try:
+        with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:
+            coordinator = Coordinator(plan, folder)
+            coordinator.start()
+            with signals.limited(limit, _TooLong()):
+                seconds = coordinator.round()["seconds"]
+                if seconds * plan.experiment.rounds > limit and plan.experiment.rounds > 1:
+                    seconds = coordinator.round()["seconds"]
+            return seconds
+    except _TooLong:
+        return limit
+    except Exception:  # which the run will meet, and say where
+        return 0.0
+    finally:
+        log.setLevel(level)
 
 
 def _raised(error: Any) -> Exception:
@@ -535,16 +329,16 @@ def _raised(error: Any) -> Exception:
     return RunError(f"the coordinator failed\n{error}")
 
 
-def _inline(plain: Coordinator) -> Call:
+def _inline(coordinator: Coordinator) -> Call:
     """Calls on a coordinator in this process, which is started."""
 
-    def call(method: str, *given: Any) -> Any:
+    def call(method: str, *arguments: Any) -> Any:
         try:
-            with contained(f"round {plain.at.t}" if method == "round" else ""):
-                return getattr(plain, method)(*given)
+            with contained(f"round {coordinator.at.t}" if method == "round" else ""):
+                return getattr(coordinator, method)(*arguments)
         except (RunError, ConfigError, MemoryError, OSError):
             raise
-        except Exception as error:  # an own member may raise anything
+        except Exception as error:  # a user-defined member may raise anything
             raise RunError(f"the run failed: {told(error)}") from error
 
     call("start")

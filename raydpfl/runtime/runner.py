@@ -35,7 +35,7 @@ from raydpfl.methods import noise
 from raydpfl.models import metric_columns
 from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee
-from raydpfl.runtime.launcher import Call, Places
+from raydpfl.runtime.launcher import Call, Launcher
 from raydpfl.simulation import export
 from raydpfl.simulation.plan import FREE, SHOWS, Plan
 from raydpfl.simulation.provenance import KEPT, keep, versions
@@ -49,7 +49,6 @@ from raydpfl.tracking.sender import FILE, PATIENCE, Sender, senders
 log = logging.getLogger("raydpfl")
 # what is done before there are rows, and once it is interrupted, in words
 PREPARING = "preparing data and noise"
-STARTING = "starting Ray"
 FIRST = "first round"
 STOPPING = "stopping"
 RUSHED = 5.0  # seconds that a tracker may take to end once the run is to stop
@@ -106,13 +105,13 @@ def run(
     place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     with signals.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with single_blas(), Places(experiment, address) as places, _leaving(on_stage):
+        with single_blas(), Launcher(experiment, address) as launcher, _leaving(on_stage):
             on_stage(PREPARING)
             plan = _planned(experiment, data_root, folder if resume else None)
             drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)
-            done = drive.begin(places, resume, fresh_noise)
+            done = drive.begin(launcher, resume, fresh_noise)
             signals.check()
-        return replace(_result(plan, folder, *done), out=storage.named(place))
+        return replace(_result(drive.plan, folder, *done), out=storage.named(place))
 
 
 def _planned(experiment: Experiment, data_root: str | Path | None, resumed: Path | None) -> Plan:
@@ -255,16 +254,13 @@ class _Drive:
         self.early: str | None = None  # why it ends before its last round
 
     def begin(
-        self, places: Places, resume: bool, fresh_noise: bool
+        self, launcher: Launcher, resume: bool, fresh_noise: bool
     ) -> tuple[dict[str, Any], torch.nn.Module]:
         """Takes the directory and starts what the run needs; then as `carry_out`."""
         tracking.installed(self.plan.experiment.track)
-        if places.waits:
-            self.on_stage(STARTING)
-        self.plan = plan = places.located(self.plan)
+        self.plan = plan = launcher.resolve(self.plan, self.on_stage)
         folder = self.folder
-        self.places = places
-        places.actors(plan)
+        self.launcher = launcher
         signals.check()
         made = not folder.exists()
         make_folder(folder)
@@ -275,7 +271,7 @@ class _Drive:
             self.on_start(plan)
             self.began = time.monotonic()
             self.anew = fresh_noise
-            self.call = places.coordinator(plan, str(folder), resume, fresh_noise, self.on_stage)
+            self.call = launcher.coordinator(plan, str(folder), resume, fresh_noise, self.on_stage)
             self.on_stage(FIRST)
             return self.carry_out()
 
@@ -313,7 +309,6 @@ class _Drive:
         enough = False
         self.early = self.call("over")
         try:
-            self.places.begun(done)
             while done < rounds and not (signals.asked() or enough or self.early):
                 with contained():
                     row = self.call("round")
@@ -322,8 +317,6 @@ class _Drive:
                     sender.put(row)
                 enough = self.on_rows([row]) is True
                 self.early = self.call("over") if metric_columns.evaluated(row) else None
-                if not (enough or self.early):
-                    self.call = self.places.after_round(self.call, str(self.folder), done)
         except BudgetError as error:
             return "budget", error, True
         except OSError as error:
@@ -351,7 +344,7 @@ class _Drive:
             by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
             summary["peak_rss_mb_by_process"] = by_process
             summary["peak_rss_mb"] = max(by_process.values())
-            summary["ray"] = self.places.told()
+            summary["ray"] = self.launcher.summary()
             summary["versions"] = versions()
             summary["reason"] = str(failure) if failure else self.early
             summary["wall_seconds"] = time.monotonic() - self.began

@@ -61,11 +61,10 @@ class Session:
 
     `address` local starts a Ray of this process's own, whatever else runs here; any other joins
     that one. Raises `ConfigError` for a cluster that cannot be joined or a process that is
-    connected already, `RunError` for a Ray that does not start. While it is not `relied` on, the
-    process goes on without it when it is lost.
+    connected already, `RunError` for a Ray that does not start.
     """
 
-    def __init__(self, address: str, relied: bool = True, **options: Any):
+    def __init__(self, address: str, **options: Any):
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         import ray
@@ -78,7 +77,6 @@ class Session:
             )
         self.lost: str | None = None  # why it cannot be used any more
         self.coordinator: int | None = None  # the process of one on this node, once there is one
-        self.relied = relied
         self._ended = threading.Event()
         # without which there is no Ray: its control store and its raylet
         self._own: list[psutil.Process] = []
@@ -114,7 +112,8 @@ class Session:
         except BaseException as error:
             self.close()
             if isinstance(error, Exception):
-                raise RunError(f"Ray could not be started: {error}") from None
+                reason = f"{error}; client.actors=0 does without"
+                raise RunError(f"Ray could not be started: {reason}") from None
             raise
         finally:
             os.environ.pop(orphan_killer.MARK)
@@ -175,7 +174,7 @@ class Session:
         self.lost = f"{what}; go on with --resume"
         if self._mark:
             orphan_killer.reap(self._mark)
-        if not self._ended.wait(GRACE) and self.relied:
+        if not self._ended.wait(GRACE):
             # a progress bar has hidden the cursor
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""
             os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())

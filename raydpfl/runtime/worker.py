@@ -27,8 +27,6 @@ class Started:
     # a file of that host, which holds the client in training, an int64; empty where there is none
     progress: str
     gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.core.device.facts` says
-    # of its door (`raydpfl.runtime.shared_memory`), for processes of its machine; empty: none
-    address: str = ""
 
 
 def ready(

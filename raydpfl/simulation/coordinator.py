@@ -135,7 +135,7 @@ class Coordinator:
         assert isinstance(width, int)  # the plan has settled "auto"
         each = plan.weights(clients), sizes, width, plan.step_stds(clients)
         cut = scheduler.chunks(cohort, *each, plan.chunk_costs(clients))
-        shares = self.pool.shares([at.memory.given(chunk) for chunk in cut])
+        shares = self.pool.assign([at.memory.given(chunk) for chunk in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
         grid = Grid.of(len(cohort), most, std)

@@ -1,4 +1,4 @@
-"""A cohort cut into chunks, and the chunks dealt to whoever trains them."""
+"""Cuts a cohort into chunks, and assigns the chunks to actors."""
 
 from __future__ import annotations
 
@@ -42,83 +42,82 @@ def chunks(
         ends = np.arange(width, len(order) + 1, width)
     else:
         ends = _ends(costs[0, order], costs[1, order], costs[2, order], width)
-    found = []
-    for some in np.split(order, ends[:-1]):
-        places = some[np.lexsort((some, -_at(steps, some, -1)))]
-        rows = max(1, int(_at(sizes, places).max()))
-        drawn = _at(cohort.draws, places)
-        noised = None if stds is None else _at(stds, places)
-        clients = _at(cohort.clients, places, -1)
-        found.append(Chunk(clients, drawn, _at(weights, places), rows, stds=noised))
-    return found
+    cut = []
+    for indices in np.split(order, ends[:-1]):
+        indices = indices[np.lexsort((indices, -_at(steps, indices, -1)))]
+        rows = max(1, int(_at(sizes, indices).max()))
+        draws = _at(cohort.draws, indices)
+        chunk_stds = None if stds is None else _at(stds, indices)
+        clients = _at(cohort.clients, indices, -1)
+        cut.append(Chunk(clients, draws, _at(weights, indices), rows, stds=chunk_stds))
+    return cut
 
 
 def _ends(steps: np.ndarray, chunk: np.ndarray, step: np.ndarray, width: int) -> np.ndarray:
-    """Where chunks of at most `width` end that together cost least, int64 [chunks], if one whose
-    last client is i and whose clients make s steps together costs chunk[i] + s step[i].
+    """The ends of the chunks of at most `width` clients that together cost least, int64 [chunks].
+
+    A chunk whose last client is i and whose clients make s steps together costs
+    chunk[i] + s step[i].
     """
     count = len(chunk)
-    made = np.append(0, np.cumsum(steps))
+    total_steps = np.append(0, np.cumsum(steps))
     least = np.zeros(count + 1)
     begins = np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
         first = max(0, end - width)
-        together = made[end] - made[first:end]
-        taken = least[first:end] + chunk[end - 1] + together * step[end - 1]
-        place = int(np.argmin(taken))
-        least[end] = taken[place]
-        begins[end] = first + place
+        chunk_steps = total_steps[end] - total_steps[first:end]
+        costs = least[first:end] + chunk[end - 1] + chunk_steps * step[end - 1]
+        best = int(np.argmin(costs))
+        least[end] = costs[best]
+        begins[end] = first + best
     ends = [count]
     while begins[ends[-1]]:
         ends.append(int(begins[ends[-1]]))
     return np.array(ends[::-1])
 
 
-def _at(values: np.ndarray, places: np.ndarray, fill: int = 0) -> np.ndarray:
-    """The values, [r], at these places, int64 [k]; `fill` at place r."""
-    return np.concatenate([values, np.array([fill], values.dtype)])[places]
+def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
+    """The values, [r], at these indices, int64 [k]; `fill` at index r."""
+    return np.concatenate([values, np.array([fill], values.dtype)])[indices]
 
 
 class Costs:
-    """What chunks cost, in seconds, as the rounds so far have shown: so much for each client, and
-    so much for each of its rows.
-
-    Nothing but who runs which chunk depends on it.
+    """Seconds that chunks take, by least squares over past rounds: so many for each client, and so
+    many for each of its rows. Only the assignment to actors depends on it.
     """
 
-    FADE = 0.9  # of what a share has shown, when another has
+    FADE = 0.9  # weight of earlier assignments when another is added
 
     def __init__(self) -> None:
         self._products = np.zeros((2, 2))
         self._seconds = np.zeros(2)
 
     def took(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """A share of these chunks has taken so long."""
+        """An assignment of these chunks took so many seconds."""
         facts = sum(map(_facts, chunks), np.zeros(2))
         self._products = self.FADE * self._products + np.outer(facts, facts)
         self._seconds = self.FADE * self._seconds + facts * seconds
 
     def of(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """Of each chunk, float64 [chunks], in seconds; before the first is known, in rows."""
+        """Of each chunk, float64 [chunks], in seconds; before the first assignment, in rows."""
         facts = np.array([_facts(chunk) for chunk in chunks]).reshape(-1, 2)
-        return facts @ self._each()
+        return facts @ self._rates()
 
     @property
     def known(self) -> bool:
         return bool(self._seconds.any())
 
-    def _each(self) -> np.ndarray:
-        """Seconds a client and a row, neither below 0."""
+    def _rates(self) -> np.ndarray:
+        """Seconds for each client and each row, neither below 0."""
         if not self.known:
             return np.array([0.0, 1.0])
         (clients, both), (_, rows) = self._products
-        if clients * rows - both**2 > 1e-6 * clients * rows:  # they can be told apart
-            found = np.linalg.solve(self._products, self._seconds)
-            if (found >= 0).all():
-                return found
-        alone = self._seconds / np.array([clients, rows])
-        left = [self._seconds @ each for each in (np.array([alone[0], 0]), np.array([0, alone[1]]))]
-        return np.array([0, alone[1]]) if left[1] >= left[0] else np.array([alone[0], 0])
+        if clients * rows - both**2 > 1e-6 * clients * rows:  # not all clients have as many rows
+            rates = np.linalg.solve(self._products, self._seconds)
+            if (rates >= 0).all():
+                return rates
+        per_client, per_row = np.diag(self._seconds / np.array([clients, rows]))
+        return max(per_row, per_client, key=lambda rates: self._seconds @ rates)
 
 
 def _facts(chunk: Chunk) -> np.ndarray:
@@ -127,56 +126,56 @@ def _facts(chunk: Chunk) -> np.ndarray:
     return np.array([count, count * chunk.rows])
 
 
-def shares(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
-    """The chunks dealt to at most `count` shares of about one cost, the costliest first.
+def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
+    """The chunks in at most `count` assignments of about one cost, the costliest first.
 
-    `costs`: of each chunk. The costliest chunk that is left goes to the share that has least.
+    `costs`: of each chunk. The costliest chunk that is left goes to the cheapest assignment.
     """
-    dealt: list[list[int]] = [[] for _ in range(count)]
+    assigned: list[list[int]] = [[] for _ in range(count)]
     loads = np.zeros(count)
     for index in np.argsort(-costs, kind="stable").tolist():
         least = int(np.argmin(loads))
-        dealt[least].append(index)
+        assigned[least].append(index)
         loads[least] += costs[index]
     order = np.argsort(-loads, kind="stable").tolist()
-    return [[chunks[index] for index in sorted(dealt[share])] for share in order if dealt[share]]
+    return [[chunks[index] for index in sorted(assigned[i])] for i in order if assigned[i]]
 
 
-def cut(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
-    """The clients of chunks that have the same bits in any, dealt to at most `count` shares of one
-    cost, to within a client's.
+def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
+    """The chunks, cut between clients, in at most `count` assignments that differ in cost by one
+    client at most. For clients that have the same bits in any chunk.
 
     `costs`: of each chunk.
     """
     present = [int((chunk.clients >= 0).sum()) for chunk in chunks]
-    each = np.repeat(costs / np.maximum(present, 1), present)
-    middle = np.cumsum(each) - each / 2
-    ends = np.searchsorted(middle, np.linspace(0, each.sum(), count + 1)[1:-1])
-    begins = np.cumsum([0, *present])[:-1].tolist()
-    found = []
-    for start, end in pairwise([0, *ends.tolist(), len(each)]):
+    per_client = np.repeat(costs / np.maximum(present, 1), present)
+    middle = np.cumsum(per_client) - per_client / 2
+    ends = np.searchsorted(middle, np.linspace(0, per_client.sum(), count + 1)[1:-1])
+    starts = np.cumsum([0, *present])[:-1].tolist()
+    assignments = []
+    for first, last in pairwise([0, *ends.tolist(), len(per_client)]):
         parts = [
-            chunk.part(slice(max(0, start - begin), min(many, end - begin)))
-            for chunk, begin, many in zip(chunks, begins, present, strict=True)
-            if max(start, begin) < min(end, begin + many)
+            chunk.part(slice(max(0, first - start), min(clients, last - start)))
+            for chunk, start, clients in zip(chunks, starts, present, strict=True)
+            if max(first, start) < min(last, start + clients)
         ]
         if parts:
-            found.append(parts)
-    return found
+            assignments.append(parts)
+    return assignments
 
 
-def dealer(
+def assigner(
     experiment: Experiment,
 ) -> Callable[[Sequence[Chunk], int, np.ndarray], list[list[Chunk]]]:
-    """`cut` where all that a client trains has the same bits in any chunk, a model of its own
-    (`personal`) included; else `shares`.
+    """`assign_clients` where all that a client trains, its personal model included, has the same
+    bits in any chunk; else `assign_chunks`.
     """
-    apart = BACKENDS[experiment.client.backend].alone and experiment.personal is None
-    return cut if apart else shares
+    alone = BACKENDS[experiment.client.backend].alone and experiment.personal is None
+    return assign_clients if alone else assign_chunks
 
 
-def singles(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """A share for every client of the cohort, in the order of the chunks."""
+def assign_singly(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """An assignment for every client of the cohort, in the order of the chunks."""
     return [
         [chunk.alone(slot)]
         for chunk in chunks

@@ -34,17 +34,6 @@ def drawn_from(module: nn.Module, form: Form) -> str | None:
     return found
 
 
-def draws_torch(module: nn.Module, form: Form) -> bool:
-    """Whether a module in training draws from torch's generator, which is one for all threads."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.get_rng_state()
-        try:
-            copy.deepcopy(module).train()(_some(form, 2))
-        except RAISED:  # who knows what it would have drawn
-            return True
-        return not torch.equal(before, torch.get_rng_state())
-
-
 def _drawn_once(module: nn.Module, form: Form) -> str | None:
     with prng.keyed_globals(0):
         of_python = random.getstate()

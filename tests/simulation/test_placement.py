@@ -18,7 +18,7 @@ from raydpfl.runtime import orphan_killer, session
 from raydpfl.runtime.capacity import capacity, wanted
 from raydpfl.sections import Client
 from raydpfl.simulation import scheduler
-from raydpfl.simulation.scheduler import Costs, chunks, rows, shares, singles
+from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_singly, chunks, rows
 
 
 def cut(sizes, width) -> list[Chunk]:
@@ -98,7 +98,7 @@ def test_where_a_chunk_takes_as_long_as_its_largest_client_chunks_have_one_width
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
 def test_shares_deal_every_chunk_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
-    dealt = shares(made, actors, Costs().of(made))
+    dealt = assign_chunks(made, actors, Costs().of(made))
     assert len(dealt) <= actors
     firsts = [chunk.clients.tolist() for chunk in made]
     given = [[firsts.index(chunk.clients.tolist()) for chunk in share] for share in dealt]
@@ -108,9 +108,9 @@ def test_shares_deal_every_chunk_once_to_no_more_actors_than_there_are(actors):
 
 def test_shares_have_about_the_same_number_of_rows():
     made = cut([10] * 64, 4)
-    assert [len(share) for share in shares(made, 4, Costs().of(made))] == [4, 4, 4, 4]
+    assert [len(share) for share in assign_chunks(made, 4, Costs().of(made))] == [4, 4, 4, 4]
     unequal = cut(np.random.default_rng(1).lognormal(4, 1, 150).astype(int) + 1, 8)
-    loads = [rows(share) for share in shares(unequal, 2, Costs().of(unequal))]
+    loads = [rows(share) for share in assign_chunks(unequal, 2, Costs().of(unequal))]
     assert max(loads) / sum(loads) < 0.55
 
 
@@ -118,7 +118,7 @@ def test_shares_have_about_the_same_number_of_rows():
 def test_chunks_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     costs = Costs().of(made)
-    dealt = scheduler.cut(made, actors, costs)
+    dealt = scheduler.assign_clients(made, actors, costs)
     assert len(dealt) <= actors and all(dealt)
     clients = [chunk.clients.tolist() for share in dealt for chunk in share]
     everyone = np.concatenate([chunk.clients[chunk.clients >= 0] for chunk in made])
@@ -127,7 +127,7 @@ def test_chunks_are_cut_between_clients_where_their_bits_are_the_same_in_any(act
     one = max(chunk.rows for chunk in made)
     assert max(loads) <= sum(loads) / actors + one
     assert actors == 95 or min(loads) >= sum(loads) / actors - one
-    assert scheduler.cut([], 2, np.zeros(0)) == []
+    assert scheduler.assign_clients([], 2, np.zeros(0)) == []
 
 
 def test_a_part_of_a_chunk_has_what_its_own_clients_remember():
@@ -162,12 +162,12 @@ def test_chunks_of_one_size_alone_tell_what_a_client_costs_all_in_all():
 
 
 def test_an_empty_cohort_has_no_shares():
-    assert shares([], 2, np.zeros(0)) == [] and singles([]) == []
+    assert assign_chunks([], 2, np.zeros(0)) == [] and assign_singly([]) == []
 
 
 def test_singles_are_one_client_each_in_the_slot_it_has_in_its_chunk():
     made = cut([4, 9, 2], 2)
-    assert [(share[0].clients.tolist(), share[0].slot) for share in singles(made)] == [
+    assert [(share[0].clients.tolist(), share[0].slot) for share in assign_singly(made)] == [
         ([0, 6], 0),
         ([0, 6], 1),
         ([3, -1], 0),
@@ -176,7 +176,7 @@ def test_singles_are_one_client_each_in_the_slot_it_has_in_its_chunk():
 
 def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
     chunk = replace(cut([4, 9], 2)[0], memory={"local": {0: np.ones(3), 1: np.zeros(3)}})
-    assert [list(share[0].memory["local"]) for share in singles([chunk])] == [[0], [1]]
+    assert [list(share[0].memory["local"]) for share in assign_singly([chunk])] == [[0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
     assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
     left = [{"CPU": 3.0}, {}]
     assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=left) == 3
-    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}], late=True) == 1
+    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}], inline=True) == 1
     with pytest.raises(ConfigError, match=r"client.actors = 'auto'.*other runs have all"):
         wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}, {}])
 

@@ -702,9 +702,9 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
             return
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                serving = " ".join(process.cmdline()).startswith("ray::ClientActor.serve")
+                training = " ".join(process.cmdline()).startswith("ray::ClientActor.train")
                 running = process.status() == psutil.STATUS_RUNNING
-                if process.pid not in killed and serving and running:
+                if process.pid not in killed and training and running:
                     process.kill()
                     killed.append(process.pid)
                     break

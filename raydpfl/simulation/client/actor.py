@@ -54,13 +54,11 @@ from raydpfl.models.hidden_state import changed, kept
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.data_cache import Resident, Rows
 from raydpfl.simulation.evaluation import Evaluator, Scored
-from raydpfl.simulation.worker import Process, Progress, any_own, own_code, peak_rss_mb
-from raydpfl.training.backends import BACKENDS
+from raydpfl.simulation.worker import Process, any_own, own_code, peak_rss_mb
 from raydpfl.training.backends.base import Block, Sum
 from raydpfl.training.minibatches import batches, picked
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
-from raydpfl.training.validation import draws_torch
 
 FAINT = 2.0**-450  # norm: squares of such numbers are far from the least of float64
 AHEAD = 1 << 31  # bytes of noise that is drawn before it is needed
@@ -144,13 +142,7 @@ class ClientActor(Process):
         device.settle(self.device, gpus, tf32=precision == "tf32")
         self.own = own_code(experiment)
         self.any_own = any_own(experiment)
-        self._build()
-
-    def _build(self) -> None:
-        """Makes all that is written to in training."""
-        experiment = self.experiment
         given = (self.shards, self.form)
-        gpus = experiment.client.num_gpus
         on_host = self.device.type == "cpu"
         self.rows = Rows(*given) if on_host else Resident(*given, self.device, gpus)
         module = models.build(experiment.model, self.form, experiment.seed)
@@ -169,25 +161,6 @@ class ClientActor(Process):
             precision=experiment.client.precision,
         )
         self._empty()
-
-    def twin(self) -> ClientActor:
-        """Another for this process, which reads what this one does: to train in another thread."""
-        other = copy.copy(self)
-        other.progress = Progress(shared=False)
-        other._build()
-        return other
-
-    def has_twins(self) -> bool:
-        """Whether others may work in other threads at the same time: not on a GPU, and not where
-        they would change what is one for the process, as the generators are that a user's own code,
-        or a module, may draw from, and a file that it reads.
-        """
-        e = self.experiment
-        if self.device.type != "cpu" or self.any_own or self.shards.made_by_own:
-            return False
-        others = e.personal is not None or e.evaluate.fine_tune is not None
-        draws = BACKENDS[e.client.backend].draws or others
-        return not (draws and draws_torch(self.module, self.form))
 
     def _empty(self) -> None:
         """With nothing of any chunk."""

@@ -482,8 +482,6 @@ class Backend:
     # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients
     threads: ClassVar[bool] = False
     adds: ClassVar[bool] = False  # whether it can add up updates (`ChunkData.into`)
-    # whether what the module draws comes from torch's generator, which is one for all threads
-    draws: ClassVar[bool] = False
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
     # whether clients can begin at `ChunkData.starts`; and with buffers of their own too
     starts: ClassVar[bool] = False

@@ -32,7 +32,6 @@ class Loop(OneByOne):
 
     trains = True
     buffers = True
-    draws = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.given = module
