@@ -19,9 +19,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +34,7 @@ from pydantic import (
     SerializeAsAny,
 )
 
-from raydpfl import data, models
-from raydpfl import tracking as trackers
+from raydpfl import data, models, tracking
 from raydpfl.config import user_classes
 from raydpfl.config.hints import said
 from raydpfl.config.registry import (
@@ -52,17 +52,18 @@ from raydpfl.config.registry import (
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, parse_yaml, read
+from raydpfl.data.features import Features
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
-from raydpfl.methods import bounding, local, noise, selection, server, weights
-from raydpfl.methods import probes as measures
+from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.methods.local import Local
-from raydpfl.models import metric_columns, tasks
+from raydpfl.methods.selection.response_times import Response
+from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.models.metrics import standing as standing_metrics
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import standing
-from raydpfl.sections import Client, Evaluate, Privacy, _rule, whole
+from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
 
 log = logging.getLogger("raydpfl")
 PERSONAL = (
@@ -103,29 +104,6 @@ def as_fields() -> AbstractContextManager[None]:
     return renamed(lambda name: _FIELDS.get(name, name))
 
 
-FAMILIES: dict[str, tuple[dict, type]] = {
-    "selection": (selection.FAMILY, selection.Selection),
-    "local": (local.FAMILY, local.Local),
-    "bounding": (bounding.FAMILY, bounding.Bounding),
-    "noise": (noise.FAMILY, noise.Noise),
-    "weights": (weights.FAMILY, weights.Weights),
-    "server": (server.FAMILY, server.Server),
-}
-KINDS: dict[str, dict] = {  # of every section that is a choice, those within others too
-    **{name: family for name, (family, _) in FAMILIES.items()},
-    "data": data.FAMILY,
-    "model": models.FAMILY,
-    "data.sizes": data.SIZES,
-    "data.partition": data.PARTITIONS,
-    "data.features": data.FEATURES,
-    "data.task": tasks.FAMILY,
-    "selection.response": selection.RESPONSES,
-    "noise.epsilon": budgets.FAMILY,
-    "evaluate.fine_tune": local.FAMILY,
-    "personal": local.FAMILY,
-}
-
-
 class Experiment(Section):
     """Everything that decides a run's bits, and how it is carried out. See `raydpfl show` for all
     keys with their defaults.
@@ -153,8 +131,8 @@ class Experiment(Section):
             "it is part of, and never sends; `proximal` draws it to the model (Ditto)"
         ),
     )
-    measure: tuple[SerializeAsAny[measures.Probe], ...] = ()
-    track: tuple[SerializeAsAny[trackers.Tracker], ...] = trackers.parse(trackers.DEFAULT)
+    measure: tuple[SerializeAsAny[probes.Probe], ...] = ()
+    track: tuple[SerializeAsAny[tracking.Tracker], ...] = tracking.parse(tracking.DEFAULT)
 
     @classmethod
     def from_dict(
@@ -177,17 +155,13 @@ class Experiment(Section):
         with importing(imports):
             tree = overridden(values, overrides)
             _one_run(tree)
-            tree = {**DEFAULTS, **tree}
-            built: dict[str, Any] = {key: tree[key] for key in ("seed", "rounds") if key in tree}
-            built["data"] = data.parse(tree["data"])
-            built["model"] = models.parse(tree["model"])
-            for name, (family, base) in FAMILIES.items():
-                built[name] = choose(name, tree[name], family, base)
-            for name, cls_of_section in SECTIONS.items():
-                built[name] = validate(cls_of_section, name, tree.get(name, {}))
-            built["personal"] = _rule("personal", tree.get("personal"))
-            built["measure"] = measures.parse(tree.get("measure", ()))
-            built["track"] = trackers.parse(tree.get("track", trackers.DEFAULT))
+            built = {
+                name: SECTIONS[name].value(name, tree.get(name, SECTIONS[name].default))
+                if name in SECTIONS
+                else tree[name]
+                for name in cls.model_fields
+                if name in SECTIONS or name in tree
+            }
             experiment = validate(cls, "", built)
         if experiment.unread.keys() - {"model", "server", "evaluate", "track"}:
             return experiment
@@ -375,20 +349,61 @@ class Experiment(Section):
         return self.terms.relation
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "privacy": Privacy,
-    "client": Client,
-    "evaluate": Evaluate,
+@dataclass(frozen=True)
+class Spec:
+    """A section of a config.
+
+    Args:
+        base: the class of what it holds; of a family the base of its members.
+        family: the members, by kind; None: the section has no kinds.
+        default: the section where the config lacks it.
+        parse: what makes its value of what the config has; None: `choose`, or `validate` of a
+            section without kinds.
+    """
+
+    base: type[Any]
+    family: Mapping[str, type[Any]] | None = None
+    default: Any = None
+    parse: Callable[[Any], Any] | None = None
+
+    def value(self, name: str, given: Any) -> Any:
+        """The section of this name, of what the config has for it. Raises `ConfigError`."""
+        if self.parse is not None:
+            return self.parse(given)
+        if self.family is None:
+            return validate(self.base, name, given)
+        return choose(name, given, self.family, self.base)
+
+
+SECTIONS: dict[str, Spec] = {
+    "selection": Spec(selection.Selection, selection.FAMILY, {"kind": "uniform", "cohort": 30}),
+    "local": Spec(Local, local.FAMILY, {"kind": "sgd"}),
+    "bounding": Spec(bounding.Bounding, bounding.FAMILY, {"kind": "none"}),
+    "noise": Spec(noise.Noise, noise.FAMILY, {"kind": "none"}),
+    "weights": Spec(weights.Weights, weights.FAMILY, {"kind": "uniform"}),
+    "server": Spec(server.Server, server.FAMILY, {"kind": "sgd"}),
+    "data": Spec(data.Data, data.FAMILY, {"kind": "fashion_mnist_mini", "clients": 300}),
+    "model": Spec(models.Model, models.FAMILY, {"kind": "softmax"}, models.parse),
+    "data.sizes": Spec(data.Sizes, data.SIZES),
+    "data.partition": Spec(data.Partition, data.PARTITIONS),
+    "data.features": Spec(Features, data.FEATURES),
+    "data.task": Spec(tasks.Task, tasks.FAMILY),
+    "selection.response": Spec(Response, selection.RESPONSES),
+    "noise.epsilon": Spec(budgets.Law, budgets.FAMILY),
+    "personal": Spec(Local, local.FAMILY, None, partial(rule, "personal")),
+    "measure": Spec(probes.Probe, probes.FAMILY, (), probes.parse),
+    "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, tracking.parse),
+    "evaluate.metrics": Spec(Metric, metrics.FAMILY),
+    "evaluate.fine_tune": Spec(Local, local.FAMILY),
+    "privacy": Spec(Privacy, default={}),
+    "client": Spec(Client, default={}),
+    "evaluate": Spec(Evaluate, default={}),
 }
+# The members that a config without these sections has.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "data": {"kind": "fashion_mnist_mini", "clients": 300},
-    "model": {"kind": "softmax"},
-    "selection": {"kind": "uniform", "cohort": 30},
-    "local": {"kind": "sgd"},
-    "bounding": {"kind": "none"},
-    "noise": {"kind": "none"},
-    "weights": {"kind": "uniform"},
-    "server": {"kind": "sgd"},
+    name: spec.default
+    for name, spec in SECTIONS.items()
+    if spec.family and isinstance(spec.default, dict)
 }
 
 
@@ -507,7 +522,7 @@ def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -
 
     Of an unknown kind all stays, and the kind is what is complained of.
     """
-    family = KINDS.get(section)
+    family = SECTIONS[section].family if section in SECTIONS else None
     named = isinstance(kind, str) and (kind in (family or {}) or is_path(kind))
     if family is None or not (named or is_space(kind)):
         return ""
@@ -535,18 +550,22 @@ def _is_default(field: Any, value: Any) -> bool:
 def takes(tree: Mapping[str, Any], path: str) -> bool:
     """Whether the section of this path, of the kind that it has in the tree, has such a key."""
     section, _, key = path.rpartition(".")
-    if section in SECTIONS or not section:
-        return key in (SECTIONS[section] if section else Experiment).model_fields
+    if not section:
+        return key in Experiment.model_fields
+    spec = SECTIONS.get(section)
+    if spec and spec.family is None:
+        return key in spec.base.model_fields
     node = at({**DEFAULTS, **tree}, section)
-    usual = "sgd" if KINDS.get(section) is local.FAMILY else None
+    usual = "sgd" if spec and spec.base is Local else None
     kind = node.get("kind", usual) if isinstance(node, Mapping) else None
     return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))
 
 
 def _fields(section: str, kind: str) -> Collection[str]:
     """The keys of a section of this kind; none of an unknown one."""
-    fields = fields_of(KINDS.get(section, {}).get(kind))
-    if fields is None and section in KINDS and is_path(kind) and imports(section):
+    spec = SECTIONS.get(section)
+    fields = fields_of(spec.family.get(kind)) if spec and spec.family else None
+    if fields is None and spec and is_path(kind) and imports(section):
         fields = fields_of(load(kind, f"{section}.kind"))
         if section == "model":
             fields = fields or dict(models.Module.model_fields)

@@ -199,7 +199,7 @@ class Stop(Section):
         return 1 if self.mode == "max" else -1
 
 
-def _rule(section: str, value: Any) -> Any:
+def rule(section: str, value: Any) -> Any:
     """A local rule for personal models, by default of kind sgd; None: there is none."""
     if isinstance(value, Mapping):
         value = {"kind": "sgd", **value}
@@ -258,7 +258,7 @@ class Evaluate(Section):
     @field_validator("fine_tune", mode="before")
     @classmethod
     def _fine_tune(cls, value: Any) -> Any:
-        return _rule("evaluate.fine_tune", value)
+        return rule("evaluate.fine_tune", value)
 
     @field_validator("per_client", mode="before")
     @classmethod

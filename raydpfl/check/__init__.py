@@ -81,14 +81,14 @@ WHOLE: dict[str, tuple[Look, ...]] = {
     "track": (*members.PROMISES, *track.PROMISES),
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
-    **{section: family for section, (family, _) in SECTIONS.items()},
+    **{section: spec.family or {} for section, spec in SECTIONS.items()},
     "law": {name: type(each) for name, each in LAWS.items()},
     "formula": {name: type(each) for name, each in FORMULAS.items()},
     "accountant": {name: type(each) for name, each in ACCOUNTANTS.items() if name not in FORMULAS},
     "metric": METRICS,
 }
 BASES: dict[str, type] = {
-    **{section: base for section, (_, base) in SECTIONS.items()},
+    **{section: spec.base for section, spec in SECTIONS.items()},
     "law": Law,
     "formula": Formula,
     "accountant": Accountant,

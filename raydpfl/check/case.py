@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from raydpfl import data, models, tracking
+from raydpfl import experiment, models
 from raydpfl.check.contract import Untaken, Untried
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config.registry import Member, choose
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.experiment import FAMILIES, Experiment, overridden
-from raydpfl.methods import probes
-from raydpfl.models import tasks
+from raydpfl.experiment import Experiment, Spec, overridden
 from raydpfl.simulation.plan import Plan
 
 CLIENTS = 24
@@ -106,15 +104,12 @@ ARE_AROUND: dict[str, tuple[dict[str, Any], ...]] = {
         for model in MODELS_OF_SOURCES
     ),
 }
-# The sections of a config whose members are checked, each with its family and base.
-SECTIONS: dict[str, tuple[Mapping[str, type], type]] = {
-    **FAMILIES,
-    "measure": (probes.FAMILY, probes.Probe),
-    "track": (tracking.FAMILY, tracking.Tracker),
-    "task": (tasks.FAMILY, tasks.Task),
-    "model": (models.FAMILY, models.Model),
-    "data": (data.FAMILY, data.Data),
-}
+# The sections of a config whose members are checked.
+SECTIONS: dict[str, Spec] = {
+    name.removeprefix("data."): experiment.SECTIONS[name]
+    for name in ("selection", "local", "bounding", "noise", "weights", "server", "measure", "track",
+                 "data.task", "model", "data")
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -138,8 +133,8 @@ class Case:
         """The member. Raises `ConfigError`."""
         if self.section == "model":  # whose own may be a module
             return models.parse(self.values)
-        family, base = SECTIONS[self.section]
-        return choose(self.section, self.values, family, base)
+        spec = SECTIONS[self.section]
+        return choose(self.section, self.values, spec.family or {}, spec.base)
 
     def tree(self, **around: Any) -> dict[str, Any]:
         """A config with the member in it."""

@@ -641,13 +641,18 @@ def kinds(
         typer.Argument(help=NAMED, metavar="FAMILY[.KIND]", autocompletion=completion.kinds),
     ] = None,
     as_json: Json = False,
+    schema: Annotated[bool, _option("Print the JSON Schema of a config, for editors.")] = False,
 ) -> None:
     """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
     paper that it is of. Of own classes `raydpfl check` says more.
     """
     _load()
+    from raydpfl.cli import config_schema
     from raydpfl.cli import kinds as reference
 
+    if schema:
+        print(json.dumps(config_schema.schema(), indent=2))
+        return
     found = reference.of(name)
     if as_json:
         print(json.dumps([each.to_dict() for each in found], indent=2))

@@ -29,12 +29,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raydpfl import experiment, tracking
+from raydpfl import experiment
 from raydpfl.config.hints import said
 from raydpfl.config.registry import fields_of
 from raydpfl.errors import ConfigError
-from raydpfl.methods import local, probes
-from raydpfl.models import metrics
+from raydpfl.methods.local import Local
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.papers import cited
 from raydpfl.privacy.sampling import LAWS
@@ -135,17 +134,11 @@ def _every() -> list[Kind]:
     about = "What stands outside of all sections."
     top = Kind("config", "", _path(experiment.Experiment), about, _keys(whole))
     found = [top]
-    families: dict[str, dict] = {
-        **experiment.KINDS,
-        "measure": probes.FAMILY,
-        "track": tracking.FAMILY,
-        metrics.SECTION: metrics.FAMILY,
-    }
-    for family, members in families.items():
-        if members is not local.FAMILY or family == "local":  # once, wherever a rule may stand
-            found += [_kind(family, kind, cls) for kind, cls in members.items()]
-    for section, cls in experiment.SECTIONS.items():
-        found.append(_kind(section, "", cls))
+    sections = experiment.SECTIONS.items()
+    for name, spec in sections:
+        if spec.family and (spec.base is not Local or name == "local"):  # once, wherever it stands
+            found += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
+    found += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
     found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]
     return found + [_kind("selection.sampling", kind, type(each)) for kind, each in LAWS.items()]
 

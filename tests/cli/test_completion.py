@@ -47,7 +47,7 @@ def test_the_only_field_is_offered_with_values_so_that_no_shell_ends_the_word(co
 
 
 def test_what_bash_cuts_at_the_sign_is_completed_alike(complete):
-    kinds = [*experiment.KINDS["bounding"]]
+    kinds = [*experiment.SECTIONS["bounding"].family]
     assert complete("bounding.kind", "=", "") == complete("bounding.kind", "") == kinds
     assert complete("bounding.kind", "=", "model") == ["model_clip"]
     assert "bounding.quantile=" in complete("bounding.kind", "=", "quantile_clip", "bounding.")
@@ -57,7 +57,7 @@ def test_a_config_that_cannot_be_read_offers_the_fields_of_the_default(tmp_path)
     for name in ("nowhere.yaml", str(tmp_path), None):
         found = completion.overrides(SimpleNamespace(params={"config": name}), "local.")
         assert "local.lr=" in found
-    assert {name: next(iter(experiment.KINDS[name])) for name in experiment.DEFAULTS} == {
+    assert {name: next(iter(experiment.SECTIONS[name].family)) for name in experiment.DEFAULTS} == {
         name: section["kind"] for name, section in experiment.DEFAULTS.items()
     }
 

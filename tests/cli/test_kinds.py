@@ -64,7 +64,10 @@ def test_what_is_printed_is_what_the_classes_take():
 
 
 def test_every_default_is_one_that_the_config_takes_back():
-    for section, cls in experiment.SECTIONS.items():
+    for section, spec in experiment.SECTIONS.items():
+        if spec.family is not None:
+            continue
+        cls = spec.base
         defaults = {key.name: key.default for key in kinds.of(section)[0].keys}
         assert cls.model_validate(defaults) == cls()
 
