@@ -62,7 +62,7 @@ from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.models.metrics import standing as standing_metrics
 from raydpfl.privacy import Relation, Terms, budgets
-from raydpfl.privacy.accountants import standing
+from raydpfl.privacy.accountants import resolved
 from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
 
 log = logging.getLogger("raydpfl")
@@ -77,7 +77,7 @@ _FIELDS = {
     "kind": "selection.kind",
     "population": "data.clients",
     "cohort": "selection.cohort",
-    "beside": "selection.loss_std",
+    "side_query": "selection.loss_std",
     "batch": "local.batch",
     "steps": "local.steps",
     "sampling": "local.sampling",
@@ -335,7 +335,7 @@ class Experiment(Section):
         stand for `paper`.
         """
         at_steps = self.noise.drawn_by() == "step"
-        return standing(self.privacy.accountants, "sample" if at_steps else "client")
+        return resolved(self.privacy.accountants, "sample" if at_steps else "client")
 
     @property
     def terms(self) -> Terms:

@@ -24,7 +24,7 @@ import pytest
 import raydpfl
 from raydpfl.config.registry import Member
 from raydpfl.privacy.accountants import Accountant
-from raydpfl.privacy.sampling import Law
+from raydpfl.privacy.sampling import SamplingScheme
 
 ROOT = Path(raydpfl.__file__).parent
 # A family's own folder; a member that stands in none of them has the room that it stands in.
@@ -49,7 +49,7 @@ FOLDERS = (
 # What reads, makes and checks members of every family, and so handles their root.
 MACHINERY = ("config/registry", "config/user_classes")
 # What members, and what only passes their answers on, are called where a name is all that is known.
-CALLED = {*(folder.split("/")[-1] for folder in FOLDERS), "law", "accountant", "member"}
+CALLED = {*(folder.split("/")[-1] for folder in FOLDERS), "scheme", "accountant", "member"}
 FIELDS = ("model_fields", "model_fields_set", "model_dump", "__dict__")
 STRINGS = ("lower", "upper", "strip", "casefold", "startswith", "endswith", "removeprefix")
 PLACEMENTS = {"client", "server", "step"}
@@ -97,7 +97,7 @@ def family_classes() -> dict[type, str]:
     for name in modules():
         importlib.import_module(name)
     found = {}
-    for root in (Member, Law, Accountant):
+    for root in (Member, SamplingScheme, Accountant):
         for cls in {root, *subclasses(root)}:
             found[cls] = folder_of(Path(inspect.getfile(cls)))
     return found
@@ -462,9 +462,9 @@ CHEATS = {
     "whether a field was given": "'quantile' in x.model_fields_set",
     "field of the dumped": "given = x.model_dump()\ngiven.get('quantile')",
     "whether a hook is overridden": "type(x).factor is bounding.Bounding.factor",
-    "trying a hook": "try:\n    law.losses(1)\nexcept NotImplementedError:\n    pass",
+    "trying a hook": "try:\n    scheme.losses(1)\nexcept NotImplementedError:\n    pass",
     "trying a field": "try:\n    x.quantile\nexcept AttributeError:\n    pass",
-    "law by its name": "law == 'poisson'",
+    "scheme by its name": "scheme == 'poisson'",
 }
 INNOCENT = {
     "hook": "x.factor(1.0, 1.0)",

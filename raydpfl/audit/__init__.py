@@ -105,7 +105,7 @@ class Audit:
 
         def least(view: View) -> str:
             claim = view.claimed
-            return f"epsilon {claim.epsilon:.4g} is claimed against whoever sees {claim.observer}"
+            return f"epsilon {claim.epsilon:.4g} is claimed against an observer of {claim.observer}"
 
         def alike(view: View) -> str:
             estimate = view.estimate
@@ -318,7 +318,7 @@ def _unseen(
     names = {check.name for check in made}
     unseen = [SECRETS, PLACES]
     if any(least is None for _, least in held):
-        unseen.append("the epsilons that a law of cohorts from outside the package is given")
+        unseen.append("the epsilons that a user-defined sampling scheme is given")
     if not plan.mechanism.by_draws and "cohorts" not in names:
         unseen.append("how cohorts are drawn")
     elif not plan.mechanism.by_draws and plan.mechanism.hidden:

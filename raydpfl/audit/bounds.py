@@ -192,9 +192,9 @@ def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) 
     b = (m / s**2 - n / t**2) / 2
     c = ((n / t) ** 2 - (m / s) ** 2) / 2 + math.log(t / s) - epsilon
 
-    def mass(low: float, high: float, law: tuple[float, float]) -> float:
-        z = (low - law[0]) / law[1]
-        w = (high - law[0]) / law[1]
+    def mass(low: float, high: float, normal: tuple[float, float]) -> float:
+        z = (low - normal[0]) / normal[1]
+        w = (high - normal[0]) / normal[1]
         return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
 
     if abs(a) < 1e-12:
@@ -212,5 +212,5 @@ def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) 
             [(-b - math.sqrt(b * b - a * c)) / a, (-b + math.sqrt(b * b - a * c)) / a]
         )
         pieces = [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
-    there, other = (sum(mass(*piece, law) for piece in pieces) for law in (p, q))
+    there, other = (sum(mass(*piece, normal) for piece in pieces) for normal in (p, q))
     return there - (math.exp(epsilon + math.log(other)) if other > 0 else 0.0)

@@ -112,7 +112,7 @@ def curve(held: Sequence[Held]) -> Check | None:
     finding = f"at the epsilons that are claimed delta is at least {share:.3g} of that claimed"
     if share > 1 + _CURVE:
         least = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
-        finding = f"against whoever sees {claim.observer} at epsilon {claim.epsilon:.4g} {least}"
+        finding = f"against an observer of {claim.observer} at epsilon {claim.epsilon:.4g} {least}"
     return Check("curve", share <= 1 + _CURVE, finding, 0.0)
 
 

@@ -41,8 +41,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, rigorous
-from raydpfl.privacy.guarantee import Observer, OneClient
+from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.local_steps import LocalSteps
+from raydpfl.privacy.release_report import LocalStepsReport, scope_of
 from raydpfl.simulation.client.actor import ClientActor, Tally
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -400,7 +401,7 @@ class StepRecord:
             "sample",
             "replace_one",
             Observer.UPDATES,
-            steps.scope(worst, int(counts[worst])),
+            scope_of(steps, worst, int(counts[worst])),
             float(claims[worst]),
             delta,
             steps.exclusions,
@@ -424,7 +425,7 @@ class StepRecord:
         """
         held: list[observers.Held] = []
         for claim in observers.smallest(claims):
-            if isinstance(claim.sampling, OneClient):
+            if claim.sampling.client is not None:
                 held.append((claim, self._least(claim, claim.sampling.client)))
         return held
 
@@ -433,7 +434,7 @@ class StepRecord:
         count = int(_counts(self.plan)[client])
         n = int(steps.samples[client])
         batch = int(steps.batches[client])
-        times = count * int(steps.own_steps[client])
+        times = count * int(steps.client_steps[client])
         mu = 2 * steps.bound / (batch * float(steps.stds[client]))
         if batch < n and steps.sampling == "fresh":
             return least_delta(claimed.epsilon, mu, presence(batch / n), times)
@@ -480,7 +481,7 @@ class StepRecord:
     def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
         """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""
         rounds = len(self.rounds)
-        curves = _steps(self.plan).curves(accountants, self.plan.draws(rounds))
+        curves = LocalStepsReport(_steps(self.plan), accountants).curves(self.plan.draws(rounds))
         for name in accountants:
             truth = float(curves[name][-1])
             epsilon = float(recorded[name])
@@ -606,5 +607,6 @@ def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
     steps = replace(_steps(plan), delta=delta)
     counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)
-    spent = np.stack([steps.epsilons(name, counts) for name in names])
+    report = LocalStepsReport(steps, names)
+    spent = np.stack([report.epsilons(name, counts) for name in names])
     return spent.min(0), [names[place] for place in spent.argmin(0).tolist()]

@@ -25,7 +25,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.privacy.observers import View as Observed
+from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
@@ -163,7 +163,7 @@ def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
 
 def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
-    None where it may be drawn several times by a law that is not among those of the package.
+    None where it may be drawn several times by a user-defined sampling scheme.
     """
     updates = on_sums(plan)
     noise = plan.experiment.noise
@@ -173,16 +173,18 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
         for query in updates.queries
     ]
     mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in each))
-    law = updates.sampling
+    sampling = updates.sampling
     drawn = CERTAIN
     if not single and claimed.sampling.knows == "cohort hidden":
-        if law.repeats and is_user_defined(type(law.law)):
+        if sampling.repeats and is_user_defined(type(sampling.scheme)):
             return None
-        drawn = presence(1 / law.population, law.cohort) if law.repeats else presence(law.q)
+        drawn = presence(sampling.q)
+        if sampling.repeats:
+            drawn = presence(1 / sampling.population, sampling.cohort)
     return least_delta(claimed.epsilon, mu, drawn, times)
 
 
-def _claimed(seen: Observed, names: Sequence[str], delta: float) -> Guarantee | None:
+def _claimed(seen: ObserverView, names: Sequence[str], delta: float) -> Guarantee | None:
     """The smallest epsilon that these accountants guarantee against an observer; None: none covers
     it.
     """

@@ -3,8 +3,8 @@ your own.
 
 `raydpfl check mine:Tanh` runs every example of a class through the promises of its family: bound
 and sensitivity for hostile vectors, the same bits however a run is carried out, noise and draws by
-the declared laws, the epsilon of what is released, config and checkpoint round trips. For the
-members that come with the project, the tests do the same.
+the declared sampling schemes, the epsilon of what is released, config and checkpoint round trips.
+For the members that come with the project, the tests do the same.
 
 >>> found = check("bounding:clip")
 >>> all(promise.kept for promise in found)
@@ -59,7 +59,7 @@ from raydpfl.models.metrics import FAMILY as METRICS
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
-from raydpfl.privacy.sampling import LAWS, Law
+from raydpfl.privacy.sampling import SCHEMES, SamplingScheme
 
 __all__ = ["PROMISES", "Promise", "check", "members_of", "render"]
 
@@ -82,14 +82,14 @@ WHOLE: dict[str, tuple[Look, ...]] = {
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: spec.family or {} for section, spec in SECTIONS.items()},
-    "law": {name: type(each) for name, each in LAWS.items()},
+    "sampling": {name: type(each) for name, each in SCHEMES.items()},
     "formula": {name: type(each) for name, each in FORMULAS.items()},
     "accountant": {name: type(each) for name, each in ACCOUNTANTS.items() if name not in FORMULAS},
     "metric": METRICS,
 }
 BASES: dict[str, type] = {
     **{section: spec.base for section, spec in SECTIONS.items()},
-    "law": Law,
+    "sampling": SamplingScheme,
     "formula": Formula,
     "accountant": Accountant,
     "metric": Metric,
@@ -198,9 +198,9 @@ def _looks(
     if overrides:
         expected = f"none: no experiment is around {path}"
         raise ConfigError("overrides", list(overrides), expected)
-    if section == "law":
+    if section == "sampling":
         for numbers in cls.examples:  # type: ignore[attr-defined]
-            case = sampling.LawCase(Sampling(cls(), **numbers))
+            case = sampling.SchemeCase(Sampling(cls(), **numbers))
             yield from ((promise, case, _shown(numbers)) for promise in sampling.PROMISES)
         return
     if section == "metric":

@@ -127,7 +127,7 @@ TOGETHER = 32  # rounds whose noise is looked at as one
 
 
 def late_rounds(case: Case) -> str:
-    """Noise has its law in late rounds too, whatever the seed, the std and the model are."""
+    """Noise has its distribution in late rounds too, whatever the seed, the std and the model."""
     noise = case.plan.experiment.noise
     who = WHO[:1]
     first = np.zeros(1, np.int64)

@@ -11,7 +11,7 @@ from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, equal, hold
 from raydpfl.check.runs import Watched
 from raydpfl.methods.noise import Whitening
-from raydpfl.privacy import Mechanism, Query
+from raydpfl.privacy import Mechanism, Query, report_of
 
 
 def runs(case: Case) -> str:
@@ -105,12 +105,13 @@ def epsilon(case: Case) -> str:
         (*released, *([asked] if asked else [])),
         plan.experiment.rounds,
         placement=plan.experiment.noise.drawn_by(),
-        memory=plan.experiment.stateful.kind if plan.experiment.stateful else "",
-        remembers_noise=plan.experiment.local.remembers
+        stateful=plan.experiment.stateful.kind if plan.experiment.stateful else "",
+        noise_in_state=plan.experiment.local.remembers
         and plan.experiment.noise.drawn_by() == "client",
     )
     terms = plan.terms
-    true_curves = held.curves(plan.rigorous, plan.counted_draws(), plan.exposures, terms)
+    report = report_of(held, plan.rigorous, terms)
+    true_curves = report.curves(plan.counted_draws(), plan.exposures)
     for name, curve in true_curves.items():
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"

@@ -1,9 +1,9 @@
-"""What a sampling law promises: see `raydpfl.privacy.sampling`.
+"""What a sampling scheme promises: see `raydpfl.privacy.sampling`.
 
-A law claims that a secret cohort amplifies privacy, and by how much. No law may claim more than
+A scheme claims that a secret cohort amplifies privacy, and by how much. None may claim more than
 what holds for a client whose data alone move the sum: it is in the cohort with probability q, and
 everyone else sends 0. One round then shows a mixture of two Gaussians, whose privacy loss is an
-integral over a line. No sound law claims less than this loss for a round.
+integral over a line. No sound scheme claims less than this loss for a round.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ POINTS = 40_001
 
 
 @dataclass(frozen=True)
-class LawCase:
-    """A law, and the numbers that it is asked about."""
+class SchemeCase:
+    """A sampling scheme, and the numbers that it is asked about."""
 
     sampling: Sampling
 
@@ -49,19 +49,19 @@ class LawCase:
                     yield name, relation
 
 
-def words(case: LawCase) -> str:
+def words(case: SchemeCase) -> str:
     """It says in words what it is, and which relation no accountant covers."""
-    law = case.sampling.law
-    said = law.words(case.sampling)
-    hold(isinstance(law.kind, str) and law.kind, "it has no kind, its name in the ledger")
+    scheme = case.sampling.scheme
+    said = scheme.words(case.sampling)
+    hold(isinstance(scheme.kind, str) and scheme.kind, "it has no kind, its name in the ledger")
     hold(isinstance(said, str) and said, f"words gives {said!r}")
     for relation in RELATIONS:
-        refused = law.refuses(relation)
+        refused = scheme.refuses(relation)
         hold(refused is None or (isinstance(refused, str) and refused), f"refuses: {refused!r}")
     return said
 
 
-def chances(case: LawCase) -> str:
+def chances(case: SchemeCase) -> str:
     """Its chances are probabilities, its size a number of clients."""
     sampling = case.sampling
     hold(0 < sampling.q <= 1, f"q is {sampling.q}")
@@ -71,12 +71,12 @@ def chances(case: LawCase) -> str:
     size = sampling.size
     hold(size is None or 1 <= size <= sampling.cohort * 1e9, f"the size is {size}")
     hold(not (sampling.hidden and sampling.everyone), "everyone takes part, and that is a secret")
-    known = sampling.law.known(sampling, 5, None)
+    known = sampling.scheme.known(sampling, 5, None)
     hold(known.most >= 1, "a client takes part in no round at all")
     return f"q = {sampling.q:.4g}"
 
 
-def covered(case: LawCase) -> str:
+def covered(case: SchemeCase) -> str:
     """Some rigorous accountant covers it, under some relation."""
     found = [f"{name} under {relation}" for name, relation in case.covered()]
     hold(found, f"{case.sampling}: give losses, renyi or both")
@@ -138,7 +138,7 @@ def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     return times, binom.pmf(times, sampling.cohort, chance)
 
 
-def no_more_private_than_a_lone_client(case: LawCase) -> str:
+def no_more_private_than_a_lone_client(case: SchemeCase) -> str:
     """No epsilon of it is below that of a client who alone moves the sum."""
     looked = 0
     for name, relation in case.covered():
@@ -155,15 +155,15 @@ def no_more_private_than_a_lone_client(case: LawCase) -> str:
     return f"{looked} values of delta"
 
 
-def renyi_curve(case: LawCase) -> str:
+def renyi_curve(case: SchemeCase) -> str:
     """Its Renyi divergences rise with the order, and are those of a lone client at least."""
-    law = case.sampling.law
-    if not case.sampling.hidden or not law.gives("renyi"):
+    scheme = case.sampling.scheme
+    if not case.sampling.hidden or not scheme.gives("renyi"):
         return "none is needed, or given"
-    for relation in [each for each in RELATIONS if law.refuses(each) is None]:
+    for relation in [each for each in RELATIONS if scheme.refuses(each) is None]:
         for z in NOISE:
             mu = case.mechanism(z).mu(relation)
-            found = law.renyi(case.sampling, mu)
+            found = scheme.renyi(case.sampling, mu)
             hold(found.shape == rdp.ORDERS.shape, f"{list(found.shape)} divergences")
             lone = Lone.of(case.sampling, relation, mu)
             for order, claimed in zip(rdp.ORDERS.tolist(), found.tolist(), strict=True):
@@ -175,7 +175,7 @@ def renyi_curve(case: LawCase) -> str:
     return f"orders up to {ORDERS:g} held against an integral"
 
 
-def monotone(case: LawCase) -> str:
+def monotone(case: SchemeCase) -> str:
     """Epsilon rises with the rounds, and falls with the noise."""
     for name, relation in case.covered():
         curves = []
@@ -188,7 +188,7 @@ def monotone(case: LawCase) -> str:
     return "in rounds and in noise"
 
 
-def inverse(case: LawCase) -> str:
+def inverse(case: SchemeCase) -> str:
     """Delta at the epsilon of a delta is that delta, at most."""
     for name, relation in case.covered():
         mechanism = case.mechanism(NOISE[0])

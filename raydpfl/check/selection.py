@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.check import sampling as laws
+from raydpfl.check import sampling as schemes
 from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, hold, made_up
 from raydpfl.errors import RAISED
@@ -57,8 +57,8 @@ def cohorts(case: Case) -> str:
     return f"{len(first[0])} clients in round 0"
 
 
-def law(case: Case) -> str:
-    """Draws follow the law that it declares."""
+def follows_sampling(case: Case) -> str:
+    """Draws follow the sampling scheme that it declares."""
     member = case.plan.experiment.selection
     population = case.plan.population
     declared = member.sampling(population)
@@ -86,7 +86,7 @@ def law(case: Case) -> str:
 
 
 def _many(member: Selection, populations: list[Population], rate: float) -> str:
-    """Holds many cohorts against the law."""
+    """Holds many cohorts against the sampling scheme."""
     drawn = 0
     begun = time.monotonic()
     for number, seed in enumerate(SEEDS, 1):
@@ -174,9 +174,9 @@ def numbers(case: Case) -> str:
 
 
 def accounted(case: Case) -> str:
-    """The law that it declares is sound."""
+    """The sampling scheme that it declares is sound."""
     sampling = case.plan.experiment.selection.sampling(case.plan.population)
-    return "; ".join(promise(laws.LawCase(sampling)) for promise in laws.PROMISES)
+    return "; ".join(promise(schemes.SchemeCase(sampling)) for promise in schemes.PROMISES)
 
 
-PROMISES: tuple[Look, ...] = (cohorts, law, exposures, numbers, accounted)
+PROMISES: tuple[Look, ...] = (cohorts, follows_sampling, exposures, numbers, accounted)

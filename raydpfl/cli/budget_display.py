@@ -57,7 +57,7 @@ def _head(budget: Budget) -> Table:
         for name, value in noise.items()
         if name.startswith("std_")
     ]
-    sums = sum(not query.apart for query in mechanism.queries)
+    sums = len(mechanism.sums)
     together = f", the {sums} queries of a round together" if sums > 1 else ""
     multiplier = f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})"
     head.add_row("noise", f"std {', '.join(stds)}")
@@ -117,18 +117,16 @@ def of_personal(budget: PersonalBudget) -> RenderableType:
 def _personal_head(budget: PersonalBudget) -> Table:
     mechanism = budget.mechanism
     head = Table.grid(padding=(0, 2))
-    order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
-    batch = f"{mechanism.batch_words()}{order}"
-    steps = f"{mechanism.step_words()}, in a participation, each on {batch}"
-    head.add_row("released", f"every update of {len(budget.rows)} clients: {steps}")
+    head.add_row("released", budget.released)
     moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
     head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")
-    promised = _PROMISED.get(mechanism.calibration or "", "as given")
+    calibration = mechanism.calibration
+    promised = _PROMISED[calibration.method] if calibration else "as given"
     head.add_row("noise", f"at each step, {promised}")
-    beside = mechanism.beside
-    if beside:
-        noise = f"with noise of std {beside.std:.4g}"
-        head.add_row("beside", f"the {beside.name} of a client in each of its rounds, {noise}")
+    query = mechanism.side_query
+    if query:
+        noise = f"with noise of std {query.std:.4g}"
+        head.add_row("also", f"the {query.name} of a client in each of its rounds, {noise}")
     return head
 
 

@@ -70,7 +70,7 @@ def table(
     made = plain(title)
     if marked:
         made.add_column("", no_wrap=True)
-    made.add_column("against whoever sees", no_wrap=True)
+    made.add_column("against an observer of", no_wrap=True)
     if apart:
         made.add_column("relation", no_wrap=True)
     names = list(dict.fromkeys(label(one) for one, _ in cells))

@@ -36,7 +36,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Local
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.papers import cited
-from raydpfl.privacy.sampling import LAWS
+from raydpfl.privacy.sampling import SCHEMES
 
 WIDTH = 80
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -140,7 +140,7 @@ def _every() -> list[Kind]:
             found += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
     found += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
     found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]
-    return found + [_kind("selection.sampling", kind, type(each)) for kind, each in LAWS.items()]
+    return found + [_kind("selection.sampling", kind, type(each)) for kind, each in SCHEMES.items()]
 
 
 def _kind(family: str, kind: str, cls: type) -> Kind:

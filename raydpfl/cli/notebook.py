@@ -82,7 +82,7 @@ def _table(group: Sequence[Guarantee], held: Sequence[Guarantee]) -> str:
     rows = guarantee_table.by_observer([(one, run_display.epsilon(one)) for one in group])
     names = list(dict.fromkeys(guarantee_table.label(one) for one in group))
     heads = "".join(f'<th style="{CELL.format("right")}">{escape(name)}</th>' for name in names)
-    lines = [f'<tr><th style="{CELL.format("left")}">against whoever sees</th>{heads}</tr>']
+    lines = [f'<tr><th style="{CELL.format("left")}">against an observer of</th>{heads}</tr>']
     for row in rows:
         marked = held[:1] and held[0] in [one for one, _ in row.cells.values()]
         line = f'<td style="{CELL.format("left")}">{"&gt; " if marked else ""}'

@@ -210,8 +210,9 @@ def normals(
 
     40 bits of a word give the radius and 24 the angle. The uniform under the logarithm is in
     [2^-41, 1], in steps that shrink towards 0 as those of float32 do. So values reach 7.53 standard
-    deviations; 5e-14 of the law is beyond. The vector depends on n as a whole (two draws of 1000
-    are not one of 2000). It has the same bits on every processor. Arguments as for `stream`.
+    deviations; 5e-14 of the distribution is beyond. The vector depends on n as a whole (two draws
+    of 1000 are not one of 2000). It has the same bits on every processor. Arguments as for
+    `stream`.
 
     Returns:
         float32 [n].

@@ -15,28 +15,28 @@ array([0.1479, 0.1813, 0.2065])
 >>> for guarantee in guarantees(noisy, "replace_one", 1e-5, accountants=["pld"], participations=12):
 ...     print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
 epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
-against whoever sees every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
+against an observer of every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
 epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another,
-against whoever sees every aggregate (fixed size 80 of 1920, cohort known,
+against an observer of every aggregate (fixed size 80 of 1920, cohort known,
 a client in at most 12 of 100 rounds): rigorous, by pld.
 
-Each file is one concept:
+Each file is one concept, and imports those before it alone:
 
-- `mechanism`: what is released; `survey`: and besides the rounds; `places`: who draws the noise;
-  `laws`: a file a sampling law;
-- `accountants`: a file an accountant; `accounting`: what they say of a mechanism;
-- `guarantee`: an epsilon with everything that gives it a meaning;
-- `pld` and `renyi`: the mathematics of the rigorous accountants; `paper`: formulas as printed;
-- `calibrate`: noise for an epsilon; `roots`: searches that end on the safe side;
-- `ledger`: spending, on disk;
-- `personal`: noise at local steps, client by client; `budgets`: laws of personal budgets (imported
-  by that name, since it reads tables);
-- `memory`: clients that remember; `factorization`: noise that is correlated over the rounds.
+- `types`, `search`: words with a fixed meaning; searches that end on the safe side;
+- `pld`, `rdp`: the mathematics of the rigorous accountants;
+- `sampling`: a file a sampling scheme; `mechanism`, `local_steps`: what is released;
+- `guarantee`: an epsilon with everything that gives it a meaning; `observers`: against whom;
+- `paper_formulas`: formulas as printed; `accountants`: a file an accountant;
+- `accounting`: what the accountants say of a mechanism; `calibration`, `local_steps_calibration`:
+  the noise for an epsilon; `release_report`: what a run's release costs round by round;
+- `ledger`: spending, on disk; `factorization`: noise that is correlated over the rounds;
+- `budgets`: distributions of personal budgets (imported by that name, since it reads tables);
+  `calculator`: noise, epsilon or rounds from the other two.
 
 The papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and 003 (Section III-C3).
 """
 
-from raydpfl.privacy.accountants import STANDBY
+from raydpfl.privacy.accountants import FALLBACK
 from raydpfl.privacy.accounting import (
     RIGOROUS,
     covers,
@@ -51,14 +51,17 @@ from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loos
 from raydpfl.privacy.histogram_query import Survey
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
 from raydpfl.privacy.local_steps import LocalSteps
-from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Sampling
+from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
+from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release
 from raydpfl.privacy.paper_formulas import paper_multiplier
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
+from raydpfl.privacy.release_report import ReleaseReport, report_of
+from raydpfl.privacy.sampling import Sampling, SamplingScheme
 from raydpfl.privacy.types import Relation, Terms
 
 __all__ = [
+    "FALLBACK",
     "RIGOROUS",
-    "STANDBY",
     "Event",
     "Guarantee",
     "Ledger",
@@ -67,11 +70,14 @@ __all__ = [
     "Query",
     "Relation",
     "Release",
+    "ReleaseReport",
     "Sampling",
+    "SamplingScheme",
     "Segment",
     "Spent",
     "Survey",
     "Terms",
+    "calibrate_local_steps",
     "check_budget",
     "column",
     "covers",
@@ -86,6 +92,7 @@ __all__ = [
     "loose",
     "noise_for",
     "paper_multiplier",
+    "report_of",
     "rigorous",
     "rounds_for",
     "segments",

@@ -4,7 +4,8 @@
 Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else,
 and refuses one that it does not cover.
 
->>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
+>>> from raydpfl.privacy.mechanism import Query
+>>> from raydpfl.privacy.sampling import Sampling
 >>> query = Query("update", bound=1.0, std=4.0)
 >>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
 >>> [round(epsilon(mechanism, "replace_one", 1e-5, accountant=name), 3) for name in ("pld", "rdp")]
@@ -28,19 +29,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import paper_formulas
-from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant, named
-from raydpfl.privacy.guarantee import Cohorts, Guarantee, Observer, column
-from raydpfl.privacy.observers import View, views
+from raydpfl.privacy.accountants import ACCOUNTANTS, named
+from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, column
+from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.types import Relation, one_of
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Mechanism
 
 NOISELESS = "no noise is added, so nothing is private"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
@@ -66,16 +64,11 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
 
 def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
     """Those of these accountants whose epsilons are guarantees, in the same order."""
-    return tuple(name for name in accountants if _known(name).rigorous)
+    return tuple(name for name in accountants if (ACCOUNTANTS.get(name) or named(name)).rigorous)
 
 
 # The columns of tables that hold epsilons which are guarantees.
 RIGOROUS = tuple(column(name) for name, member in ACCOUNTANTS.items() if member.rigorous)
-
-
-def _known(name: str) -> Accountant:
-    """The accountant of this name, a formula for local steps too."""
-    return ACCOUNTANTS[name] if name in ACCOUNTANTS else named(name)
 
 
 def epsilon(
@@ -183,17 +176,17 @@ def guarantees(
         v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
     """
     rounds = mechanism.rounds if rounds is None else rounds
-    found = []
+    claims = []
     for name in accountants:
-        if not named(name).rigorous:
-            found.append(_as_printed(mechanism, delta, rounds, v))
-            continue
-        for view in views(mechanism, relation, rounds, participations):
-            found.append(_rigorous(view, delta, name))
-    return found
+        if named(name).rigorous:
+            seen = views(mechanism, relation, rounds, participations)
+            claims += [_rigorous(view, delta, name) for view in seen]
+        else:
+            claims.append(_as_printed(mechanism, delta, rounds, v))
+    return claims
 
 
-def _rigorous(view: View, delta: float, name: str) -> Guarantee:
+def _rigorous(view: ObserverView, delta: float, name: str) -> Guarantee:
     reason: str | None = NOISELESS
     if view.mechanism.private:
         reason = covers(name, view.mechanism, view.relation)
@@ -212,17 +205,17 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
         mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v
     )
     failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
-    others = [f"the {query.name} of clients" for query in mechanism.queries if query.apart]
+    others = [f"the {query.name} of clients" for query in mechanism.queries if query.per_client]
     others += [str(mechanism.survey)] if mechanism.survey else []
     if others:
-        failed += (f"nothing is released beside the sum (here too: {', '.join(others)})",)
+        failed += (f"nothing is released next to the sum (here too: {', '.join(others)})",)
     return Guarantee(
         "paper",
         "paper",
         mechanism.unit,
         "unstated",
         Observer.AGGREGATES,
-        Cohorts(mechanism.sampling),
+        Scope.of_cohorts(mechanism.sampling),
         printed.value,
         delta,
         mechanism.exclusions,

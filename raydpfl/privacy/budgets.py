@@ -1,8 +1,8 @@
-"""Laws of personal budgets: how much epsilon each client is willing to spend (003).
+"""Distributions of personal budgets: how much epsilon each client is willing to spend (003).
 
-A law gives every client a budget. 003's experiments have U(0, 1) and mixtures of normals:
+A distribution gives every client a budget. 003's experiments have U(0, 1) and mixtures of normals:
 
->>> Uniform(low=0, high=1).draw(seed=0, clients=4).round(3)
+>>> UniformBudgets(low=0, high=1).draw(seed=0, clients=4).round(3)
 array([0.252, 0.069, 0.331, 0.909])
 >>> mixture = parse({"kind": "normal_mixture", "components": [
 ...     {"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]})
@@ -17,8 +17,8 @@ array([0.3, 0.3])
 4 and 5, Fig. 6 case 1) is the mixture above, with std 0.2 and 1; likewise 0.3 N(2, 0.04) +
 0.7 N(8, 1) (Fig. 6 case 2). Where a value is negative, the component and the value are drawn again.
 
-Public: the law, and every budget drawn from it. Randomness: client k reads block k (four words) of
-the stream (seed, BUDGET), so a million clients take one pass over it.
+Public: the distribution, and every budget drawn from it. Randomness: client k reads block k (four
+words) of the stream (seed, BUDGET), so a million clients take one pass over it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("raydpfl")
 FIELD = "noise.epsilon"
 
 
-class Law(Member):
+class BudgetDistribution(Member):
     """Base of the family; a member gives `budgets`.
 
     Budgets below `floor` are raised to it (PRIVACY.md sec. 5). Each client is public with
@@ -63,7 +63,7 @@ class Law(Member):
             Epsilons, float64 [clients]; infinite for public clients.
 
         Raises:
-            ConfigError: the law gives no numbers, or a file lacks them.
+            ConfigError: the distribution gives no numbers, or a file lacks them.
         """
         words = (
             stream(seed, Purpose.BUDGET)
@@ -74,7 +74,9 @@ class Law(Member):
         budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
         if np.isnan(budgets).any():
             raise ConfigError(
-                FIELD, self.model_dump(), "a law that gives numbers; this one has no mass above 0"
+                FIELD,
+                self.model_dump(),
+                "a distribution that gives numbers; this one has no mass above 0",
             )
         budgets[uniform[:, 0] < self.public] = math.inf
         return budgets
@@ -92,14 +94,14 @@ class Law(Member):
         raise NotImplementedError
 
 
-class Constant(Law):
+class ConstantBudget(BudgetDistribution):
     """`epsilon` for everyone."""
 
     kind: str = "constant"
     epsilon: float = Field(gt=0)
 
     @model_validator(mode="after")
-    def _above_the_floor(self) -> Constant:
+    def _above_the_floor(self) -> ConstantBudget:
         if self.epsilon < self.floor:
             raise ConfigError(
                 f"{FIELD}.epsilon",
@@ -112,7 +114,7 @@ class Constant(Law):
         return np.full(len(uniform), self.epsilon)
 
 
-class Uniform(Law):
+class UniformBudgets(BudgetDistribution):
     """U(low, high) (003 Tables III, IV: U(0, 1))."""
 
     kind: str = "uniform"
@@ -120,7 +122,7 @@ class Uniform(Law):
     high: float = 1.0
 
     @model_validator(mode="after")
-    def _interval(self) -> Uniform:
+    def _interval(self) -> UniformBudgets:
         if self.high <= max(self.low, self.floor):
             raise ConfigError(
                 f"{FIELD}.high",
@@ -133,8 +135,9 @@ class Uniform(Law):
         return self.low + (self.high - self.low) * uniform[:, 0]
 
 
-class Component(BaseModel):
-    """A normal law with a standard deviation, not a variance, and its weight in the mixture (only
+class NormalComponent(BaseModel):
+    """A normal distribution with a standard deviation, not a variance, and its weight in the
+    mixture (only
     the proportions of weights count).
     """
 
@@ -145,15 +148,15 @@ class Component(BaseModel):
     std: float = Field(gt=0)
 
 
-class NormalMixture(Law):
+class MixtureOfBudgets(BudgetDistribution):
     """A mixture of normals; negative values are drawn again (003 sec. VI-C and VI-D2)."""
 
     kind: str = "normal_mixture"
-    components: tuple[Component, ...] = Field(min_length=1)
+    components: tuple[NormalComponent, ...] = Field(min_length=1)
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
         # Rejection leaves component i with a probability proportional to w_i P[X_i > 0], and X_i
-        # with its law above 0.
+        # with its distribution above 0.
         from scipy.special import log_ndtr, ndtri_exp
 
         weight, mean, std = np.array(
@@ -166,7 +169,7 @@ class NormalMixture(Law):
         return mean[which] - std[which] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[which])
 
 
-class Column(Law):
+class ColumnOfBudgets(BudgetDistribution):
     """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; that of a public client is inf.
 
     Row k is client k's. Or `client` names a column of ids, numbered in sorted order as partition
@@ -218,20 +221,23 @@ class Column(Law):
         return found[first]
 
 
-FAMILY: dict[str, type[Law]] = {
-    "constant": Constant,
-    "uniform": Uniform,
-    "normal_mixture": NormalMixture,
-    "column": Column,
+FAMILY: dict[str, type[BudgetDistribution]] = {
+    "constant": ConstantBudget,
+    "uniform": UniformBudgets,
+    "normal_mixture": MixtureOfBudgets,
+    "column": ColumnOfBudgets,
 }
 
 
-def parse(values: Any) -> Law:
-    """The law that `noise.epsilon` names: a number (the same for everyone; the floor is no higher),
+def parse(values: Any) -> BudgetDistribution:
+    """The distribution that `noise.epsilon` names: a number (the same for everyone; the floor is no
+    higher),
     or a mapping with a kind. Raises `ConfigError`.
     """
     if isinstance(values, int | float) and not isinstance(values, bool):
         if not 0 < values < math.inf:
-            raise ConfigError(FIELD, values, "a positive finite number, or a law of budgets")
-        return Constant(epsilon=values, floor=min(values, FLOOR))
-    return choose(FIELD, values, FAMILY, Law)
+            raise ConfigError(
+                FIELD, values, "a positive finite number, or a distribution of budgets"
+            )
+        return ConstantBudget(epsilon=values, floor=min(values, FLOOR))
+    return choose(FIELD, values, FAMILY, BudgetDistribution)

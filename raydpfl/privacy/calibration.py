@@ -49,12 +49,12 @@ def noise_for(
     """The noise multiplier that spends at most a given epsilon.
 
     Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
-    not those for a sampling law or an accountant of your own.
+    not those for a user-defined sampling scheme or accountant.
 
     Args:
         target: epsilon, positive and finite.
-        mechanism: what runs. Its noise says only how its queries share z. Queries `apart` and
-            surveys keep theirs, and z is what the others need in addition.
+        mechanism: what runs. Its noise says only how its queries share z. Per-client queries
+            and surveys keep theirs, and z is what the others need in addition.
         relation: the neighbouring relation.
         delta: the delta that epsilon is at.
         accountant: `pld`, `rdp` or `paper`.
@@ -72,8 +72,8 @@ def noise_for(
     _check(target, mechanism)
     rounds = mechanism.rounds if rounds is None else rounds
     asked = (target, mechanism, relation, delta, accountant, rounds, v)
-    # the name of a user's own does not say what its code computes
-    if is_user_defined(type(mechanism.sampling.law)) or is_user_defined(type(named(accountant))):
+    # a name does not say what user-defined code computes
+    if is_user_defined(type(mechanism.sampling.scheme)) or is_user_defined(type(named(accountant))):
         return _search(*asked)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
     return cached(question, lambda: _search(*asked))
@@ -161,7 +161,7 @@ def _search(
     if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
         expected = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
         raise ConfigError("delta", delta, expected)
-    others = [f"the {query.name}" for query in mechanism.queries if query.apart]
+    others = [f"the {query.name}" for query in mechanism.queries if query.per_client]
     others += [f"the {mechanism.survey}"] if mechanism.survey else []
     if others:
         run += f" ({', '.join(others)} alone, with the noise given, spend {spent(1e12):.4g})"

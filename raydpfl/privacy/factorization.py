@@ -73,7 +73,7 @@ from functools import lru_cache
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.mechanism import Sampling
+from raydpfl.privacy.sampling import Sampling
 
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
@@ -193,9 +193,9 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
     """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above).
 
     Args:
-        bands: diagonals of C.
-        sampling: the law within the group whose turn it is; without turns that of the population.
-        separation: rounds from one turn of a group to its next; 1 without turns.
+        bands: diagonals of C. sampling: the sampling within the group whose turn it is; without
+        turns that of the population. separation: rounds from one turn of a group to its next; 1
+        without turns.
     """
     if bands == 1:
         return

@@ -1,20 +1,18 @@
 """A guarantee: an epsilon, with everything that gives it a meaning (PRIVACY.md sec. 1).
 
->>> from raydpfl.privacy.mechanism import Sampling
->>> seen = Cohorts(Sampling("fixed", population=1920, cohort=80))
+>>> seen = Scope.of_cohorts(Sampling("fixed", population=1920, cohort=80))
 >>> guarantee = Guarantee(
 ...     "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, seen, 1.5, delta=1e-5)
 >>> print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
 epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
-against whoever sees every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
+against an observer of every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
 >>> guarantee.sampling.secret
 'who was in the cohorts'
 >>> guarantee < guarantee  # numbers of different kinds are never compared or added
 Traceback (most recent call last):
 TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
 
-A guarantee is made of facts. They become words here alone, and nothing reads the words: what is
-read back from a file (`Told`) is words only.
+Nothing reads the words: what is read back from a file has them and no other facts.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from raydpfl.privacy.sampling import Participations, Sampling
 from raydpfl.privacy.types import Unit
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Sampling
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the quantiles over clients that are reported
 
@@ -53,193 +49,53 @@ class Observer(StrEnum):
 
 
 @dataclass(frozen=True)
-class Participations:
-    """What a client spends against an observer who knows the cohorts.
-
-    Args:
-        most: the largest number of times that any client was drawn.
-        gaussians: how many Gaussians that composes.
-        rounds: out of how many rounds; None where only a client's own rounds are counted.
-        repeats: whether a client may be drawn several times in a round.
-    """
-
-    most: int
-    gaussians: int
-    rounds: int | None = None
-    repeats: bool = False
-
-    def __str__(self) -> str:
-        if self.repeats:
-            return f"a client drawn at most {self.most} times"
-        of = "" if self.rounds is None else f" of {self.rounds}"
-        return f"a client in at most {self.most}{of} rounds"
-
-
 class Scope:
-    """What a guarantee relies on in the sampling: its law, its secret, and what composes.
-
-    Scopes are equal if they say the same.
-    """
-
-    @property
-    def secret(self) -> str:
-        """What the observer does not know, in words; empty if it knows all."""
-        return ""
-
-    @property
-    def knows(self) -> str:
-        """The same in two words, for a table: "cohort hidden", "cohort known", "batch hidden"."""
-        return ""
-
-    @property
-    def participations(self) -> Participations | None:
-        """What a client spends against an observer who knows the cohorts; None for other
-        observers.
-        """
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scope) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-
-@dataclass(frozen=True, eq=False)
-class Cohorts(Scope):
-    """Cohorts of clients drawn by `law`; with `known`, against an observer who knows them. What is
-    released `besides` the rounds, in words, is counted too.
-    """
-
-    law: Sampling
-    known: Participations | None = None
-    besides: str = ""
-
-    @property
-    def participations(self) -> Participations | None:
-        return self.known
-
-    @property
-    def hidden(self) -> bool:
-        """Whether the cohort is a secret."""
-        return self.law.hidden and self.known is None
-
-    @property
-    def secret(self) -> str:
-        return "who was in the cohorts" if self.hidden else ""
-
-    @property
-    def knows(self) -> str:
-        if self.hidden:
-            return "cohort hidden"
-        return "cohort known" if self.known else ""
-
-    def __str__(self) -> str:
-        parts = [str(self.law), self.knows, str(self.known or ""), self.besides]
-        return ", ".join(part for part in parts if part)
-
-
-@dataclass(frozen=True, eq=False)
-class Batches(Scope):
-    """One client's batches of samples, drawn by `law` at each local step."""
-
-    law: Sampling
-
-    @property
-    def hidden(self) -> bool:
-        """Whether the samples of a batch are a secret."""
-        return self.law.hidden
-
-    @property
-    def secret(self) -> str:
-        return "which samples were in the batches" if self.hidden else ""
-
-    @property
-    def knows(self) -> str:
-        return "batch hidden" if self.hidden else ""
-
-    def __str__(self) -> str:
-        return ", ".join(part for part in (f"batches: {self.law}", self.knows) if part)
-
-
-@dataclass(frozen=True, eq=False)
-class OneClient(Scope):
-    """The batches of the client that has spent most.
+    """What a guarantee relies on in the sampling, in words. Scopes are equal if they say the same.
 
     Args:
-        client: its id.
-        batch: samples in a batch.
-        samples: that it has.
-        hidden: whether a batch is a secret subset. Else it is all samples, or shuffled epochs.
-        gaussians: how many Gaussians are composed over the run.
-        steps: local steps over the run.
-        times: participations.
-        besides: what each participation releases in addition; empty: nothing.
-        spread: quantiles of the clients' epsilons, at `SHARES`.
-        among: how many clients took part.
+        words: the sampling scheme, what is hidden, and what composes.
+        knows: the second of these alone, for a table: "cohort hidden", "cohort known", "batch
+            hidden".
+        secret: what the observer does not know, in words; empty if it knows all.
+        participations: what a client spends against an observer who knows the cohorts; None for
+            other observers.
+        client: the client that has spent most, where each is accounted for by itself.
     """
-
-    client: int
-    batch: int
-    samples: int
-    hidden: bool
-    gaussians: int
-    steps: int
-    times: int
-    besides: str = ""
-    spread: tuple[float, ...] = ()
-    among: int = 1
-
-    @property
-    def secret(self) -> str:
-        return "which samples were in the batches" if self.hidden else ""
-
-    @property
-    def knows(self) -> str:
-        return "batch hidden" if self.hidden else ""
-
-    def __str__(self) -> str:
-        text = f"batches: {self._batches()}; client {self.client}, {self.steps} steps in "
-        text += f"{self.times} participations"
-        if self.besides:
-            text += f", the {self.besides} released at each"
-        if self.among > 1:
-            values = ", ".join(f"{value:.4g}" for value in self.spread)
-            text += f", the worst of {self.among} whose epsilons have quartiles {values}"
-        return text
-
-    def _batches(self) -> str:
-        if self.hidden:
-            return f"fixed size {self.batch} of {self.samples}, batch hidden"
-        if self.batch == self.samples:
-            return f"all {self.samples}"
-        order = f"{self.batch} of {self.samples} in shuffled epochs, order known"
-        return f"{order}, {self.gaussians} Gaussians without amplification"
-
-
-@dataclass(frozen=True, eq=False)
-class Nobody(Scope):
-    """No protected client took part; `public`: public clients did."""
-
-    public: bool
-
-    def __str__(self) -> str:
-        return "public clients alone took part" if self.public else "no client took part"
-
-
-@dataclass(frozen=True, eq=False)
-class Told(Scope):
-    """A scope read back from a file, as it is worded there; `known` is what it `knows`."""
 
     words: str
-    known: str = ""
-
-    @property
-    def knows(self) -> str:
-        return self.known
+    knows: str = field(default="", compare=False)
+    secret: str = field(default="", compare=False)
+    participations: Participations | None = field(default=None, compare=False)
+    client: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.words
+
+    @classmethod
+    def of_cohorts(
+        cls, sampling: Sampling, known: Participations | None = None, also: str = ""
+    ) -> Scope:
+        """Cohorts of clients; with `known`, against an observer who knows them. `also` is released
+        next to the rounds, in words.
+        """
+        hidden = sampling.hidden and known is None
+        knows = "cohort hidden" if hidden else "cohort known" if known else ""
+        words = _listed(str(sampling), knows, str(known or ""), also)
+        return cls(words, knows, "who was in the cohorts" if hidden else "", known)
+
+    @classmethod
+    def of_batches(cls, sampling: Sampling) -> Scope:
+        """One client's batches of samples at each local step."""
+        if not sampling.hidden:
+            return cls(f"batches: {sampling}")
+        return cls(_listed(f"batches: {sampling}", "batch hidden"), "batch hidden", BATCHES)
+
+
+BATCHES = "which samples were in the batches"  # the secret of noise at local steps
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -290,7 +146,7 @@ class Guarantee:
         """The guarantee that `to_dict` wrote, with its sampling in words only."""
         read = dict(values)
         read["observer"] = Observer(values["observer"])
-        read["sampling"] = Told(values["sampling"], read.pop("knows", ""))
+        read["sampling"] = Scope(values["sampling"], read.pop("knows", ""))
         read["epsilon"] = float(values["epsilon"])
         for name in ("exclusions", "conditions_failed"):
             read[name] = tuple(values[name])
@@ -340,7 +196,7 @@ class Guarantee:
         text = f"No privacy is shown (epsilon infinite) {self._protects()}, "
         if math.isfinite(self.epsilon):
             text = f"epsilon {self.epsilon:.4g} {self.about()}, "
-        text += f"against whoever sees {self.observer} ({self.sampling}): "
+        text += f"against an observer of {self.observer} ({self.sampling}): "
         text += f"{KINDS[self.kind]}, by {self.accountant}."
         if self.exclusions:
             text += f" Not accounted for: {'; '.join(self.exclusions)}."

@@ -1,4 +1,4 @@
-"""What all clients are asked for besides the rounds: a histogram of a score of theirs.
+"""What all clients are asked for next to the rounds: a histogram of a score of theirs.
 
 >>> survey = Survey("accuracy", std=20.0, clients=300, times=10)
 >>> round(survey.mu("replace_one"), 4)  # 10 Gaussians of sensitivity sqrt(2) and std 20, together

@@ -1,7 +1,7 @@
-"""What accountants are told of who draws the noise: the server, each client on what it sends, or
-each client at its local steps. It decides who can observe what.
+"""Who draws the noise (the server, each client on what it sends, or each client at its local
+steps), and who can therefore observe what.
 
->>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
+>>> from raydpfl.privacy.mechanism import Query
 >>> query = Query("update", bound=1.0, std=4.0)
 >>> run = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100, placement="client")
 >>> [str(view.observer) for view in views(run, "replace_one", 100, None)]
@@ -15,17 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from raydpfl.privacy.guarantee import Batches, Cohorts, Guarantee, Observer, Scope
+from raydpfl.privacy.guarantee import Guarantee, Observer, Scope
+from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, one_of
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Mechanism, Sampling
 
 
 @dataclass(frozen=True)
-class View:
+class ObserverView:
     """What one observer sees: `rounds` rounds of `mechanism`, under `relation`. `scope` is the part
     of the sampling that its guarantee relies on.
     """
@@ -74,7 +73,7 @@ class Place:
     cohort.
     """
 
-    one: ClassVar[str] = ""  # what one draw is on, for tables; empty: the sum itself
+    draw: ClassVar[str] = ""  # what one draw is on, for tables; empty: the sum itself
     caveat: ClassVar[str] = ""  # what else a reader of its guarantees should know
 
     def draws(self, sampling: Sampling) -> float:
@@ -91,30 +90,26 @@ class Place:
 
     def views(
         self, mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
-    ) -> Iterator[View]:
+    ) -> Iterator[ObserverView]:
         """See the function `views`."""
         sampling = mechanism.sampling
         survey = mechanism.survey
-        besides = str(survey) if survey and survey.times else ""
+        also = str(survey) if survey and survey.times else ""
+        scope = Scope.of_cohorts(sampling, also=also)
         if sampling.hidden or sampling.everyone:
-            scope = Cohorts(sampling, besides=besides)
-            yield View(Observer.AGGREGATES, scope, mechanism, relation, rounds)
-        most = None if sampling.everyone else participations
-        known = sampling.law.known(sampling, rounds, most)
-        scope = Cohorts(sampling, besides=besides)
-        under = relation
+            yield ObserverView(Observer.AGGREGATES, scope, mechanism, relation, rounds)
         unsampled = mechanism.unsampled()
+        most = None if sampling.everyone else participations
+        known = sampling.scheme.known(sampling, rounds, most)
         if not sampling.everyone:
-            scope = Cohorts(sampling, known, besides)
-            # Whoever sees the cohort sees who is there, so all that add_remove can still mean is
-            # an absent contribution.
-            under = "zero_out" if relation == "add_remove" else relation
-            yield View(Observer.AGGREGATES, scope, unsampled, under, known.gaussians)
-        yield from self.singles(
-            mechanism, View(Observer.UPDATES, scope, unsampled, under, known.most)
-        )
+            scope = Scope.of_cohorts(sampling, known, also)
+            # Who is there is seen, so all that add_remove can still mean is an absent contribution.
+            relation = "zero_out" if relation == "add_remove" else relation
+            yield ObserverView(Observer.AGGREGATES, scope, unsampled, relation, known.gaussians)
+        whole = ObserverView(Observer.UPDATES, scope, unsampled, relation, known.most)
+        yield from self.singles(mechanism, whole)
 
-    def singles(self, mechanism: Mechanism, view: View) -> Iterator[View]:
+    def singles(self, mechanism: Mechanism, view: ObserverView) -> Iterator[ObserverView]:
         """The observers of single updates, made from `view`, which has the noise of the whole sum
         on every update.
         """
@@ -128,7 +123,7 @@ class CentralNoise(Place):
 class DistributedNoise(Place):
     """Each of a cohort's r clients on what it sends, so that the sum has sqrt(r) times the std."""
 
-    one = "one_client"
+    draw = "one_client"
     caveat = (
         "k clients who pool what they know of their own noise, or k that drop out, leave "
         "sqrt((r - k) / r) of the noise on a sum of r"
@@ -147,20 +142,20 @@ class DistributedNoise(Place):
             return f"{reason}; nearest: noise.placement server, or replace_one"
         return None
 
-    def singles(self, mechanism: Mechanism, view: View) -> Iterator[View]:
+    def singles(self, mechanism: Mechanism, view: ObserverView) -> Iterator[ObserverView]:
         seen = view.mechanism.with_noise(
             mechanism.noise_multiplier / self.draws(mechanism.sampling)
         )
         survey = seen.survey.of_one() if seen.survey else None
-        # what a client remembers of what it sent is seen
-        seen = replace(seen, remembers_noise=False, survey=survey)
+        # what a client's state holds of what it sent is seen
+        seen = replace(seen, noise_in_state=False, survey=survey)
         yield replace(view, mechanism=seen)
 
 
 class LocalStepNoise(Place):
     """A client at each of its local steps, once on the sum over a batch. Every update is seen."""
 
-    one = "the_mean_gradient"
+    draw = "the_mean_gradient"
     caveat = (
         "it holds for a fresh batch at each step, not for shuffled epochs; participations are "
         "those that occur, or a cap that is kept"
@@ -171,8 +166,10 @@ class LocalStepNoise(Place):
 
     def views(
         self, mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
-    ) -> Iterator[View]:
-        yield View(Observer.UPDATES, Batches(mechanism.sampling), mechanism, relation, rounds)
+    ) -> Iterator[ObserverView]:
+        yield ObserverView(
+            Observer.UPDATES, Scope.of_batches(mechanism.sampling), mechanism, relation, rounds
+        )
 
 
 _PLACES: dict[str, Place] = {
@@ -190,7 +187,7 @@ def place_of(name: str) -> Place:
 
 def views(
     mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
-) -> Iterator[View]:
+) -> Iterator[ObserverView]:
     """The observers that differ, the one who sees least first.
 
     Args:
@@ -201,4 +198,4 @@ def views(
         participations: the largest number of times that any client was drawn; None: unknown, so
             that every round counts.
     """
-    return mechanism.place.views(mechanism, relation, rounds, participations)
+    return place_of(mechanism.placement).views(mechanism, relation, rounds, participations)

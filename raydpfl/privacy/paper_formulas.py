@@ -1,9 +1,8 @@
 """The papers' formulas as printed, each with the conditions under which its paper claims it.
 
 These are not guarantees of what ran; `raydpfl.privacy.epsilon` is. Most functions return
-`Printed(value, conditions_failed)`.
+`FormulaValue(value, conditions_failed)`.
 
->>> from raydpfl.privacy.mechanism import Sampling
 >>> noise = client_noise(1.5, Sampling("fixed", 1920, 80), rounds=100, delta=1e-5, bound=1.0)
 >>> round(noise.value, 4), noise.conditions_failed
 (0.2108, ('epsilon 1.5 <= u q^2 T = 0.1736 (u = 1; the paper leaves u open)',))
@@ -21,21 +20,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.pld import gaussian_delta
+from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.search import halved, safe_end
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Sampling
 
 
 @dataclass(frozen=True)
-class Printed:
+class FormulaValue:
     """What a formula gives, and the conditions of its paper that do not hold, in words."""
 
     value: float
@@ -73,22 +70,24 @@ def paper_multiplier(
 
 def client_noise(
     epsilon: float, sampling: Sampling, rounds: int, delta: float, bound: float, v: float = 4.0
-) -> Printed:
+) -> FormulaValue:
     """sigma of 000 Theorem 3.2, sigma^2 = v c^2 r T ln(1/delta) / (N^2 eps^2): the std of one
     client's noise, in the units of `bound` (c). Other arguments as for `paper_multiplier`.
     """
     z = paper_multiplier(epsilon, sampling, rounds, delta, v)
-    return Printed(z * bound / math.sqrt(sampling.cohort), _conditions(epsilon, sampling, rounds))
+    return FormulaValue(
+        z * bound / math.sqrt(sampling.cohort), _conditions(epsilon, sampling, rounds)
+    )
 
 
 def client_epsilon(
     z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
-) -> Printed:
+) -> FormulaValue:
     """The epsilon that the theorem claims at `z` = std of the noise on the sum / bound; infinite at
     z = 0. Other arguments as for `paper_multiplier`.
     """
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
-    return Printed(epsilon, _conditions(epsilon, sampling, rounds))
+    return FormulaValue(epsilon, _conditions(epsilon, sampling, rounds))
 
 
 def client_delta(
@@ -107,7 +106,7 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
         failed.append(
             f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
         )
-    if not sampling.law.as_in_the_papers(sampling):
+    if not sampling.scheme.as_in_the_papers(sampling):
         failed.append(f"cohorts of one fixed size, drawn without replacement (here: {sampling})")
     return tuple(failed)
 
@@ -149,7 +148,7 @@ def tcdp(
 
 def tcdp_epsilon(
     std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
-) -> Printed:
+) -> FormulaValue:
     """Epsilon at `delta` by tCDP: rho + 2 sqrt(rho ln(1/delta)) where the condition of 002 Lemma 2
     holds, delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1); infinite where
     omega <= 1.
@@ -157,15 +156,15 @@ def tcdp_epsilon(
     surprise = math.log(1 / _delta(delta))
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
     if not omega > 1:
-        return Printed(math.inf, (*failed, f"omega = {omega:.4g} > 1"))
+        return FormulaValue(math.inf, (*failed, f"omega = {omega:.4g} > 1"))
     if delta >= _least_delta(rho, omega):
-        return Printed(rho + 2 * math.sqrt(rho * surprise), failed)
-    return Printed(rho * omega + surprise / (omega - 1), failed)
+        return FormulaValue(rho + 2 * math.sqrt(rho * surprise), failed)
+    return FormulaValue(rho * omega + surprise / (omega - 1), failed)
 
 
 def tcdp_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
-) -> Printed:
+) -> FormulaValue:
     """The std at which tCDP claims (epsilon, delta), every condition checked:
 
     sigma^2 = 26 K_i Q G^2 / (n_i^2 rho),
@@ -181,12 +180,12 @@ def tcdp_noise(
     limit = _least_delta(rho, omega) if omega > 1 else 1.0
     if delta < limit:
         failed += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
-    return Printed(std, failed)
+    return FormulaValue(std, failed)
 
 
 def tcdp_theorem5(
     std: float, *, bound: float, batch: int, samples: int, steps: int
-) -> tuple[Printed, float]:
+) -> tuple[FormulaValue, float]:
     """002 Theorem 5 as printed: the single pair that it gives at `std`,
 
         epsilon = rho (2 omega - 1), delta = e^(-rho (omega - 1)^2).
@@ -196,18 +195,18 @@ def tcdp_theorem5(
     rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
     value = _theorem5_limit(batch, samples, steps) - rho
     failed += () if omega > 1 else (f"omega = {omega:.4g} > 1",)
-    return Printed(value if value >= 0 else math.inf, failed), _least_delta(rho, omega)
+    return FormulaValue(value if value >= 0 else math.inf, failed), _least_delta(rho, omega)
 
 
 def tcdp_theorem5_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int
-) -> Printed:
+) -> FormulaValue:
     """002 Theorem 5 solved for the std, by rho = 2 rho omega - epsilon; infinite where no std has
     that epsilon.
     """
     most = _theorem5_limit(batch, samples, steps)
     if epsilon >= most:
-        return Printed(
+        return FormulaValue(
             math.inf,
             (
                 f"epsilon {epsilon:.4g} < {most:.4g}, "
@@ -215,7 +214,7 @@ def tcdp_theorem5_noise(
             ),
         )
     std = bound / samples * math.sqrt(26 * steps / (most - epsilon))
-    return Printed(
+    return FormulaValue(
         std,
         tcdp_theorem5(std, bound=bound, batch=batch, samples=samples, steps=steps)[
             0
@@ -286,19 +285,19 @@ def budget_variance(
 
 def budget_noise(
     epsilon: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
-) -> Printed:
+) -> FormulaValue:
     """sigma_k = c sqrt(V_k T_k T_l) (003 eq. 6), with `steps` = T_k T_l and `bound` = c.
 
     What it truly gives is `epsilon(Mechanism.of_local_steps(...))`.
     """
     _check_client(batch, samples, steps)
     std = bound * math.sqrt(budget_variance(epsilon, delta, batch=batch, samples=samples) * steps)
-    return Printed(std, lemma2(epsilon, delta, batch=batch, samples=samples))
+    return FormulaValue(std, lemma2(epsilon, delta, batch=batch, samples=samples))
 
 
 def budget_epsilon(
     std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
-) -> Printed:
+) -> FormulaValue:
     """The epsilon that 003 claims at `std`, the inverse of `budget_noise`; infinite without
     noise.
     """
@@ -306,7 +305,7 @@ def budget_epsilon(
     epsilon = float(
         budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)
     )
-    return Printed(epsilon, lemma2(epsilon, delta, batch=batch, samples=samples))
+    return FormulaValue(epsilon, lemma2(epsilon, delta, batch=batch, samples=samples))
 
 
 def budget_epsilons(

@@ -11,18 +11,16 @@ array([1.41421356, 1.73205081, 3.        ])
 >>> last(lambda n: n * n <= 150, most=100)
 12
 
-Design note. `safe_end` is Brent's method in the steps of scipy's `brentq`, which costs 0.4 s to
-import. It narrows a bracket to the tolerance and may return either end of it; here it is the safe
-one. What noise depends on is found by `halved`,
-`narrowed` and `near_guess`, which must not change by a bit: the key of a run's noise is a digest of
-its standard deviation, so another last bit would be another run. `halved` takes arrays. `narrowed`
-and `near_guess` need few evaluations of a costly function: they go a little past the root, which
-closes the bracket from that side.
+Design note. `safe_end` is scipy's `brentq`, which may return either end of its last bracket; here
+it is the safe one. What noise depends on is found by `halved`, `narrowed` and `near_guess`, which
+must not change by a bit: the key of a run's noise is a digest of its standard deviation, so another
+last bit would be another run. `halved` takes arrays. `narrowed` and `near_guess` need few
+evaluations of a costly function: they go a little past the root, which closes the bracket from that
+side.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -51,6 +49,8 @@ def safe_end(
     Raises:
         ValueError: both ends are safe, or neither is.
     """
+    from scipy.optimize import brentq
+
     seen: dict[float, float] = {}
 
     def once(x: float) -> float:
@@ -61,69 +61,9 @@ def safe_end(
     rising = once(low) <= 0
     if rising == (once(high) <= 0):
         raise ValueError(f"no root between {low} and {high}")
-    brent(once, low, high, max(xtol, _TINY), rtol)
+    brentq(once, low, high, xtol=max(xtol, _TINY), rtol=rtol)
     safe = [x for x, value in seen.items() if value <= 0]
     return max(safe) if rising else min(safe)
-
-
-def brent(
-    function: Callable[[float], float], low: float, high: float, xtol: float, rtol: float
-) -> float:
-    """A root of a function between `low` and `high`, where it has values of both signs: Brent 1973,
-    ch. 4, in the steps of scipy's `brentq`, and asking for the same points.
-
-    Raises:
-        RuntimeError: no bracket narrower than xtol + rtol |x| after 100 steps.
-    """
-    before = (low, function(low))
-    last = (high, function(high))
-    other = before  # on the other side of the root
-    step_before = step = 0.0
-    for _ in range(100):
-        if before[1] != 0 and last[1] != 0 and (before[1] < 0) != (last[1] < 0):
-            other = before
-            step_before = step = last[0] - before[0]
-        if abs(other[1]) < abs(last[1]):
-            before = last
-            last = other
-            other = before
-        x = last[0]
-        delta = (xtol + rtol * abs(x)) / 2
-        half = (other[0] - x) / 2
-        if last[1] == 0 or abs(half) < delta:
-            return x
-        guess = math.inf
-        if abs(step_before) > delta and abs(last[1]) < abs(before[1]):
-            guess = _guessed(before, last, other)
-        if 2 * abs(guess) < min(abs(step_before), 3 * abs(half) - delta):
-            step_before = step
-            step = guess
-        else:
-            step_before = step = half
-        before = last
-        least = delta if half > 0 else -delta
-        x += step if abs(step) > delta else least
-        last = (x, function(x))
-    raise RuntimeError(f"no root found between {low} and {high}")
-
-
-def _guessed(
-    before: tuple[float, float], last: tuple[float, float], other: tuple[float, float]
-) -> float:
-    """The step from the last point to where a line, or an inverse parabola, has its root; infinite
-    where there is none.
-    """
-    x0, f0 = before
-    x, f = last
-    x1, f1 = other
-    try:
-        if x0 == x1:
-            return -f * (x - x0) / (f - f0)
-        slope0 = (f0 - f) / (x0 - x)
-        slope1 = (f1 - f) / (x1 - x)
-        return -f * (f1 * slope1 - f0 * slope0) / (slope1 * slope0 * (f1 - f0))
-    except ZeroDivisionError:
-        return math.inf
 
 
 def halved(

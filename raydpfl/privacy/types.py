@@ -39,3 +39,8 @@ def one_of(field: str, value: object, choices: object) -> None:
     """Raises `ConfigError` unless `value` is one of the strings of a `Literal`."""
     if value not in get_args(choices):
         raise ConfigError(field, value, f"one of {', '.join(get_args(choices))}")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is an integer and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -20,7 +20,7 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     """
     member = plan.experiment.noise
     selection = plan.experiment.selection
-    plan.check_law()
+    plan.check_sampling()
     exposures = plan.exposures + max(plan.repeated, 0)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(plan.population).hidden

@@ -1,9 +1,9 @@
-"""Noise of a class from outside the package, held against its law in every round of a run.
+"""Noise of a class from outside the package, held against its distribution in every round of a run.
 
 Such a class says what it draws, and nothing proves it. So each draw is looked at before it is
 released: the server's on a sum, each client's and their sum, those on side queries and on
 histograms. With independent N(0, std^2 I) of the std that accountants were told, these numbers have
-laws that are known exactly, given the draws before:
+distributions that are known exactly, given the draws before:
 
 - the squared norm over std^2 is chi-squared, of a draw and of the last 2, 4, 8, ... together, so
   that noise that is right for some rounds is seen when it changes;
@@ -14,7 +14,8 @@ laws that are known exactly, given the draws before:
   binomial;
 - the squares of each coordinate, and the square of all sums, over draws 2, 3 to 4, 5 to 8, ...,
   are chi-squared;
-- the correlation with each of the last draws, by 512 coordinates, has the law of an angle on a
+- the correlation with each of the last draws, by 512 coordinates, has the distribution of an angle
+  on a
   sphere;
 - the sums of products of coordinates some places from each other (of one number a round, some
   rounds from each other) are below a Bernstein bound (Boucheron, Lugosi, Massart 2013, sec. 2.4: of
@@ -22,8 +23,8 @@ laws that are known exactly, given the draws before:
 
 Every round, window and kind of test has its part of `FALSE_ALARM`, so that a run with sound noise
 ends with probability 1e-6 at most, however long it is and however often it is resumed. Draws that
-follow the law but can be predicted pass: no sequence of draws shows that. Of noise that is
-correlated over the rounds the part that `Noise.carried` leaves is held against the law.
+follow the distribution but can be predicted pass: no sequence of draws shows that. Of noise that is
+correlated over the rounds the part that `Noise.carried` leaves is held against the distribution.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,7 +26,15 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.selection import Population
-from raydpfl.privacy import Guarantee, Mechanism, Release, Sampling, Segment, Terms
+from raydpfl.privacy import (
+    Guarantee,
+    Mechanism,
+    Release,
+    ReleaseReport,
+    Sampling,
+    Segment,
+    Terms,
+)
 from raydpfl.simulation import provenance
 from raydpfl.simulation.preparation import Parts, prepared
 from raydpfl.simulation.preparation import weights as client_weights
@@ -269,9 +277,15 @@ class Plan:
 
     def _uncovered(self, accountant: str) -> str | None:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
-        if self.mechanism is None:
+        if self.mechanism is None or self.mechanism.by_draws:
             return None
-        return self.mechanism.uncovered(accountant, self.terms.relation)
+        return privacy.covers(accountant, cast(Mechanism, self.mechanism), self.terms.relation)
+
+    @cached_property
+    def report(self) -> ReleaseReport:
+        """What the mechanism costs, by the accountants of `named`."""
+        assert self.mechanism is not None
+        return privacy.report_of(self.mechanism, self.named, self.terms)
 
     @property
     def noise_multiplier(self) -> float | None:
@@ -300,8 +314,8 @@ class Plan:
         asked = self.experiment.accountants
         if not asked or privacy.rigorous(asked):
             return asked
-        covering = [name for name in privacy.STANDBY if not self._uncovered(name)]
-        return (*asked, *(covering or privacy.STANDBY)[:1])
+        covering = [name for name in privacy.FALLBACK if not self._uncovered(name)]
+        return (*asked, *(covering or privacy.FALLBACK)[:1])
 
     @property
     def cohort(self) -> int:
@@ -381,19 +395,21 @@ class Plan:
         if loose:
             log.warning(loose)
         seen = self.participations(e.rounds) if mechanism.by_draws else {}
-        for warning in mechanism.warnings(seen):
+        report = self.report
+        for warning in report.warnings(seen):
             log.warning(warning)
         try:
-            mechanism.check_claims(seen)
+            report.check_claims(seen)
         except BudgetError as error:
             uncounted = e.selection.uncounted
             if not self.history and not uncounted:
                 raise
             log.warning("%s, as %s", error, uncounted or "rounds were released twice")
 
-    def check_law(self) -> None:
-        """Raises `RunError` where the selection declares another law by now than the mechanism was
-        told of.
+    def check_sampling(self) -> None:
+        """Raises `RunError` where the selection now declares another sampling scheme than the
+        mechanism
+        was accounted with.
         """
         told = self.mechanism.cohorts if self.mechanism else None
         if told is None:
@@ -403,7 +419,8 @@ class Plan:
         if not self.experiment.noise.simulated():  # the clients that run stand for others
             now = replace(now, population=told.population, cohort=told.cohort)
         facts = [
-            (type(one.law), one.population, one.cohort, one.p_max, one.rule) for one in (told, now)
+            (type(one.scheme), one.population, one.cohort, one.p_max, one.rule)
+            for one in (told, now)
         ]
         if facts[0] != facts[1]:
             raise RunError(
@@ -422,7 +439,7 @@ class Plan:
         if draws is None:
             draws = self.counted_draws()
         composed = self.exposures + self.repeated
-        return self.mechanism.curves(self.named, draws, composed, self.terms, self.surveys)
+        return self.report.curves(draws, composed, self.surveys)
 
     def cohort_seed(self, again: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default.
@@ -473,7 +490,7 @@ class Plan:
         seen = participations if self.experiment.noise.simulated() else None
         composed = int(self.exposures[rounds - 1]) + self.repeated
         asked = int(self.surveys[rounds - 1])
-        return self.mechanism.guarantees(seen, self.named, composed, self.terms, asked)
+        return self.report.guarantees(seen, composed, asked)
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
         """As `guarantees`, counting only how often losses have chosen each client: none of these is
@@ -482,7 +499,7 @@ class Plan:
         uncounted = self.experiment.selection.uncounted
         if not self.mechanism or rounds == 0 or uncounted is None:
             return []
-        found = self.mechanism.guarantees(chosen, self.named, rounds, self.terms)
+        found = self.report.guarantees(chosen, rounds)
         return [one.leaving_out(uncounted, "chosen") for one in found]
 
 
@@ -505,8 +522,8 @@ def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None
 def outlined(
     experiment: Experiment, population: Population, told: Mechanism | None = None
 ) -> Mechanism | None:
-    """The outline of what is released, at noise multiplier 1: `told` where its cohorts are of the
-    law of this population. None where sums have no noise.
+    """The outline of what is released, at noise multiplier 1: `told` where its cohorts are sampled
+    as those of this population. None where sums have no noise.
 
     Raises:
         ConfigError: none of the rigorous accountants asked for covers it.

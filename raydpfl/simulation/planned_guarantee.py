@@ -15,6 +15,7 @@ from raydpfl.privacy import LocalSteps, Mechanism
 from raydpfl.privacy.calculator.answer import Budget, PersonalBudget, Unknown
 from raydpfl.privacy.calculator.solve import Question
 from raydpfl.privacy.local_steps import Participations
+from raydpfl.privacy.release_report import LocalStepsReport
 
 if TYPE_CHECKING:
     from raydpfl.experiment import Experiment
@@ -110,15 +111,16 @@ def of_personal(
         participations: how often each takes part, by id or int64 [N].
         accountants: their names.
     """
+    report = LocalStepsReport(mechanism, accountants)
     try:
-        mechanism.check_claims(participations)
+        report.check_claims(participations)
         broken = None
     except BudgetError as error:
         broken = str(error)
-    rows = mechanism.table(participations, accountants)
-    guarantees = mechanism.guarantees(participations, accountants)
+    rows = report.table(participations)
+    guarantees = report.guarantees(participations)
     notes = [
-        *mechanism.warnings(participations),
+        *report.warnings(participations),
         *(f"not accounted for: {each}" for each in mechanism.exclusions),
     ]
     return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))

@@ -258,15 +258,15 @@ def _largest(values: np.ndarray) -> float:
 
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
-    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its law
+    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its scheme
     can come to.
 
-    Where cohorts are a secret, each of t rounds draws among the law's whole population, so that the
-    N clients together were available t times that number, each of them in as many rounds as are
+    Where cohorts are a secret, each of t rounds draws among the scheme's whole population, so that
+    the N clients together were available t times that number, each of them in as many rounds as are
     composed at most.
     """
     found = np.asarray(selection.exposures(seed, rounds, population))
-    law = selection.sampling(population)
+    sampling = selection.sampling(population)
     if (
         found.shape != (rounds,)
         or found.dtype.kind not in "iu"
@@ -274,12 +274,12 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
     ):
         expected = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
         raise ConfigError("selection.kind", selection.kind, expected)
-    available = np.arange(1, rounds + 1) * law.population
-    if not law.by_participation and (found * len(population) < available).any():
+    available = np.arange(1, rounds + 1) * sampling.population
+    if not sampling.by_participation and (found * len(population) < available).any():
         t = int(np.argmax(found * len(population) < available))
         expected = (
-            f"one whose exposures count every round that a client can be in; {law} cannot give "
-            f"{found[t]} in {t + 1}"
+            f"one whose exposures count every round that a client can be in; {sampling} cannot "
+            f"give {found[t]} in {t + 1}"
         )
         raise ConfigError("selection.kind", selection.kind, expected)
     return found.astype(np.int64)

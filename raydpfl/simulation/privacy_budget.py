@@ -136,11 +136,12 @@ class Account:
         if mechanism is None or not mechanism.by_draws:
             return None
         _, seen = self._recorded(rounds, participations)
-        rows = mechanism.table(seen, self.plan.named)
+        report = self.plan.report
+        rows = report.table(seen) or []
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
         found: dict[str, list[Any]] = {"at": list(SHARES)}
         for name in rigorous(self.plan.named):
-            quantiles = mechanism.quantiles(name, seen).tolist()
+            quantiles = report.quantiles(name, seen).tolist()
             found[name] = [value if np.isfinite(value) else "infinity" for value in quantiles]
         return found

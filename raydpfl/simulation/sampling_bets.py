@@ -99,7 +99,7 @@ class Bets:
     """
 
     def __init__(self, sampling: Sampling, count: int, pairs: bool = False):
-        subset = not (sampling.rule or sampling.repeats) and sampling.law.any_subset(sampling)
+        subset = not (sampling.rule or sampling.repeats) and sampling.scheme.any_subset(sampling)
         repeats = sampling.repeats and not sampling.rule
         coins = None if sampling.rule else sampling.coins
         counts = _Counts(sampling, count, subset)
@@ -175,7 +175,7 @@ class _Counts(Bet):
             self._scale += np.log1p((_ODDS - 1) * (len(drawn.clients) / self.count))
         else:
             sampling = self._sampling
-            trials, chance = sampling.law.most(sampling, self._rounds, drawn.exposure)
+            trials, chance = sampling.scheme.most(sampling, self._rounds, drawn.exposure)
             self._scale = trials * np.log1p((_ODDS - 1) * min(chance, 1.0))
 
     def ratios(self, counts: np.ndarray) -> np.ndarray:
@@ -248,7 +248,8 @@ class _Memory(Bet):
 
 
 class _Numbers(Bet):
-    """Numbers with a known law f: each strategy bets on a law proportional to f(x)^v e^(h x), which
+    """Numbers with a known density f: each strategy bets on a density proportional to f(x)^v e^(h
+    x), which
     is more varied (v < 1), less varied (v > 1), or has another mean.
     """
 

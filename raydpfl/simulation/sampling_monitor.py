@@ -1,13 +1,13 @@
-"""Checks, during a run, that cohorts follow the law that a selection declares.
+"""Checks, during a run, that cohorts follow the sampling scheme that a selection declares.
 
-Accountants believe `Selection.sampling`. If a member's draws followed another law, its epsilon
+Accountants believe `Selection.sampling`. If a member's draws followed another scheme, its epsilon
 would not hold. So every cohort is checked before anything is released from it:
 
-- for what the law never gives: a cohort of another size; a client that does not exist, is in a
+- for what the scheme never gives: a cohort of another size; a client that does not exist, is in a
   cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
   fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
   accountants counted those;
-- where the cohort is a secret, for what the law hardly ever gives: see
+- where the cohort is a secret, for what the scheme hardly ever gives: see
 `raydpfl.simulation.sampling_bets`.
 
 >>> from raydpfl.methods.selection.base import Cohort, Population
@@ -21,11 +21,11 @@ would not hold. So every cohort is checked before anything is released from it:
 ...     counts.update(cohort.clients.tolist())
 >>> witness.see(99, Cohort.of(np.arange(89)), counts)
 Traceback (most recent call last):
-raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its law \
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its sampling \
 (fixed size 90 of 900) gives 90: no accountant covers what it does
 
 A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long. Draws that
-follow the law but are no secret (they can be predicted) pass: no sequence of draws shows that.
+follow the scheme but are no secret (they can be predicted) pass: no sequence of draws shows that.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Witness:
         false_alarm: float = FALSE_ALARM,
     ):
         self._kind = selection.kind
-        self._law = selection.sampling(population)
+        self._sampling = selection.sampling(population)
         self._count = len(population)
         self._exposures = exposures
         self._least = least
-        hidden = secret and self._law.hidden
-        self._bets = Bets(self._law, self._count, pairs) if hidden else None
+        hidden = secret and self._sampling.hidden
+        self._bets = Bets(self._sampling, self._count, pairs) if hidden else None
         self._most = -math.log(false_alarm)
         self._apart = apart
         self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
@@ -111,7 +111,7 @@ class Witness:
         self._asked.update(clients.tolist())
         most = int(self._exposures[t])
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
-        if times > most and not self._law.repeats:
+        if times > most and not self._sampling.repeats:
             raise self._wrong(
                 f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are "
                 "accounted for"
@@ -141,7 +141,7 @@ class Witness:
             participations: how often each client took part in earlier rounds.
 
         Raises:
-            RunError: the declared law does not give such a cohort.
+            RunError: the declared sampling does not give such a cohort.
         """
         candidates = self._candidates
         self._candidates = None
@@ -175,8 +175,8 @@ class Witness:
         size = len(cohort) + cohort.lost
         bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._exposures[t])))
         if wealth >= self._most:
-            law = f"which its law ({self._law}) hardly ever gives"
-            raise self._wrong(f"{WORDS[bet]} by round {t}, {law}")
+            scheme = f"which its sampling ({self._sampling}) hardly ever gives"
+            raise self._wrong(f"{WORDS[bet]} by round {t}, {scheme}")
 
     def _members(self, t: int, cohort: Cohort, candidates: np.ndarray | None) -> None:
         clients = np.asarray(cohort.clients)
@@ -195,7 +195,7 @@ class Witness:
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
         if not cohort.lost >= 0:
             raise self._wrong(f"lost {cohort.lost} clients in round {t}")
-        if cohort.draws.any() and not self._law.repeats:
+        if cohort.draws.any() and not self._sampling.repeats:
             twice = int(clients[cohort.draws > 0][0])
             raise self._wrong(f"drew client {twice} twice in round {t}")
         if candidates is not None and not np.isin(clients, candidates).all():
@@ -209,10 +209,11 @@ class Witness:
 
     def _size(self, t: int, cohort: Cohort) -> None:
         size = len(cohort) + cohort.lost
-        law = self._law
-        if law.size not in (None, size):
+        sampling = self._sampling
+        if sampling.size not in (None, size):
             raise self._wrong(
-                f"drew {size} clients in round {t}, where its law ({law}) gives {law.size}"
+                f"drew {size} clients in round {t}, where its sampling ({sampling}) gives "
+                f"{sampling.size}"
             )
         if len(cohort) < self._least:
             raise self._wrong(
@@ -221,7 +222,7 @@ class Witness:
 
     def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
         most = int(self._exposures[t])
-        if counts.max(initial=0) > most and not self._law.repeats:
+        if counts.max(initial=0) > most and not self._sampling.repeats:
             worst = int(counts.argmax())
             times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
             raise self._wrong(f"took client {clients[worst]} in {times}")

@@ -19,23 +19,23 @@ the place of p Q. As no a_t depends on what is computed, those of many steps are
 multiplied by L together.
 
 What this means for privacy. The steps' noises, the outputs on the client's rows at every step and
-the update have together the very law that they have where z_t is drawn in full. Whatever is
-computed from them (the update, its norm, the loss, the share of clipped gradients) has the law that
-it had, and the composition over the steps, in which an observer is granted every step's noised
-gradient, is proven for that law. That K, and by it the form of the drawing, depends on the
-client's data tells nobody anything, as no law depends on it. A rule whose update is not linear in
-the gradients with numbers known beforehand (Adam, SAM, a schedule within a round), and corrections
-that are added to every gradient (SCAFFOLD), are for the backends that form z_t; and so is a method
-that would look at the weights between the steps. What a client keeps of its update it may keep
-here.
+the update have together the very distribution that they have where z_t is drawn in full. Whatever
+is computed from them (the update, its norm, the loss, the share of clipped gradients) has the
+distribution that it had, and the composition over the steps, in which an observer is granted every
+step's noised gradient, is proven for that distribution. That K, and by it the form of the drawing,
+depends on the client's data tells nobody anything, as no distribution depends on it. A rule whose
+update is not linear in the gradients with numbers known beforehand (Adam, SAM, a schedule within a
+round), and corrections that are added to every gradient (SCAFFOLD), are for the backends that form
+z_t; and so is a method that would look at the weights between the steps. What a client keeps of its
+update it may keep here.
 
-Exactness. B has its law whatever the rows are. K is summed in double from exact products, so that L
-has the law's covariance to 1e-14 over the smallest squared share of a row that lies outside of the
-span of those before it. A row equal to an earlier one is in its span altogether, and has its noise.
-Where for any other row this squared share is below 1e-6, the client trains by its weights and draws
-z_t in full, as it does where that takes less time. What is left to rounding, 1e-8 of the variance,
-is below that of the std in float32. X R_t is kept in float32: its rounding errors fall with l_t^2
-as the steps go on, and the rest itself with l_t.
+Exactness. B has its distribution whatever the rows are. K is summed in double from exact products,
+so that L has the distribution's covariance to 1e-14 over the smallest squared share of a row that
+lies outside of the span of those before it. A row equal to an earlier one is in its span
+altogether, and has its noise. Where for any other row this squared share is below 1e-6, the client
+trains by its weights and draws z_t in full, as it does where that takes less time. What is left to
+rounding, 1e-8 of the variance, is below that of the std in float32. X R_t is kept in float32: its
+rounding errors fall with l_t^2 as the steps go on, and the rest itself with l_t.
 
 >>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
 True

@@ -249,7 +249,7 @@ def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
         },
         {
             "noise": {"kind": "banded_gaussian", "multiplier": 2.0, "bands": 2},
-            "selection": {"kind": "cyclic", "period": 3, "cohort": 10, "law": "poisson"},
+            "selection": {"kind": "cyclic", "period": 3, "cohort": 10, "scheme": "poisson"},
             "privacy": {"accountants": ["pld"], "relation": "zero_out"},
         },
         {"selection": {"kind": "availability", "period": 3, "window": 2, "cohort": 10}},

@@ -294,7 +294,7 @@ def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("q,c", [(0.1, 1.0), (0.3, 0.5), (0.5, 2.0)])
 def test_memory_never_costs_more_than_none_under_poisson(q, c):
-    """The theorem of raydpfl.privacy.stateful_clients by quadrature: every strategy of two rounds,
+    """The theorem of docs/proofs.md by quadrature: every strategy of two rounds,
     both directions, many epsilons.
     """
     strategies = {
@@ -376,7 +376,7 @@ def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(s
 
 
 def test_noise_that_clients_remember_protects_their_sums_less_than_fresh_noise():
-    """The counterexample of `raydpfl.privacy.stateful_clients`, by least squares and by
+    """The counterexample of `docs/proofs.md`, by least squares and by
     simulation.
     """
     covariance = np.array([[2.0, -1.0], [-1.0, 3.0]])

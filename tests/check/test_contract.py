@@ -30,11 +30,11 @@ from raydpfl.methods.server import Server
 from raydpfl.methods.weights import Weights
 from raydpfl.models import Model
 from raydpfl.privacy import Sampling, pld
-from raydpfl.privacy.sampling import LAWS
+from raydpfl.privacy.sampling import SCHEMES
 from raydpfl.runtime.runner import run
 from raydpfl.tracking import Log, Tracker
 
-QUICK = ("bounding:clip", "weights:uniform", "law:full", "accountant:rdp")
+QUICK = ("bounding:clip", "weights:uniform", "sampling:full", "accountant:rdp")
 MEMBERS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in members_of()
 ]
@@ -74,8 +74,8 @@ class SomeOften(Selection):
 
 
 def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
-    law = next(promise for promise in check(SomeOften) if promise.name == "law")
-    assert not law.kept and "hardly ever gives" in law.finding
+    follows = next(promise for promise in check(SomeOften) if promise.name == "follows_sampling")
+    assert not follows.kept and "hardly ever gives" in follows.finding
 
 
 # --- members that lie: each keeps all promises but those it is caught by ---
@@ -218,7 +218,7 @@ class Uneven(Weights):
 
 
 class Favouring(Uniform):
-    """Client 0 is drawn twice as often as its law says."""
+    """Client 0 is drawn twice as often as its sampling scheme says."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
 
@@ -242,7 +242,7 @@ class Unrepeatable(Uniform):
         return super().select(seed, len(DRAWN), population, ask)
 
 
-class Boasting(type(LAWS["poisson"])):
+class Boasting(type(SCHEMES["poisson"])):
     """Claims the amplification of half the chance."""
 
     def losses(self, sampling: Sampling, mu: float) -> Any:
@@ -253,7 +253,7 @@ class Boasting(type(LAWS["poisson"])):
 
 
 class Boasted(Uniform):
-    """Is drawn by a law that boasts."""
+    """Is drawn by a sampling scheme that boasts."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
 
@@ -261,7 +261,7 @@ class Boasted(Uniform):
         return Sampling(Bragging(), len(population), self.cohort)
 
 
-class Bragging(type(LAWS["fixed"])):
+class Bragging(type(SCHEMES["fixed"])):
     """Fixed size, with the losses of half the size."""
 
     def losses(self, sampling: Sampling, mu: float) -> Any:
@@ -400,7 +400,7 @@ LIARS = {
     Shared: "independent",
     Stinting: "as accounted",
     Uneven: "mean",
-    Favouring: "law",
+    Favouring: "follows_sampling",
     Unrepeatable: "cohorts",
     Boasting: "no more private than a lone client",
     Boasted: "accounted",

@@ -103,7 +103,7 @@ def test_a_result_shows_its_guarantees_as_a_table_and_says_itself_in_a_line(resu
     text = result._repr_html_()
     cells = Cells(text).cells
     rigorous = [one for one in result.guarantees if one.kind == "rigorous"]
-    assert cells[:3] == ["against whoever sees", "rdp", "Zhang, Das 2021"]
+    assert cells[:3] == ["against an observer of", "rdp", "Zhang, Das 2021"]
     assert cells[3:6] == [
         "> every aggregate, cohort hidden",
         f"{rigorous[0].epsilon:.4g}",

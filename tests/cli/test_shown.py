@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from raydpfl import privacy, run
 from raydpfl.cli import app, guarantee_table, run_display
 from raydpfl.privacy import Guarantee
-from raydpfl.privacy.guarantee import Observer, Told
+from raydpfl.privacy.guarantee import Observer, Scope
 from raydpfl.runtime import runner
 
 
@@ -137,7 +137,7 @@ def test_guarantees_are_one_table_of_observers_by_accountants(result):
     lines = text.splitlines()
     assert "5.0 s in all." in lines
     assert f"Epsilon {result.guarantees[0].about()}:" in " ".join(text.split())
-    head = next(line for line in lines if "against whoever sees" in line)
+    head = next(line for line in lines if "against an observer of" in line)
     assert head.split()[3:] == ["rdp", "Zhang,", "Das", "2021"]
     rows = [line for line in lines if "every " in line and line.lstrip("> ").startswith("every")]
     assert [row.lstrip().startswith(">") for row in rows] == [True, False, False]
@@ -178,7 +178,7 @@ def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result)
 def guarantee(**changes):
     given = {"kind": "rigorous", "accountant": "pld", "unit": "client", "epsilon": 1.5}
     given |= {"relation": "replace_one", "observer": Observer.AGGREGATES, "delta": 1e-5}
-    return Guarantee(**{**given, "sampling": Told("full", ""), **changes})
+    return Guarantee(**{**given, "sampling": Scope("full"), **changes})
 
 
 def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():

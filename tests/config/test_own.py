@@ -32,7 +32,7 @@ FAMILIES = {
     "local": (local.FAMILY, local.Local),
     "model": (models.FAMILY, models.Model),
     "noise": (noise.FAMILY, noise.Noise),
-    "noise.epsilon": (budgets.FAMILY, budgets.Law),
+    "noise.epsilon": (budgets.FAMILY, budgets.BudgetDistribution),
     "selection": (selection.FAMILY, selection.Selection),
     "selection.response": (selection.RESPONSES, Response),
     "server": (server.FAMILY, server.Server),

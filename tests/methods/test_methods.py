@@ -497,7 +497,7 @@ def test_noise_for_the_chosen_is_that_of_a_blind_choice_among_the_candidates():
         candidates[drawn] += 1
     counts = np.maximum(blind, candidates > 0)
     assert (counts < candidates).any() and (counts > 1).any()
-    expected = privacy.LocalSteps.calibrated(
+    expected = privacy.calibrate_local_steps(
         samples=plan.population.sizes,
         batch=20,
         steps=3,

@@ -791,7 +791,7 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
         ),
         ({"kind": "cyclic", "period": 51}, "selection.period"),
         ({"kind": "cyclic", "period": 4, "cohort": 13}, "selection.cohort"),
-        ({"kind": "cyclic", "period": 4, "law": "poisson"}, "selection.law"),
+        ({"kind": "cyclic", "period": 4, "scheme": "poisson"}, "selection.scheme"),
         ({"kind": "availability", "period": 4, "window": 5, "cohort": 1}, "selection.window"),
         ({"kind": "availability", "period": 6, "window": 2, "cohort": 17}, "selection.cohort"),
         ({"kind": "power_of_choice", "cohort": 5, "pool": 4}, "selection.pool"),

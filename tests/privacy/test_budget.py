@@ -66,7 +66,7 @@ def shown(found, width: int = 100) -> str:
 
 
 def by_accountant(found) -> dict[str, calculator.Answer]:
-    """The answer of each accountant against whoever sees least."""
+    """The answer of each accountant against an observer of least."""
     return {answer.guarantee.accountant: answer for answer in reversed(found.answers)}
 
 
@@ -449,7 +449,7 @@ def test_promises_that_do_not_hold_are_shown_with_the_truth_beside():
         "participations": [1, 1],
     }
     found = planned_guarantee.of_personal(
-        privacy.LocalSteps.calibrated(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
+        privacy.calibrate_local_steps(**release, budgets=[1.0, 20.0], calibration="paper"), [1, 1]
     )
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
     assert "The noise of Xu 2026 protects 1 of 2 clients less than it claims" in " ".join(
@@ -501,7 +501,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, typed):
         5,
     ]
     code, table, _ = typed("budget", *options)
-    assert code == 0 and "against whoever sees" in table and "blind guessing" in table
+    assert code == 0 and "against an observer of" in table and "blind guessing" in table
     code, text, _ = typed("budget", *options, "--json")
     assert code == 0 and json.loads(text)["sampling"]["kind"] == "with_replacement"
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))

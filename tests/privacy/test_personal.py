@@ -29,14 +29,15 @@ from raydpfl.privacy import (
     Mechanism,
     Query,
     Sampling,
+    calibrate_local_steps,
     epsilon,
     gaussian_delta,
     gaussian_epsilon,
-    local_steps,
     paper_formulas,
+    report_of,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
-from raydpfl.privacy.budgets import Law, parse
+from raydpfl.privacy.budgets import BudgetDistribution, parse
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.minibatches import batches
@@ -51,7 +52,7 @@ ONE_002 = {**MNIST_002, "samples": [600], "participations": [1]}
 SMALL_002 = {**MNIST_002, "samples": [600, 90, 800, 50, 70]}
 
 
-def mixture(low: float, high: float) -> Law:
+def mixture(low: float, high: float) -> BudgetDistribution:
     """0.3 N(low, 0.04) + 0.7 N(high, 1), second arguments variances (003 sec. VI-D2)."""
     parts = [{"weight": 0.3, "mean": low, "std": 0.2}, {"weight": 0.7, "mean": high, "std": 1}]
     return parse({"kind": "normal_mixture", "components": parts})
@@ -280,7 +281,7 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_every_client_meets_its_own_budget_and_hardly_less_noise_would_not(accountant):
     given = clients(16, seed=8)
-    found = LocalSteps.calibrated(**given, accountant=accountant)
+    found = calibrate_local_steps(**given, accountant=accountant)
     assert (given["samples"] <= 32).any() and (given["participations"] == 0).any()
     for k, (count, budget) in enumerate(
         zip(given["participations"].tolist(), given["budgets"].tolist(), strict=True)
@@ -295,13 +296,13 @@ def test_every_client_meets_its_own_budget_and_hardly_less_noise_would_not(accou
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
     given = clients(12, seed=9)
-    found = LocalSteps.calibrated(**given)
+    found = calibrate_local_steps(**given)
     counts = given["participations"]
     expected = [alone(found, k, count, accountant) for k, count in enumerate(counts.tolist())]
-    assert found.epsilons(accountant, counts) == pytest.approx(expected, rel=1e-9)
+    assert report_of(found).epsilons(accountant, counts) == pytest.approx(expected, rel=1e-9)
     assert (
-        found.epsilons(accountant, dict(enumerate(counts.tolist())))
-        == found.epsilons(accountant, counts)
+        report_of(found).epsilons(accountant, dict(enumerate(counts.tolist())))
+        == report_of(found).epsilons(accountant, counts)
     ).all()
 
 
@@ -309,26 +310,26 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
 def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
     calls = counted(monkeypatch)
     given = clients(40, seed=10)
-    first = LocalSteps.calibrated(**given)
+    first = calibrate_local_steps(**given)
     assert len(calls) < 6 * (given["participations"] > 0).sum()
     calls.clear()
-    assert (LocalSteps.calibrated(**given).stds == first.stds).all() and not calls
+    assert (calibrate_local_steps(**given).stds == first.stds).all() and not calls
 
 
 def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
     calls = counted(monkeypatch)
-    LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5)).epsilons(
+    report_of(LocalSteps(np.full(500, 100), 10, 4, 1.0, 1e-5, np.full(500, 0.5))).epsilons(
         "pld", np.full(500, 3)
     )
     assert len(calls) == 1
 
 
-LOSSES = Query("losses", 2.5, 3.0, apart=True)  # losses clipped to [0, 5]
+LOSSES = Query("losses", 2.5, 3.0, per_client=True)  # losses clipped to [0, 5]
 
 
 def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
     """The slow reference for client k: dp-accounting's composition of its steps and of the losses
-    that it releases `beside` them.
+    that it releases next to them.
     """
     n = int(mechanism.samples[k])
     b = int(mechanism.batches[k])
@@ -367,19 +368,19 @@ def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(acc
         1.0,
         1e-5,
         np.array([0.2, 0.3, 0.4, 1.0]),
-        beside=LOSSES,
+        side_query=LOSSES,
     )
     silent = LocalSteps(found.samples, 20, 5, 1.0, 1e-5, found.stds)
     for k, (count, value) in enumerate(
-        zip(counts, found.epsilons(accountant, counts).tolist(), strict=True)
+        zip(counts, report_of(found).epsilons(accountant, counts).tolist(), strict=True)
     ):
         assert value == pytest.approx(two_gaussians(found, k, count, accountant), rel=2e-3)
-        assert value > silent.epsilons(accountant, counts)[k]
-    (curve,) = found.curves([accountant], [[3]] * 30).values()
+        assert value > report_of(silent).epsilons(accountant, counts)[k]
+    (curve,) = report_of(found, [accountant]).curves([[3]] * 30).values()
     assert curve == pytest.approx(
-        [found.epsilons(accountant, {3: t})[3] for t in range(1, 31)], rel=1e-6
+        [report_of(found).epsilons(accountant, {3: t})[3] for t in range(1, 31)], rel=1e-6
     )
-    assert curve[-1] == found.epsilons(accountant, {3: 30})[3]
+    assert curve[-1] == report_of(found).epsilons(accountant, {3: 30})[3]
 
 
 def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_grid():
@@ -403,19 +404,19 @@ def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_n
 ):
     given = clients(10, seed=8) | {
         "sampling": sampling,
-        "beside": Query("losses", 2.5, 1.0, apart=True),
+        "side_query": Query("losses", 2.5, 1.0, per_client=True),
     }
     given |= {
         "budgets": np.maximum(given["budgets"], 2.0),
         "samples": np.maximum(given["samples"] // 5, 40),
     }
-    found = LocalSteps.calibrated(**given, accountant=accountant)
+    found = calibrate_local_steps(**given, accountant=accountant)
     counts = given["participations"]
-    quiet = LocalSteps.calibrated(**given | {"beside": None}, accountant=accountant)
-    less = local_steps.replace(found, stds=found.stds * (1 - 1e-3))
+    quiet = calibrate_local_steps(**given | {"side_query": None}, accountant=accountant)
+    less = replace(found, stds=found.stds * (1 - 1e-3))
     for spent, over, k in zip(
-        found.epsilons(accountant, counts),
-        less.epsilons(accountant, counts),
+        report_of(found).epsilons(accountant, counts),
+        report_of(less).epsilons(accountant, counts),
         range(10),
         strict=True,
     ):
@@ -425,36 +426,40 @@ def test_every_client_meets_its_budget_with_its_losses_counted_and_hardly_less_n
         found.stds > quiet.stds * 1.02
     ).sum() >= 2
     if accountant == "pld":
-        found.check_claims(counts)
+        report_of(found).check_claims(counts)
 
 
 def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_name():
     given = {**FEW_STEPS, "samples": [600, 60], "participations": [1, 4], "budgets": 1.0}
-    given["beside"] = LOSSES
+    given["side_query"] = LOSSES
     alone = float(gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
-    LocalSteps.calibrated(**given)
+    calibrate_local_steps(**given)
     with pytest.raises(
         ConfigError,
-        match=rf"^beside = 3.0: expected more, as the losses of client 1, with 60 samples, "
+        match=rf"^side_query = 3.0: expected more, as the losses of client 1, with 60 samples, "
         rf"spend epsilon {alone:.4g} of its 0.1",
     ):
-        LocalSteps.calibrated(**given | {"budgets": 0.1})
+        calibrate_local_steps(**given | {"budgets": 0.1})
     # by a formula that does not know of them
     with pytest.raises(BudgetError, match=r"client 1 \(claimed epsilon 0.1, true"):
-        LocalSteps.calibrated(**given | {"budgets": 0.1, "calibration": "paper"}).check_claims(
-            [1, 4]
-        )
+        report_of(
+            calibrate_local_steps(**given | {"budgets": 0.1, "calibration": "paper"})
+        ).check_claims([1, 4])
 
 
 def test_no_formula_covers_what_is_released_beside_the_steps():
-    unfit = LocalSteps.calibrated(**ONE_002, calibration="tcdp", beside=LOSSES)
-    assert "nothing is released beside the steps" in unfit.warnings([1])[-1]
-    assert unfit.stds == LocalSteps.calibrated(**ONE_002, beside=LOSSES).stds
-    found, silent = (LocalSteps.calibrated(**ONE_002, beside=beside) for beside in (LOSSES, None))
+    unfit = calibrate_local_steps(**ONE_002, calibration="tcdp", side_query=LOSSES)
+    assert "nothing is released next to the steps" in report_of(unfit).warnings([1])[-1]
+    assert unfit.stds == calibrate_local_steps(**ONE_002, side_query=LOSSES).stds
+    found, silent = (
+        calibrate_local_steps(**ONE_002, side_query=beside) for beside in (LOSSES, None)
+    )
     for said, without in zip(
-        found.guarantees([1]), local_steps.replace(found, beside=None).guarantees([1]), strict=True
+        report_of(found).guarantees([1]),
+        report_of(replace(found, side_query=None)).guarantees([1]),
+        strict=True,
     ):
-        beside = "nothing is released beside the steps (here too: the losses)"
+        beside = "nothing is released next to the steps (here too: the losses)"
         assert (beside in said.conditions_failed) == (
             said.kind == "paper"
         ) and "losses released at each" in str(said.sampling)
@@ -464,7 +469,7 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
             else said.epsilon > without.epsilon
         )
     assert (
-        found.digest() != local_steps.replace(found, beside=None).digest()
+        found.digest() != replace(found, side_query=None).digest()
         and found.stds[0] > silent.stds[0]
     )
 
@@ -472,59 +477,61 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
 def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():
     """PRIVACY.md sec. 4: 2.14 G by tCDP, 0.343 G exactly; 2.14 G truly gives 0.0025."""
     tcdp, exact = (
-        LocalSteps.calibrated(**ONE_002, calibration=name) for name in ("tcdp", "rigorous")
+        calibrate_local_steps(**ONE_002, calibration=name) for name in ("tcdp", "rigorous")
     )
     assert tcdp.stds[0] == pytest.approx(2.14, abs=5e-3) and exact.stds[0] == pytest.approx(
         0.343, abs=1e-3
     )
-    assert tcdp.epsilons("pld", [1])[0] == pytest.approx(0.0025, abs=2e-4)
-    tcdp.check_claims([1])
+    assert report_of(tcdp).epsilons("pld", [1])[0] == pytest.approx(0.0025, abs=2e-4)
+    report_of(tcdp).check_claims([1])
 
 
 def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
     counts = [1, 1, 1, 1, 0]
     given = {**SMALL_002, "participations": counts}
-    found = LocalSteps.calibrated(**given, calibration="tcdp")
-    exact = LocalSteps.calibrated(**given)
+    found = calibrate_local_steps(**given, calibration="tcdp")
+    exact = calibrate_local_steps(**given)
     assert found.stds[[1, 3, 4]] == pytest.approx(exact.stds[[1, 3, 4]], rel=1e-3)
     for k in (0, 2):
         client = {"bound": 1.0, "batch": 10, "samples": SMALL_002["samples"][k], "steps": 300}
         assert found.stds[k] == paper_formulas.tcdp_noise(0.3, delta=1e-2, **client).value
         assert found.stds[k] > 4 * exact.stds[k]
-    (said,) = [text for text in found.warnings(counts) if "does not calibrate" in text]
+    (said,) = [text for text in report_of(found).warnings(counts) if "does not calibrate" in text]
     assert "Chen 2024 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
     assert "that of pld instead; for client 1, with 90 samples" in said
     assert "q = 0.1111 <= 0.1" in said
-    rows = {row["client"]: row["calibrated_by"] for row in found.table(counts)}
+    rows = {row["client"]: row["calibrated_by"] for row in report_of(found).table(counts)}
     assert rows == {0: "Chen 2024 tCDP", 1: "pld", 2: "Chen 2024 tCDP", 3: "pld"}
-    assert {row["calibrated_by"] for row in exact.table(counts)} == {"pld"}
-    found.check_claims(counts)
+    assert {row["calibrated_by"] for row in report_of(exact).table(counts)} == {"pld"}
+    report_of(found).check_claims(counts)
 
 
 def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_all():
     counts = [1, 1, 1, 1, 0]
     given = {**SMALL_002, "participations": counts}
-    found = LocalSteps.calibrated(**given, calibration="tcdp")
-    by = {each.accountant: each for each in found.guarantees(counts)}
+    found = calibrate_local_steps(**given, calibration="tcdp")
+    by = {each.accountant: each for each in report_of(found).guarantees(counts)}
     printed = by["Chen 2024 tCDP"]
     assert printed.epsilon == pytest.approx(0.3) and printed.conditions_failed == ()
     assert any("does not calibrate the noise of 2 of 4" in each for each in printed.exclusions)
     assert by["pld"].epsilon == pytest.approx(0.3, rel=1e-3)  # of the clients 1 and 3
     assert not any("calibrate" in each for each in by["pld"].exclusions)
-    curves = found.curves(("pld", "paper"), [[0, 1], [2, 3]])
+    curves = report_of(found, ("pld", "paper")).curves([[0, 1], [2, 3]])
     assert {name: curve[-1] for name, curve in curves.items()} == {
         name: each.epsilon for name, each in by.items() if name != "rdp"
     }
     # one that speaks of nobody says so of everybody
-    alone = LocalSteps.calibrated(**{**given, "samples": [50] * 5}, calibration="tcdp")
-    (said,) = [one for one in alone.guarantees(counts) if one.accountant == "Chen 2024 tCDP"]
+    alone = calibrate_local_steps(**{**given, "samples": [50] * 5}, calibration="tcdp")
+    (said,) = [
+        one for one in report_of(alone).guarantees(counts) if one.accountant == "Chen 2024 tCDP"
+    ]
     assert said.conditions_failed and said.epsilon > 0.3
 
 
 def test_who_takes_no_part_is_not_asked_for_002s_conditions():
     given = {**SMALL_002, "participations": [1, 0, 1, 0, 0]}
-    found = LocalSteps.calibrated(**given, calibration="tcdp")
-    assert not found.unfit and found.stds[[1, 3, 4]].tolist() == [0, 0, 0]
+    found = calibrate_local_steps(**given, calibration="tcdp")
+    assert not found.calibration.unfit and found.stds[[1, 3, 4]].tolist() == [0, 0, 0]
 
 
 def test_003_claims_one_where_the_truth_is_less():
@@ -538,13 +545,13 @@ def test_003_claims_one_where_the_truth_is_less():
         "participations": [5],
         "budgets": [1.0],
     }
-    found = LocalSteps.calibrated(**given, calibration="paper")
+    found = calibrate_local_steps(**given, calibration="paper")
     assert found.stds[0] == pytest.approx(
         paper_formulas.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
     )
-    assert found.epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
-    assert found.epsilons("Xu 2026", [5])[0] == pytest.approx(1.0)
-    found.check_claims([5])
+    assert report_of(found).epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
+    assert report_of(found).epsilons("Xu 2026", [5])[0] == pytest.approx(1.0)
+    report_of(found).check_claims([5])
 
 
 def test_003_fails_loudly_by_name_where_it_claims_less_than_the_truth():
@@ -557,43 +564,47 @@ def test_003_fails_loudly_by_name_where_it_claims_less_than_the_truth():
         "delta": 1e-5,
         "participations": [1, 0, 1, 1],
     }
-    found = LocalSteps.calibrated(**given, budgets=[1.0, 20.0, 20.0, math.inf], calibration="paper")
+    found = calibrate_local_steps(**given, budgets=[1.0, 20.0, 20.0, math.inf], calibration="paper")
     with pytest.raises(
         BudgetError, match=r"1 of 3 clients .*: client 2 \(claimed epsilon 20, true 22\.5"
     ):
-        found.check_claims(given["participations"])
-    found.check_claims([1, 0, 0, 1])  # a promise is broken only to those it was kept for
+        report_of(found).check_claims(given["participations"])
+    report_of(found).check_claims([1, 0, 0, 1])  # a promise is broken only to those it was kept for
 
 
 def test_a_promise_holds_for_the_participations_it_was_made_for():
     given = clients(6, seed=11) | {"participations": np.full(6, 2)}
-    found = LocalSteps.calibrated(**given)
-    found.check_claims(np.full(6, 2))
+    found = calibrate_local_steps(**given)
+    report_of(found).check_claims(np.full(6, 2))
     with pytest.raises(BudgetError, match="this run protects 6 of 6 clients"):
-        found.check_claims(np.full(6, 3))
+        report_of(found).check_claims(np.full(6, 3))
 
 
 def test_no_noise_for_public_clients_for_absent_ones_and_for_those_without_samples():
     given = {**FEW_STEPS, "samples": [100, 100, 0, 100], "participations": [1, 1, 1, 0]}
-    found = LocalSteps.calibrated(**given, budgets=[1.0, math.inf, 1.0, 1.0])
+    found = calibrate_local_steps(**given, budgets=[1.0, math.inf, 1.0, 1.0])
     assert (found.stds > 0).tolist() == [True, False, False, False]
-    assert found.epsilons("pld", [1, 1, 1, 0]) == pytest.approx([1.0, math.inf, 0.0, 0.0], rel=1e-3)
-    found.check_claims([1, 1, 1, 0])
-    (guarantee,) = found.guarantees([1, 1, 1, 0], ["pld"])
+    assert report_of(found).epsilons("pld", [1, 1, 1, 0]) == pytest.approx(
+        [1.0, math.inf, 0.0, 0.0], rel=1e-3
+    )
+    report_of(found).check_claims([1, 1, 1, 0])
+    (guarantee,) = report_of(found, ["pld"]).guarantees([1, 1, 1, 0])
     assert (
         guarantee.epsilon == pytest.approx(1.0, rel=1e-3)
         and "1 public clients" in guarantee.exclusions[0]
     )
-    (nobody,) = found.guarantees([0, 1, 0, 0], ["pld"])
+    (nobody,) = report_of(found, ["pld"]).guarantees([0, 1, 0, 0])
     assert nobody.epsilon == math.inf and nobody.conditions_failed
-    assert found.curves(["pld"], [[1], [0]])["pld"] == pytest.approx([0.0, 1.0], rel=1e-3)
+    assert report_of(found, ["pld"]).curves([[1], [0]])["pld"] == pytest.approx(
+        [0.0, 1.0], rel=1e-3
+    )
 
 
 def test_a_delta_at_which_no_noise_is_called_for_is_refused_by_name():
     with pytest.raises(
         ConfigError, match=r"chance that a sample of client 1 is used at all: .* 1 clients \(1\)"
     ) as refused:
-        LocalSteps.calibrated(
+        calibrate_local_steps(
             samples=[50, 1000],
             batch=1,
             steps=5,
@@ -617,34 +628,35 @@ def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant)
     cohorts = [prng.stream(13, prng.Purpose.COHORT, t=t).integers(0, 8, 5) for t in range(6)]
     assert any(len(set(cohort.tolist())) < 5 for cohort in cohorts)
     counts = np.bincount(np.concatenate(cohorts), minlength=8)
-    found = LocalSteps.calibrated(
+    found = calibrate_local_steps(
         **given | {"participations": counts}, accountant="rdp" if accountant == "rdp" else "pld"
     )
     if accountant in FORMULAS:
         found = replace(found, stds=20 * found.stds)
-    curve = found.curves([accountant], cohorts)[accountant]
+    curve = report_of(found, [accountant]).curves(cohorts)[accountant]
     for t in range(6):
         seen = np.bincount(np.concatenate(cohorts[: t + 1]), minlength=8)
         if accountant in FORMULAS:
-            spent = found.epsilons(accountant, seen).max()
+            spent = report_of(found).epsilons(accountant, seen).max()
         else:
             spent = max(alone(found, k, count, accountant) for k, count in enumerate(seen.tolist()))
         assert curve[t] == pytest.approx(spent, rel=1e-8)
     assert np.isfinite(curve).all() and (np.diff(curve) >= 0).all()
-    assert curve[-1] == found.epsilons(accountant, counts).max()
+    assert curve[-1] == report_of(found).epsilons(accountant, counts).max()
 
 
 def test_the_curves_have_the_names_of_the_guarantees():
     found = LocalSteps([100, 100], 10, 5, 1.0, 1e-5, [0.5, 0.5])
     asked = ("paper", "pld")
-    names = [each.accountant for each in found.guarantees([1, 1], asked)]
-    assert list(found.curves(asked, [[0, 1]])) == names == [*FORMULAS, "pld"]
+    names = [each.accountant for each in report_of(found, asked).guarantees([1, 1])]
+    assert list(report_of(found, asked).curves([[0, 1]])) == names == [*FORMULAS, "pld"]
 
 
 def test_a_client_drawn_twice_in_a_round_spends_twice():
     found = LocalSteps([100, 100], 10, 5, 1.0, 1e-5, [0.5, 0.5])
     twice, apart = (
-        found.curves(["pld"], cohorts)["pld"][-1] for cohorts in ([[0, 0, 1]], [[0], [0, 1]])
+        report_of(found, ["pld"]).curves(cohorts)["pld"][-1]
+        for cohorts in ([[0, 0, 1]], [[0], [0, 1]])
     )
     assert twice == apart > alone(found, 1, 1, "pld")
     assert twice == pytest.approx(alone(found, 0, 2, "pld"), rel=1e-9)
@@ -690,18 +702,18 @@ def test_epochs_are_not_amplified_and_say_so():
     # 2 epochs a participation, 3 participations: a sample is in 6 batches, each of sensitivity
     # 2/10.
     plain = Mechanism.of_local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
-    assert epochs.epsilons("pld", [3])[0] == pytest.approx(
+    assert report_of(epochs).epsilons("pld", [3])[0] == pytest.approx(
         epsilon(plain, "replace_one", 1e-5), rel=1e-9
     )
-    assert epochs.epsilons("pld", [3])[0] > fresh.epsilons("pld", [3])[0]
-    for guarantee in epochs.guarantees([3]):
+    assert report_of(epochs).epsilons("pld", [3])[0] > report_of(fresh).epsilons("pld", [3])[0]
+    for guarantee in report_of(epochs).guarantees([3]):
         assert "shuffled epochs, order known, 6 Gaussians without amplification" in str(
             guarantee.sampling
         )
         assert any("shuffled epochs" in reason for reason in guarantee.conditions_failed) == (
             guarantee.kind == "paper"
         )
-    unfit = LocalSteps.calibrated(
+    unfit = calibrate_local_steps(
         samples=[600],
         batch=10,
         steps=300,
@@ -712,7 +724,7 @@ def test_epochs_are_not_amplified_and_say_so():
         calibration="tcdp",
         sampling="epochs",
     )
-    assert any("a fresh batch at each step" in reason for reason in unfit.unfit[0])
+    assert any("a fresh batch at each step" in reason for reason in unfit.calibration.unfit[0])
 
 
 # What is reported.
@@ -720,12 +732,12 @@ def test_epochs_are_not_amplified_and_say_so():
 
 def test_the_guarantees_are_those_of_the_client_that_spends_most():
     given = clients(10, seed=14)
-    found = LocalSteps.calibrated(**given, exclusions=("tuning",))
+    found = calibrate_local_steps(**given, exclusions=("tuning",))
     counts = given["participations"]
-    guarantees = {each.accountant: each for each in found.guarantees(counts)}
+    guarantees = {each.accountant: each for each in report_of(found).guarantees(counts)}
     assert list(guarantees) == ["pld", "rdp", *FORMULAS]
     for name, guarantee in guarantees.items():
-        spent = found.epsilons(name, counts)
+        spent = report_of(found).epsilons(name, counts)
         assert guarantee.epsilon == spent.max() and f"client {spent.argmax()}, " in str(
             guarantee.sampling
         )
@@ -739,7 +751,7 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
         ) == (name != "Chen 2024 Theorem 5")
         assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
         took_part = spent[counts > 0]
-        assert found.quantiles(name, counts).tolist() == [
+        assert report_of(found).quantiles(name, counts).tolist() == [
             np.sort(took_part)[max(math.ceil(s * len(took_part)) - 1, 0)] for s in SHARES
         ]
     assert guarantees["pld"].epsilon == pytest.approx(given["budgets"][counts > 0].max(), rel=2e-3)
@@ -750,9 +762,9 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
 
 def test_the_table_has_a_row_for_each_client_that_took_part():
     given = clients(8, seed=15)
-    found = LocalSteps.calibrated(**given)
+    found = calibrate_local_steps(**given)
     counts = given["participations"]
-    rows = found.table(counts)
+    rows = report_of(found).table(counts)
     assert [row["client"] for row in rows] == np.flatnonzero(counts).tolist()
     for row in rows:
         k = row["client"]
@@ -765,7 +777,8 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
         )
         for name in ("pld", "rdp", *FORMULAS):
             assert (
-                row["epsilon_" + name.lower().replace(" ", "_")] == found.epsilons(name, counts)[k]
+                row["epsilon_" + name.lower().replace(" ", "_")]
+                == report_of(found).epsilons(name, counts)[k]
             )
         client = {
             "bound": 2.0,
@@ -800,8 +813,8 @@ def test_a_formulas_claims_for_many_clients_are_those_for_one_after_another(name
 
 def test_a_delta_above_one_over_a_clients_samples_is_warned_of():
     found = LocalSteps([600, 50], 10, 5, 1.0, 1e-2, [1.0, 1.0])
-    (warning,) = found.warnings([1, 1])
-    assert "above 1/n for 1 clients (0)" in warning and not found.warnings([0, 1])
+    (warning,) = report_of(found).warnings([1, 1])
+    assert "above 1/n for 1 clients (0)" in warning and not report_of(found).warnings([0, 1])
 
 
 def test_the_digest_names_all_that_decides_what_is_released():
@@ -847,18 +860,18 @@ def test_the_digest_names_all_that_decides_what_is_released():
 def test_what_is_no_mechanism_is_refused(change, field):
     given = {**FEW_STEPS, "samples": [100, 200], "participations": [1, 2], "budgets": 1.0}
     with pytest.raises(ConfigError) as refused:
-        LocalSteps.calibrated(**given | change)
+        calibrate_local_steps(**given | change)
     assert refused.value.field == field
 
 
 def test_a_delta_out_of_numerical_reach_is_said_to_be_the_reason_for_an_infinite_epsilon():
     steps = LocalSteps([600], 10, 300, 1.0, 1e-16, [2.0])
     for row in (
-        steps.table([1], ["pld"])[0]["conditions_failed"],
-        steps.guarantees([1], ["pld"])[0].conditions_failed,
+        report_of(steps, ["pld"]).table([1])[0]["conditions_failed"],
+        report_of(steps, ["pld"]).guarantees([1])[0].conditions_failed,
     ):
         assert len(row) == 1 and "delta is too small for pld" in row[0]
-    assert steps.guarantees([1], ["rdp"])[0].conditions_failed == ()
+    assert report_of(steps, ["rdp"]).guarantees([1])[0].conditions_failed == ()
 
 
 def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkeypatch):
@@ -878,9 +891,9 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
         r"small for "
         r"pld .* after 300 steps",
     ):
-        LocalSteps.calibrated(**asked)
+        calibrate_local_steps(**asked)
     assert len(calls) < 15
-    assert LocalSteps.calibrated(**asked, accountant="rdp").epsilons("rdp", [1])[0] <= 1
+    assert report_of(calibrate_local_steps(**asked, accountant="rdp")).epsilons("rdp", [1])[0] <= 1
 
 
 def test_batches_by_share_are_accounted_at_each_clients_own_rate():
@@ -892,12 +905,13 @@ def test_batches_by_share_are_accounted_at_each_clients_own_rate():
     together = LocalSteps(samples, batches, 5, 1.0, 1e-5, stds)
     assert together.batches.tolist() == [10, 50, 2, 6]
     for accountant in ("pld", "rdp"):
-        found = together.epsilons(accountant, counts)
+        found = report_of(together).epsilons(accountant, counts)
         for k in range(4):
             alone = LocalSteps(samples[[k]], int(batches[k]), 5, 1.0, 1e-5, stds[[k]])
-            assert found[k] == pytest.approx(alone.epsilons(accountant, [counts[k]])[0], rel=1e-9)
+            assert found[k] == pytest.approx(
+                report_of(alone).epsilons(accountant, [counts[k]])[0], rel=1e-9
+            )
     assert together.digest() != LocalSteps(samples, 10, 5, 1.0, 1e-5, stds).digest()
-    assert together.batch_words() == "2 to 50 samples, by the client's size"
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -907,12 +921,18 @@ def test_clients_alike_but_for_their_batches_each_spend_their_own(accountant, ba
     common = (5, 1.0, 1e-5)
     together = LocalSteps([400, 400], np.array(batches), *common, [0.1, 0.1])
     draws = [[0, 1], [0], [1], [0, 1]]
-    found = together.epsilons(accountant, [3, 3])
-    curve = together.curves([accountant], draws)
-    alone = [LocalSteps([400], b, *common, [0.1]).epsilons(accountant, [3])[0] for b in batches]
+    found = report_of(together).epsilons(accountant, [3, 3])
+    curve = report_of(together, [accountant]).curves(draws)
+    alone = [
+        report_of(LocalSteps([400], b, *common, [0.1])).epsilons(accountant, [3])[0]
+        for b in batches
+    ]
     assert alone[0] != pytest.approx(alone[1], rel=0.1)
     assert found.tolist() == alone
-    half_way = [LocalSteps([400], b, *common, [0.1]).epsilons(accountant, [1])[0] for b in batches]
+    half_way = [
+        report_of(LocalSteps([400], b, *common, [0.1])).epsilons(accountant, [1])[0]
+        for b in batches
+    ]
     (worst,) = curve.values()
     assert worst[0] == pytest.approx(max(half_way), rel=1e-6)
     assert worst[-1] == max(alone)
@@ -979,7 +999,9 @@ def test_one_number_for_all_clients_is_the_same_as_one_for_each():
     stds = np.array([0.2, 0.3, 0.4])
     one = LocalSteps(samples, 30, 5, 1.0, 1e-5, stds)
     each = LocalSteps(samples, np.array([30, 30, 20]), 5, 1.0, 1e-5, stds)
-    assert np.array_equal(one.epsilons("rdp", [2, 2, 2]), each.epsilons("rdp", [2, 2, 2]))
+    assert np.array_equal(
+        report_of(one).epsilons("rdp", [2, 2, 2]), report_of(each).epsilons("rdp", [2, 2, 2])
+    )
 
 
 @pytest.mark.parametrize("batch", [np.array([3, 3]), np.array([3, 0, 1]), np.array([1.5, 1, 1])])

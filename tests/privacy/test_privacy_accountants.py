@@ -507,7 +507,7 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, mo
     std = 4.0
     r = 9
     rounds = 6
-    queries = (Query("updates", 1.0, z), Query("losses", bound, std, apart=True))
+    queries = (Query("updates", 1.0, z), Query("losses", bound, std, per_client=True))
     both = Mechanism(
         Sampling("public", 100, r),
         queries,
@@ -543,13 +543,15 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, mo
 
 def test_the_papers_formula_claims_nothing_for_a_query_apart():
     sums = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 1.0, 4.0),), 100)
-    both = Mechanism(sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, apart=True)), 100)
+    both = Mechanism(
+        sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, per_client=True)), 100
+    )
     (without,), (found,) = (
         guarantees(each, "replace_one", 1e-5, accountants=["paper"]) for each in (sums, both)
     )
     assert found.epsilon == without.epsilon and set(found.conditions_failed) - set(
         without.conditions_failed
-    ) == {"nothing is released beside the sum (here too: the losses of clients)"}
+    ) == {"nothing is released next to the sum (here too: the losses of clients)"}
 
 
 def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():

@@ -28,11 +28,12 @@ from raydpfl.privacy import (
     guarantees,
     noise_for,
     pld,
+    report_of,
 )
-from raydpfl.privacy import sampling as laws
+from raydpfl.privacy import sampling as schemes
 from raydpfl.privacy.accountants import ACCOUNTANTS
-from raydpfl.privacy.guarantee import Batches, Cohorts, Observer, Participations, Told
-from raydpfl.privacy.sampling import LAWS, Law
+from raydpfl.privacy.guarantee import Observer, Scope
+from raydpfl.privacy.sampling import SCHEMES, Participations, SamplingScheme
 from raydpfl.simulation.plan import Plan
 
 MECHANISM = Mechanism(
@@ -47,7 +48,7 @@ GUARANTEE = Guarantee(
     "client",
     "replace_one",
     Observer.AGGREGATES,
-    Cohorts(Sampling("fixed", 1920, 80)),
+    Scope.of_cohorts(Sampling("fixed", 1920, 80)),
     1.5,
     1e-5,
     ("a",),
@@ -69,7 +70,9 @@ def test_any_change_changes_the_digest():
         replace(MECHANISM, sampling=Sampling("with_replacement", 1920, 80, p_max=0.001)),
         replace(MECHANISM, queries=(Query("update", 0.5, 2.0000001),)),
         replace(MECHANISM, queries=MECHANISM.queries * 2),
-        replace(MECHANISM, queries=(*MECHANISM.queries, Query("losses", 0.5, 2.0, apart=True))),
+        replace(
+            MECHANISM, queries=(*MECHANISM.queries, Query("losses", 0.5, 2.0, per_client=True))
+        ),
         replace(MECHANISM, rounds=101),
         replace(MECHANISM, unit="sample"),
         replace(MECHANISM, placement="client"),
@@ -95,7 +98,10 @@ def test_any_change_changes_the_digest():
         (lambda: Sampling("with_replacement", 10, 5, p_max=0.09), "p_max"),
         (lambda: Sampling("with_replacement", 10, 5, p_max=1.1), "p_max"),
         (lambda: Sampling("fixed", 10, 5, p_max=0.5), "p_max"),
-        (lambda: replace(MECHANISM, queries=(Query("losses", 1.0, 1.0, apart=True),)), "queries"),
+        (
+            lambda: replace(MECHANISM, queries=(Query("losses", 1.0, 1.0, per_client=True),)),
+            "queries",
+        ),
         (lambda: replace(MECHANISM, rounds=0), "rounds"),
         (lambda: replace(MECHANISM, rounds=True), "rounds"),
         (lambda: replace(MECHANISM, queries=()), "queries"),
@@ -144,7 +150,7 @@ def test_with_noise_sets_the_joint_noise_multiplier(start):
 
 
 def test_a_query_apart_keeps_its_noise_and_counts_beside_the_sums():
-    apart = Query("losses", 1.0, 5.0, apart=True)
+    apart = Query("losses", 1.0, 5.0, per_client=True)
     both = replace(MECHANISM, queries=(*MECHANISM.queries, apart))
     assert both.noise_multiplier == MECHANISM.noise_multiplier == 4.0
     for z in (0.5, 4.0, 20.0):
@@ -220,19 +226,19 @@ def test_a_guarantee_is_made_of_facts_and_what_is_read_back_has_their_words_alon
         Observer.AGGREGATES,
         Observer.UPDATES,
     ]
-    assert hidden.sampling.hidden and not known.sampling.hidden
     assert hidden.sampling.secret and not known.sampling.secret and not seen.sampling.secret
     assert hidden.sampling.participations is None
     assert known.sampling.participations == Participations(most=7, gaussians=7, rounds=100)
     read = Guarantee.from_dict(hidden.to_dict())
-    assert read == hidden and read.sampling == Told("fixed size 80 of 1920, cohort hidden")
+    assert read == hidden and read.sampling == Scope("fixed size 80 of 1920, cohort hidden")
     assert not read.sampling.secret and read.observer is Observer.AGGREGATES
-    assert Batches(run.sampling).secret != hidden.sampling.secret
-    assert Cohorts(Sampling("full", 80, 80)).knows == "" == Cohorts(Sampling("full", 80, 80)).secret
+    assert Scope.of_batches(run.sampling).secret != hidden.sampling.secret
+    full = Scope.of_cohorts(Sampling("full", 80, 80))
+    assert full.knows == "" == full.secret
 
 
-class Halves(Law):
-    """A law of one's own: fixed size, by pld alone."""
+class Halves(SamplingScheme):
+    """A user-defined scheme: fixed size, by pld alone."""
 
     kind = "halves"
 
@@ -255,7 +261,7 @@ def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
     assert epsilon(mine, "replace_one", 1e-5) == epsilon(fixed, "replace_one", 1e-5)
     assert (
         covers("rdp", mine, "replace_one")
-        == "cohorts of law halves are not covered by rdp; nearest: pld"
+        == "cohorts by sampling scheme halves are not covered by rdp; nearest: pld"
     )
     assert covers("pld", mine, "zero_out") == "halves are covered under replace_one only"
     found = guarantees(mine, "replace_one", 1e-5, accountants=["pld", "rdp"], participations=12)
@@ -269,7 +275,7 @@ def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
 
 
 def test_accountants_and_laws_are_found_by_looking():
-    assert set(LAWS) == {path.stem for path in Path(laws.__file__).parent.glob("*.py")} - {
+    assert set(SCHEMES) == {path.stem for path in Path(schemes.__file__).parent.glob("*.py")} - {
         "__init__",
         "base",
     }
@@ -280,7 +286,9 @@ def test_accountants_and_laws_are_found_by_looking():
     assert len(ACCOUNTANTS) == len(modules)
 
 
-LOSSES_TOO = replace(MECHANISM, queries=(*MECHANISM.queries, Query("losses", 1.0, 1.0, apart=True)))
+LOSSES_TOO = replace(
+    MECHANISM, queries=(*MECHANISM.queries, Query("losses", 1.0, 1.0, per_client=True))
+)
 STEPS = LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
 SUMS = Mechanism(Sampling("poisson", 60, 10), (Query("updates", 1.0, 4.0),), rounds=4)
 
@@ -291,17 +299,18 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     draws = [[0, 1], [1, 2], [1], [0]]
     counts = Counter(client for drawn in draws for client in drawn)
     terms = Terms("zero_out", 1e-5)
-    curves = release.curves(("rdp",), draws, np.arange(1, 5), terms)
+    report = report_of(release, ("rdp",), terms)
+    curves = report.curves(draws, np.arange(1, 5))
     assert [len(curve) for curve in curves.values()] == [4] and (np.diff(curves["rdp"]) >= 0).all()
-    first = release.guarantees(counts, ("rdp",), 4, terms)[0]
+    first = report.guarantees(counts, 4)[0]
     assert curves["rdp"][-1] == pytest.approx(first.epsilon) and first.unit == release.unit
-    asked = release.curves(("rdp",), draws, np.arange(3, 5), terms)
+    asked = report.curves(draws, np.arange(3, 5))
     assert asked["rdp"].tolist() == curves["rdp"][2:].tolist()
     assert release.by_draws == (release.cohorts is None) and release.largest in (60, 100)
-    assert (release.table(counts, ("rdp",)) is not None) == release.by_draws
-    assert len(release.quantiles("rdp", counts)) == 5 * release.by_draws
+    assert (report.table(counts) is not None) == release.by_draws
+    assert len(report.quantiles("rdp", counts)) == 5 * release.by_draws
     assert (release.step_stds(np.array([2])) is not None) == bool(release.client_facts())
-    assert release.uncovered("rdp", "zero_out") is None and release.unproved is None
+    assert release.unproved is None
     assert release.private and len(release.digest()) == 64
 
 

@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy.optimize import brentq
 
-from raydpfl.privacy.search import brent, halved, last, narrowed, near_guess, safe_end
+from raydpfl.privacy.search import halved, last, narrowed, near_guess, safe_end
 
 # falling functions of x with a root each, as sharp and as flat as accounting has them
 FALLING = {
@@ -49,28 +48,6 @@ def test_a_search_from_a_guess_ends_on_the_safe_side_however_wrong_the_guess(nam
     for root in ROOTS[:8]:
         found = near_guess(lambda x, r=root: FALLING[name](x, r), root + guess, slope, 1e-3)
         assert found is not None and FALLING[name](found, root) <= 0
-
-
-def points(search, function, root: float, tolerance: float) -> list[float]:
-    asked: list[float] = []
-
-    def value(x: float) -> float:
-        asked.append(x)
-        return function(x, root) or -1e-300
-
-    search(value, root - 2.0, root + 1.0, xtol=tolerance, rtol=1e-15)
-    return asked
-
-
-@pytest.mark.parametrize("name", FALLING)
-def test_the_points_that_are_asked_for_are_those_of_scipy(name):
-    """To the bit: a printed epsilon hangs on the last of them."""
-    for root in ROOTS:
-        for tolerance in (1e-2, 1e-9, 1e-15):
-            ours, theirs = (
-                points(search, FALLING[name], root, tolerance) for search in (brent, brentq)
-            )
-            assert ours == theirs and len(ours) > 3
 
 
 def test_a_search_that_meets_no_root_says_so():

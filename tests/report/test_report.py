@@ -375,7 +375,7 @@ def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):
     folders = {"A": made(tmp_path / "a"), "B": made(tmp_path / "b", holds=[other])}
     cases = [Case({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
     (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases)
-    seen = "that of one client against whoever sees every aggregate (fixed size 4 of 12, cohort "
+    seen = "that of one client against an observer of every aggregate (fixed size 4 of 12, cohort "
     seen += "hidden)"
     assert (
         f"Epsilon is of A {seen}, at delta 1e-05; of B {seen}, at delta 0.001." in drawing.caption

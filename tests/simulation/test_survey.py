@@ -35,8 +35,9 @@ from raydpfl.privacy import (
     epsilon,
     gaussian_epsilon,
     guarantees,
+    report_of,
 )
-from raydpfl.privacy.sampling import Law
+from raydpfl.privacy.sampling import SamplingScheme
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import of_config
 
@@ -49,9 +50,9 @@ APART = {"test": False, "validation": 0.2}
 SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
 
 
-def mechanism(kind, rounds=40, times=4, std=20.0, law=None):
+def mechanism(kind, rounds=40, times=4, std=20.0, scheme=None):
     cohort = 200 if kind == "full" else 20
-    sampling = Sampling(law or kind, 200, cohort)
+    sampling = Sampling(scheme or kind, 200, cohort)
     survey = Survey("accuracy", std, clients=200, times=times)
     return Mechanism(sampling, (Query("updates", 1.0, 3.0),), rounds, survey=survey)
 
@@ -111,7 +112,8 @@ def test_a_loss_with_surveys_lies_between_that_of_the_rounds_and_simple_composit
 def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
     whole = mechanism(kind)
     rounds = np.arange(1, 41)
-    found = whole.curves(["pld"], None, rounds, Terms("replace_one", DELTA), rounds // 10)["pld"]
+    report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
+    found = report.curves(None, rounds, rounds // 10)["pld"]
     expected = [epsilon(whole.asking(t // 10), "replace_one", DELTA, t) for t in (1, 9, 10, 25, 40)]
     assert found[[0, 8, 9, 24, 39]] == pytest.approx(expected, rel=1e-4)
     assert (np.diff(found) > 0).all()
@@ -120,7 +122,8 @@ def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
 def test_of_many_surveys_a_curve_counts_some_early_and_none_late():
     whole = mechanism("full", rounds=100)
     rounds = np.arange(1, 101)
-    found = whole.curves(["pld"], None, rounds, Terms("replace_one", DELTA), rounds)["pld"]
+    report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
+    found = report.curves(None, rounds, rounds)["pld"]
     exact = [epsilon(whole.asking(t), "replace_one", DELTA, t) for t in rounds.tolist()]
     assert (found >= exact).all() and found[-1] == pytest.approx(exact[-1], rel=1e-12)
 
@@ -136,20 +139,20 @@ def test_who_sees_single_answers_sees_each_clients_part_of_the_noise():
     assert alone == pytest.approx(float(gaussian_epsilon(math.sqrt(rounds + answers), DELTA)))
 
 
-class Unknown(Law):
-    """A law that gives Renyi divergences alone, or the loss of a round alone."""
+class Unknown(SamplingScheme):
+    """A scheme that gives Renyi divergences alone, or the loss of a round alone."""
 
     kind = "unknown"
 
     def words(self, sampling):
-        return "by a law of one's own"
+        return "by a user-defined scheme"
 
     def losses(self, sampling, mu):
         raise AssertionError
 
 
 def test_a_law_without_the_loss_of_both_is_not_covered():
-    whole = mechanism("fixed", law=Unknown())
+    whole = mechanism("fixed", scheme=Unknown())
     assert "noised histograms of the accuracy" in covers("pld", whole, "replace_one")
     assert covers("pld", replace(whole, survey=None), "replace_one") is None
 

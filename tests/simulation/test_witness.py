@@ -23,7 +23,7 @@ from raydpfl.methods.selection.power_of_choice import PowerOfChoice
 from raydpfl.methods.selection.uniform import Uniform
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Guarantee, Sampling
-from raydpfl.privacy.sampling import Law
+from raydpfl.privacy.sampling import SamplingScheme
 from raydpfl.simulation import monitoring
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.sampling_monitor import Witness
@@ -154,8 +154,8 @@ class Owing(Liar):
         (TwoHalves(), 60, "in common"),
         (Crowded(declares="poisson"), 30, "sizes by round"),
         (Sparse(declares="poisson"), 30, "sizes by round"),
-        (Short(), 4, "drew 29 clients in round 3, where its law .* gives 30"),
-        (Short(declares="full"), 1, "drew 30 clients in round 0, where its law .* gives 300"),
+        (Short(), 4, "drew 29 clients in round 3, where its sampling .* gives 30"),
+        (Short(declares="full"), 1, "drew 30 clients in round 0, where its sampling .* gives 300"),
         (Twice(), 1, "twice in round 0"),
         (Beyond(), 3, "not ascending from 0 to 299"),
         (AllTheSameSize(declares="poisson"), 60, "sizes by round"),
@@ -483,7 +483,7 @@ def test_separation_is_remembered_when_a_run_goes_on():
 
 
 class QuietlyPoisson(AllTheSameSize):
-    """By coins of their own, which it says by its law alone."""
+    """By coins of their own, which it says by its sampling scheme alone."""
 
     def drawn(self, generator, t, count):
         return np.flatnonzero(generator.random(count) < self.cohort / count)
@@ -529,7 +529,7 @@ def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
     assert seen == [0, 1, 2, 3] and Plan.make(experiment()).mechanism.sampling.hidden
 
 
-class GroupsLaw(Law):
+class GroupsScheme(SamplingScheme):
     kind = "groups"
 
     def as_in_the_papers(self, sampling):
@@ -547,7 +547,7 @@ class OneGroup(Selection):
         return Cohort.of(np.arange(group, len(population), 10))
 
     def sampling(self, population):
-        return Sampling(GroupsLaw(), len(population), len(population) // 10)
+        return Sampling(GroupsScheme(), len(population), len(population) // 10)
 
 
 def test_a_law_of_ones_own_may_draw_clients_in_groups():

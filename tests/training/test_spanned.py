@@ -202,8 +202,8 @@ def test_noise_alone_has_the_law_of_a_full_draw_inside_and_outside_of_the_span(n
 @pytest.mark.parametrize("twin", [False, True])
 def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     """Regression without clipping is linear, so that the update is A z for all steps' noises z,
-    with an A that repeats every noise's backend through the later gradients: its law is N(m, A
-    A^T).
+    with an A that repeats every noise's backend through the later gradients: its distribution is
+    N(m, A A^T).
     """
     p = 6
     outputs = 2

@@ -22,7 +22,7 @@ from raydpfl.core.prng import Purpose, normals, torch_stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Adam, AdamW, Local, Sam, Sgd
 from raydpfl.methods.schedules import Schedule
-from raydpfl.privacy import LocalSteps
+from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
@@ -403,29 +403,31 @@ def test_a_clients_epsilon_is_that_of_a_run_where_all_make_its_steps(sampling):
     assert {"pld", "rdp"} < set(names)
     for k, count in enumerate(steps.tolist()):
         same = LocalSteps(steps=count, **what)
+        costs = [report_of(each, ("pld", "paper")) for each in (own, same)]
         for name in names:
-            assert own.epsilons(name, counts)[k] == same.epsilons(name, counts)[k]
-        one, other = (each.table(counts, ("pld", "paper"))[k] for each in (own, same))
+            assert costs[0].epsilons(name, counts)[k] == costs[1].epsilons(name, counts)[k]
+        one, other = (each.table(counts)[k] for each in costs)
         assert one == other
         assert own.event(k) == same.event(k)
     assert own.digest() != LocalSteps(steps=steps + 1, **what).digest()
-    curves = own.curves(["pld"], [np.repeat(np.arange(4), counts)])
-    assert curves["pld"][-1] == own.epsilons("pld", counts).max()
+    report = report_of(own, ["pld"])
+    curves = report.curves([np.repeat(np.arange(4), counts)])
+    assert curves["pld"][-1] == report.epsilons("pld", counts).max()
 
 
 def own_names(steps: LocalSteps, counts: list[int]) -> list[str]:
-    return [one.accountant for one in steps.guarantees(counts)]
+    return [one.accountant for one in report_of(steps).guarantees(counts)]
 
 
 def test_noise_is_calibrated_to_each_clients_own_steps():
     what: dict[str, Any] = {"batch": 10, "bound": 1.0, "delta": 1e-3, "budgets": 2.0}
-    own = LocalSteps.calibrated(
+    own = calibrate_local_steps(
         samples=[100, 100], steps=np.array([4, 16]), participations=[2, 2], **what
     )
     for k, count in enumerate([4, 16]):
-        alone = LocalSteps.calibrated(samples=[100], steps=count, participations=[2], **what)
+        alone = calibrate_local_steps(samples=[100], steps=count, participations=[2], **what)
         assert own.stds[k] == pytest.approx(alone.stds[0], rel=2e-3)
-        assert own.epsilons("pld", [2, 2])[k] == pytest.approx(2.0, rel=2e-3)
+        assert report_of(own).epsilons("pld", [2, 2])[k] == pytest.approx(2.0, rel=2e-3)
 
 
 def test_a_run_by_epochs_accounts_for_each_clients_own_steps(tmp_path):

@@ -52,7 +52,7 @@ class Gaussian(Noise):
     is 001 Theorem 1, with the constant `v` that they leave open; at local steps sigma_k of 003 eq.
     6. `tcdp` is 002 Theorem 5 in its usable form; the clients for whom a condition of it fails have
     the rigorous noise, and are named in a warning and in guarantees.parquet. The guarantees then
-    show what that noise truly gives. At local steps `epsilon` may be a law of budgets
+    show what that noise truly gives. At local steps `epsilon` may be a distribution of budgets
     (`raydpfl.privacy.budgets`), which gives every client its own.
     """
 
@@ -77,11 +77,13 @@ class Gaussian(Noise):
         lt=1,
         description="of every guarantee, and of what epsilon is calibrated for",
     )
-    epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.Law] | None = Field(
-        default=None,
-        description=(
-            "the target, from which the noise is calibrated; else `multiplier` or `std` says it"
-        ),
+    epsilon: Annotated[float, Field(gt=0)] | SerializeAsAny[budgets.BudgetDistribution] | None = (
+        Field(
+            default=None,
+            description=(
+                "the target, from which the noise is calibrated; else `multiplier` or `std` says it"
+            ),
+        )
     )
     rounds: int | None = Field(
         default=None,
@@ -120,7 +122,9 @@ class Gaussian(Noise):
     @classmethod
     def _law(cls, value: Any) -> Any:
         if isinstance(value, bool):
-            raise ConfigError("noise.epsilon", value, "a positive number, or a law of budgets")
+            raise ConfigError(
+                "noise.epsilon", value, "a positive number, or a distribution of budgets"
+            )
         return budgets.parse(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
@@ -249,7 +253,7 @@ class Gaussian(Noise):
                 *setting.sample_exclusions,
                 *on_sums.excluded(setting, self.of_seed, at_steps=True),
             ),
-            "beside": setting.loss_query,
+            "side_query": setting.loss_query,
         }
         if self.epsilon is not None:
             return self._calibrated_steps(facts, what)
@@ -275,7 +279,8 @@ class Gaussian(Noise):
             "calibration": self.calibration,
         }
         return on_sums.first_that_can(
-            accountants or ("pld",), lambda name: LocalSteps.calibrated(accountant=name, **what)
+            accountants or ("pld",),
+            lambda name: privacy.calibrate_local_steps(accountant=name, **what),
         )
 
     def variances(

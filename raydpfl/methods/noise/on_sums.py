@@ -116,19 +116,21 @@ def outline(
         expected = "one that bounds what a client sends, as clip with a bound: noise "
         expected += f"{setting.kinds['noise']} is scaled by that bound"
         raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
-    memory = setting.kinds[setting.stateful[0]] if setting.stateful else ""
+    stateful = setting.kinds[setting.stateful[0]] if setting.stateful else ""
     mechanism = Mechanism(
         sampling,
         queries(setting, 1.0),
         setting.rounds,
         placement=placement,
-        memory=memory or ("model.local" if setting.local_parameters else ""),
-        remembers_noise="local" in setting.stateful and placement == "client",
+        stateful=stateful or ("model.local" if setting.local_parameters else ""),
+        noise_in_state="local" in setting.stateful and placement == "client",
         survey=setting.survey,
     )
-    if is_user_defined(type(sampling.law)):
-        law = f"privacy losses above those declared by {type(sampling.law).__name__} {DECLARED}"
-        exclusions = (law, *exclusions)
+    if is_user_defined(type(sampling.scheme)):
+        losses = (
+            f"privacy losses above those declared by {type(sampling.scheme).__name__} {DECLARED}"
+        )
+        exclusions = (losses, *exclusions)
     if mechanism.unproved:
         exclusions += (mechanism.unproved,)
     mechanism = replace(mechanism, exclusions=exclusions)
@@ -141,7 +143,7 @@ def outline(
 def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tuple[str, ...]:
     """The rigorous accountants among those asked for that cover the mechanism."""
     asked = privacy.rigorous(setting.accountants)
-    return tuple(name for name in asked if not mechanism.uncovered(name, relation))
+    return tuple(name for name in asked if not privacy.covers(name, mechanism, relation))
 
 
 def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) -> T:
@@ -162,16 +164,16 @@ def _refusal(
 ) -> ConfigError:
     """The error for a mechanism that no rigorous accountant covers, with what to change."""
     by_clients = mechanism.placement == "client"
-    reason = mechanism.uncovered(accountant, relation)
+    reason = privacy.covers(accountant, mechanism, relation)
     assert reason is not None
     if setting.cohort_hidden and by_clients:
         return ConfigError("noise.placement", "client", f"server or auto: {reason}")
-    others = [other for other in RELATIONS if not mechanism.uncovered(accountant, other)]
+    others = [other for other in RELATIONS if not privacy.covers(accountant, mechanism, other)]
     if not others:
         return ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
     expected = f"{' or '.join(others)} with selection.kind {setting.kinds['selection']}"
     by_server = replace(mechanism, placement="server")
-    if by_clients and not by_server.uncovered(accountant, relation):
+    if by_clients and not privacy.covers(accountant, by_server, relation):
         expected += f"; or {relation} with noise.placement server"
     elif relation == "add_remove":
         expected += "; add_remove needs selection.kind poisson, and noise that the server draws"

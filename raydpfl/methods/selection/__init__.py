@@ -2,8 +2,8 @@
 
 A member of this family makes three promises. The cohort of a round is a function of (seed, round)
 and of what is public about the `Population` alone. Its clients are in ascending order, one drawn
-twice listed twice. And `sampling` tells the accountants exactly the law that `select` follows, so
-that sampler and accountant cannot disagree.
+twice listed twice. And `sampling` tells the accountants exactly the sampling scheme that `select`
+follows, so that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
 >>> Uniform(cohort=3).exposed(seed=0, t=5, population=clients)
@@ -23,10 +23,10 @@ fixed size 3 of 10
 | availability              | r of those whose window is open           | fixed size in those   |
 | power_of_choice           | the candidates with the largest losses    | public, and losses    |
 
-Public: the clients' sizes and budgets, the cohort size, the sampling law. Whether a drawn cohort is
-secret depends on the observer, and every guarantee says what it assumes. The cost of a draw grows
-with the cohort, and at most with the logarithm of the population; what takes longer (the sums of
-probabilities, Problem 1) is done once.
+Public: the clients' sizes and budgets, the cohort size, the sampling scheme. Whether a drawn cohort
+is secret depends on the observer, and every guarantee says what it assumes. The cost of a draw
+grows with the cohort, and at most with the logarithm of the population; what takes longer (the sums
+of probabilities, Problem 1) is done once.
 """
 
 from __future__ import annotations

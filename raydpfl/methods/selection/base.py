@@ -166,7 +166,7 @@ class Selection(Member):
         raise NotImplementedError
 
     def sampling(self, population: Population) -> Sampling:
-        """The law that `select` follows, for the accountants."""
+        """The sampling that `select` follows, for the accountants."""
         raise NotImplementedError
 
     def probabilities(self, population: Population) -> np.ndarray | None:

@@ -19,7 +19,7 @@ class Cyclic(Selection):
     """Groups take turns: in round t it is that of the clients k with k = t mod `period` (cyclic
     participation: Eichner et al. 2019; Cho et al. 2023).
 
-    If `cohort` is None the whole group takes part. Else `cohort` of them do by `law`: `fixed`,
+    If `cohort` is None the whole group takes part. Else `cohort` of them do by `scheme`: `fixed`,
     uniformly without replacement, or `poisson`, each with probability cohort / (size of the group).
     If `period` does not divide N, the sizes of groups differ by one. The sum over a whole group is
     then divided by N / period, so that every client counts the same, and the accountants are told
@@ -29,22 +29,28 @@ class Cyclic(Selection):
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"period": 4},
         {"period": 4, "cohort": 5},
-        {"period": 4, "cohort": 5, "law": "poisson"},
+        {"period": 4, "cohort": 5, "scheme": "poisson"},
     )
     kind: str = "cyclic"
     period: int = Field(ge=1)
     cohort: int | None = Field(default=None, ge=1)
-    law: Literal["fixed", "poisson"] = "fixed"
+    scheme: Literal["fixed", "poisson"] = "fixed"
 
     @model_validator(mode="after")
     def _sized(self) -> Cyclic:
-        if self.cohort is None and self.law == "poisson":
+        if self.cohort is None and self.scheme == "poisson":
             raise ConfigError(
-                "selection.law",
-                self.law,
+                "selection.scheme",
+                self.scheme,
                 "fixed where no cohort is given, as all of a group take part",
             )
         return self
+
+    def meaning(self) -> dict[str, Any]:
+        """See `Member.meaning`: `law` is what the scheme is called in keys of noise."""
+        facts = super().meaning()
+        facts["law"] = facts.pop("scheme")
+        return facts
 
     def fits(self, count: int) -> None:
         least = fewest(count, self.period, 1)
@@ -65,7 +71,7 @@ class Cyclic(Selection):
             return Cohort.of(nth(np.arange(size), self.period, 1, *phases))
         generator = stream(seed, Purpose.COHORT, t=t)
         taken = self.cohort
-        if self.law == "poisson":
+        if self.scheme == "poisson":
             taken = int(generator.binomial(size, self.cohort / size))
         return Cohort.of(nth(distinct(generator, size, taken), self.period, 1, *phases))
 
@@ -81,14 +87,14 @@ class Cyclic(Selection):
                 rule=f"groups take turns, each 1 round of {self.period}",
             )
         return Sampling(
-            self.law,
+            self.scheme,
             least,
             self.cohort,
             rule=f"the group whose turn it is, each 1 round of {self.period}",
         )
 
     def hides_size(self) -> bool:
-        return self.law == "poisson"
+        return self.scheme == "poisson"
 
     @property
     def separation(self) -> int:

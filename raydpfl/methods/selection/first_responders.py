@@ -1,8 +1,8 @@
 """The first to respond are the cohort, and the work of the rest is dropped (002 sec. IV).
 
-A client's response time is its own scale, drawn once, times a draw from the response law in every
-round. Its unit does not matter, only who comes first. If all clients have the same scale this is
-uniform sampling in law (002 Lemma 5 rests on that):
+A client's response time is its own scale, drawn once, times a draw from the response distribution
+in every round. Its unit does not matter, only who comes first. If all clients have the same scale
+this is uniform sampling in distribution (002 Lemma 5 rests on that):
 
 >>> clients = Population.balanced(10)
 >>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
@@ -39,8 +39,8 @@ class FirstResponders(Sized):
 
     Without `contacted`, everyone is asked up to 10,000 clients; of more, 10,000 or ten times the
     cohort, whichever is larger. A client's scale is exp(spread Z_k), with Z_k standard normal and
-    keyed by client. With spread 0 the law and the accounting are those of `uniform`. Otherwise fast
-    clients are drawn more often, in no closed form: only a client's own rounds count, and no
+    keyed by client. With spread 0 the sampling and the accounting are those of `uniform`. Otherwise
+    fast clients are drawn more often, in no closed form: only a client's own rounds count, and no
     weights undo the bias.
     """
 

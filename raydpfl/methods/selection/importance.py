@@ -49,7 +49,7 @@ class Importance(WithReplacement):
             )
         return self
 
-    def law(self, population: Population) -> np.ndarray:
+    def draw_probabilities(self, population: Population) -> np.ndarray:
         shares = population.shares
         field, given = (
             ("selection.power", self.power)

@@ -20,5 +20,5 @@ class Multinomial(WithReplacement):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
     kind: str = "multinomial"
 
-    def law(self, population: Population) -> np.ndarray:
+    def draw_probabilities(self, population: Population) -> np.ndarray:
         return population.shares

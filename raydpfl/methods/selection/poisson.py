@@ -24,7 +24,7 @@ class Poisson(Sized):
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         generator = stream(seed, Purpose.COHORT, t=t)
         count = len(population)
-        # a binomial size, then a uniform subset of that size: the same law, in O(cohort)
+        # a binomial size, then a uniform subset of that size: the same distribution, in O(cohort)
         return Cohort.of(
             distinct(generator, count, int(generator.binomial(count, self.cohort / count)))
         )

@@ -11,7 +11,7 @@ array([2])
 >>> round(answer, 3)  # (0.2 + 4) / 2, and noise
 2.569
 >>> noised.loss_query
-Query(name='losses', bound=2.0, std=0.5, apart=True)
+Query(name='losses', bound=2.0, std=0.5, per_client=True)
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PowerOfChoice(Sized):
         """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
         if self.loss_bound is None or not self.loss_std:
             return None
-        return Query("losses", self.loss_bound / 2, self.loss_std, apart=True)
+        return Query("losses", self.loss_bound / 2, self.loss_std, per_client=True)
 
     def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
         if self.loss_bound is None:
@@ -184,9 +184,9 @@ def successive(
     """`size` distinct clients drawn one after another, each in proportion to its samples among
     those that are left: int64 [size].
 
-    Draws with replacement, without the repeats, have that law at O(size log N). Where few clients
-    hold nearly all data and `attempts` times 2 size draws are not enough, the rest come in the
-    order of exponential clocks of rate n_k, which has the same law at O(N).
+    Draws with replacement, without the repeats, have that distribution at O(size log N). Where few
+    clients hold nearly all data and `attempts` times 2 size draws are not enough, the rest come in
+    the order of exponential clocks of rate n_k, which has the same distribution at O(N).
 
     Raises `ConfigError` if fewer clients have data.
     """

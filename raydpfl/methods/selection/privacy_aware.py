@@ -42,7 +42,7 @@ class PrivacyAware(WithReplacement):
             raise ConfigError("selection.kind", self.kind, expected)
         return d * found
 
-    def law(self, population: Population) -> np.ndarray:
+    def draw_probabilities(self, population: Population) -> np.ndarray:
         if population.privacy_cost is None:
             raise ConfigError(
                 "selection.kind",

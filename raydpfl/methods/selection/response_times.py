@@ -1,4 +1,4 @@
-"""Laws of response times."""
+"""Distributions of response times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydpfl.config.registry import Member
 
 
 class Response(Member):
-    """Base of the response laws. A member gives `times`."""
+    """Base of the response distributions. A member gives `times`."""
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
         """Independent response times of clients of scale 1, float64 [count]."""

@@ -25,19 +25,20 @@ from raydpfl.privacy import Sampling
 
 
 class WithReplacement(Selection):
-    """Base of these members, which give `law`: `cohort` draws, each with `probabilities`; the sum
+    """Base of these members, which give `draw_probabilities`: `cohort` draws, each with
+    `probabilities`; the sum
     is divided by `cohort`.
     """
 
     cohort: int = Field(ge=1, le=10**9, description="r, draws of a round")
 
-    def law(self, population: Population) -> np.ndarray:
+    def draw_probabilities(self, population: Population) -> np.ndarray:
         """p, float64 [N], not negative and with sum 1."""
         raise NotImplementedError
 
     def probabilities(self, population: Population) -> np.ndarray:
-        """`law`, float64 [N], computed once for a population."""
-        return population.remember((self, "p"), lambda: self.law(population))
+        """`draw_probabilities`, float64 [N], computed once for a population."""
+        return population.remember((self, "p"), lambda: self.draw_probabilities(population))
 
     def weighs_data(self) -> bool:
         return True

@@ -9,7 +9,7 @@ among them.
 ('pld', 'rdp', 'paper')
 
 `raydpfl.privacy.accounting` asks them, and says what a mechanism guarantees against whom. A config
-may also name an accountant of your own, a class of `Accountant`, by import path.
+may also name a user-defined accountant, a class of `Accountant`, by import path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raydpfl.errors import ConfigError, renamed
 from raydpfl.privacy.accountants.base import Accountant, Formula
 from raydpfl.privacy.types import Unit
 
-__all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "named", "standing"]
+__all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "named", "resolved"]
 
 
 def _listed() -> dict[str, Accountant]:
@@ -45,7 +45,7 @@ FORMULAS: dict[str, Formula] = {
 # What a config may ask for: where samples are protected, `paper` stands for the formulas.
 ASKED: tuple[str, ...] = tuple(name for name in ACCOUNTANTS if name not in FORMULAS)
 # Where only formulas are asked for, the first of these that covers the mechanism is added.
-STANDBY = ("rdp", "pld")
+FALLBACK = ("rdp", "pld")
 
 
 def named(name: str) -> Accountant:
@@ -58,12 +58,12 @@ def named(name: str) -> Accountant:
         return ACCOUNTANTS[name]
     if ":" not in name:
         raise ConfigError("accountant", name, f"one of {', '.join(ASKED)}")
-    return _own(name)
+    return _user_defined(name)
 
 
 @functools.cache
-def _own(path: str) -> Accountant:
-    """An accountant of the user's own, whose name is the import path of its class."""
+def _user_defined(path: str) -> Accountant:
+    """The accountant whose class has this import path, which is its name."""
     cls = load(path, "accountant")
     fits = isinstance(cls, type) and issubclass(cls, Accountant) and not issubclass(cls, Formula)
     if not fits or cls is Accountant:
@@ -74,42 +74,41 @@ def _own(path: str) -> Accountant:
     if not whole:
         with renamed(lambda _: "accountant"):
             user_classes.complete(cls, "", path)
-    return type(cls.__name__, (_Held, cls), {"name": path, "__module__": cls.__module__})()
+    return type(cls.__name__, (_Checked, cls), {"name": path, "__module__": cls.__module__})()
 
 
-class _Held(Accountant):
-    """Holds what an accountant of the user's own gives to what epsilons are."""
+class _Checked(Accountant):
+    """Checks that a user-defined accountant gives epsilons."""
 
     def curve(self, event, delta, counts):
         return self._checked(super().curve(event, delta, counts), len(counts))
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
-        found = super().epsilons(mechanism, relation, delta, first, last, v)
-        return self._checked(found, last - first + 1)
+        values = super().epsilons(mechanism, relation, delta, first, last, v)
+        return self._checked(values, last - first + 1)
 
-    def _checked(self, found: Any, count: int) -> np.ndarray:
+    def _checked(self, values: Any, count: int) -> np.ndarray:
         """The epsilons, float64 [count]. Raises `ConfigError` for anything else."""
         try:
-            epsilons = np.asarray(found, np.float64)
+            epsilons = np.asarray(values, np.float64)
         except (TypeError, ValueError):
             epsilons = np.empty(0)
         if epsilons.shape == (count,) and (epsilons >= 0).all():  # NaN is not
             return epsilons
-        given = " ".join(repr(found).split())[:80]
-        expected = f"an accountant that gives {count} epsilons, each 0 or more (it gives {given})"
+        text = " ".join(repr(values).split())[:80]
+        expected = f"an accountant that gives {count} epsilons, each 0 or more (it gives {text})"
         raise ConfigError("accountant", self.name, expected)
 
 
-def standing(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
-    """The accountants that answer for those asked for, where this unit is protected.
+def resolved(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
+    """The accountants asked for, where this unit is protected: at local steps `paper` stands for
+    `FORMULAS`.
 
-    >>> standing(("pld", "paper"), "client")
+    >>> resolved(("pld", "paper"), "client")
     ('pld', 'paper')
-    >>> standing(("pld", "paper"), "sample")
+    >>> resolved(("pld", "paper"), "sample")
     ('pld', 'Chen 2024 tCDP', 'Chen 2024 Theorem 5', 'Xu 2026')
     """
-    return tuple(
-        each
-        for name in asked
-        for each in (ACCOUNTANTS[name].of(unit) if name in ACCOUNTANTS else (name,))
-    )
+    if unit != "sample":
+        return tuple(asked)
+    return tuple(each for name in asked for each in (FORMULAS if name == "paper" else (name,)))

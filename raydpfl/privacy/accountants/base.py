@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Event, Mechanism
-    from raydpfl.privacy.paper_formulas import Printed
-    from raydpfl.privacy.types import Relation, Unit
+from raydpfl.privacy.mechanism import Event, Mechanism
+from raydpfl.privacy.observers import place_of
+from raydpfl.privacy.paper_formulas import FormulaValue
+from raydpfl.privacy.types import Relation
+
+NEEDS = {"pld": "losses", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
 
 
 class Accountant:
@@ -18,8 +20,8 @@ class Accountant:
 
     A member gives `name`, and `curve` and `delta_of` for the events that it covers. One that is no
     composition of events gives `epsilons` and `delta` for mechanisms instead. A rigorous member
-    names in `needs` the method of a sampling law that it accounts for a secret cohort by
-    (`Law.losses` or `Law.renyi`).
+    names in `needs` the method of a sampling scheme that it accounts for a secret cohort by
+    (`SamplingScheme.losses` or `SamplingScheme.renyi`).
 
     >>> from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
     >>> class Exact(Accountant):
@@ -36,37 +38,26 @@ class Accountant:
     array([0.926, 1.356, 1.698])
     """
 
-    name: ClassVar[str] = ""  # a user's own is named by its import path
+    name: ClassVar[str] = ""  # a user-defined one is named by its import path
     label: ClassVar[str] = ""  # the heading of its column in tables; empty: its name
     rigorous: ClassVar[bool] = True
     needs: ClassVar[str] = ""
-
-    def of(self, unit: Unit) -> tuple[str, ...]:
-        """The accountants that answer for it where this unit is protected."""
-        return (self.name,)
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
         """Why it does not cover the mechanism under the relation, and the nearest combination that
         is covered, in words; None: it covers it.
         """
         sampling = mechanism.sampling
-        law = sampling.law
-        impossible = mechanism.place.refuses(sampling, relation)
+        scheme = sampling.scheme
+        impossible = place_of(mechanism.placement).refuses(sampling, relation)
         if impossible or sampling.everyone:
             return impossible
-        refused = law.refuses(relation)
-        if refused or not sampling.hidden or law.gives(self.needs):
+        refused = scheme.refuses(relation)
+        if refused or not sampling.hidden or scheme.gives(self.needs):
             return refused
-        others = [each for each in self.members() if each.needs and law.gives(each.needs)]
-        nearest = f"; nearest: {others[0].name}" if others else ""
-        return f"{law.plural()} are not covered by {self.name}{nearest}"
-
-    @classmethod
-    def members(cls) -> list[Accountant]:
-        """All accountants there are."""
-        from raydpfl.privacy.accountants import ACCOUNTANTS
-
-        return list(ACCOUNTANTS.values())
+        nearest = [name for name, method in NEEDS.items() if scheme.gives(method)]
+        reason = f"{scheme.plural()} are not covered by {self.name}"
+        return f"{reason}; nearest: {nearest[0]}" if nearest else reason
 
     def epsilons(
         self,
@@ -104,7 +95,7 @@ class Accountant:
         """Epsilon at `delta` after each number of events.
 
         Args:
-            event: what one round releases about one unit, and what is released `once` besides.
+            event: what one round releases about one unit, and what is released `once`.
             delta: between 0 and 1.
             counts: int64 [n], consecutive numbers of events.
 
@@ -142,7 +133,7 @@ class Formula(Accountant):
         """Those of the failed conditions for which it refuses to calibrate noise."""
         return ()
 
-    def printed(self, std: float, delta: float, **client: Any) -> tuple[Printed, float]:
+    def printed(self, std: float, delta: float, **client: Any) -> tuple[FormulaValue, float]:
         """Its epsilon at this noise.
 
         Returns:
@@ -150,7 +141,7 @@ class Formula(Accountant):
         """
         raise NotImplementedError
 
-    def noise(self, epsilon: float, delta: float, **client: Any) -> Printed:
+    def noise(self, epsilon: float, delta: float, **client: Any) -> FormulaValue:
         """The std at which it claims (epsilon, delta), with the conditions that fail; infinite
         where no noise does.
         """

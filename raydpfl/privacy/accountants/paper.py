@@ -9,17 +9,13 @@ from raydpfl.privacy.accountants.base import Accountant
 
 
 class Paper(Accountant):
-    """The formula for noise on clients' updates; the papers leave its constant `v` open."""
+    """The formula for noise on clients' updates; the papers leave its constant `v` open. At local
+    steps it stands for the formulas of 002 and 003 (`raydpfl.privacy.accountants.resolved`).
+    """
 
     name = "paper"
     label = "Zhang, Das 2021"
     rigorous = False
-
-    def of(self, unit):
-        """At local steps it stands for the formulas of 002 and 003."""
-        from raydpfl.privacy.accountants import FORMULAS
-
-        return tuple(FORMULAS) if unit == "sample" else (self.name,)
 
     def covers(self, mechanism, relation):
         """None: a formula can always be printed, with the conditions that fail."""

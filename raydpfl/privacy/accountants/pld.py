@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants.base import Accountant
+from raydpfl.privacy.accountants.base import NEEDS, Accountant
+from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.sampling.base import Losses
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Event, Mechanism
-    from raydpfl.privacy.types import Relation
+from raydpfl.privacy.types import Relation
 
 
 class Pld(Accountant):
     """Composes the privacy loss of a round by FFT, or in closed form where nothing is amplified."""
 
     name = "pld"
-    needs = "losses"
+    needs = NEEDS["pld"]
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
         refused = super().covers(mechanism, relation)
-        law = mechanism.sampling.law
+        scheme = mechanism.sampling.scheme
         asked = mechanism.survey is not None and mechanism.sampling.hidden
-        if refused is None and asked and not law.gives("losses_besides"):
-            return f"{law.plural()} with {mechanism.survey} are not covered by pld; nearest: rdp"
+        if refused is None and asked and not scheme.gives("losses_with_gaussian"):
+            return f"{scheme.plural()} with {mechanism.survey} are not covered by pld; nearest: rdp"
         return refused
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
@@ -60,8 +57,8 @@ def _losses(event: Event, times: int) -> tuple[Losses, ...]:
     """The losses of an event, a pair for each direction that can differ: that of one of its `each`
     Gaussians, and that of a Gaussian over everyone, released once in so many `times`.
     """
-    law = event.sampling.law
+    sampling = event.sampling
     over_everyone = event.also or event.once
     if over_everyone:
-        return law.losses_besides(event.sampling, event.mu, times, over_everyone)
-    return tuple((loss, None) for loss in law.losses(event.sampling, event.mu))
+        return sampling.scheme.losses_with_gaussian(sampling, event.mu, times, over_everyone)
+    return tuple((loss, None) for loss in sampling.scheme.losses(sampling, event.mu))

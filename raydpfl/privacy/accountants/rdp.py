@@ -5,15 +5,12 @@ amplifies: see `raydpfl.privacy.rdp`.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.privacy import rdp
-from raydpfl.privacy.accountants.base import Accountant
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.accountants.base import NEEDS, Accountant
+from raydpfl.privacy.mechanism import Event
 
 
 class Rdp(Accountant):
@@ -22,7 +19,7 @@ class Rdp(Accountant):
     """
 
     name = "rdp"
-    needs = "renyi"
+    needs = NEEDS["rdp"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         return rdp.epsilons(_divergences(event), delta, counts, rdp.gaussian(event.once))
@@ -36,9 +33,9 @@ class Rdp(Accountant):
 
 @lru_cache(maxsize=64)
 def _divergences(event: Event) -> np.ndarray:
-    """Renyi divergences float64 [orders] of one event at each of `renyi.ORDERS`."""
+    """Renyi divergences float64 [orders] of one event at each of `rdp.ORDERS`."""
     sampling = event.sampling
     one = rdp.gaussian(event.mu)
     if sampling.hidden:
-        one = sampling.law.renyi(sampling, event.mu)
+        one = sampling.scheme.renyi(sampling, event.mu)
     return event.each * one + rdp.gaussian(event.also)

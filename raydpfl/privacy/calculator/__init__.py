@@ -17,9 +17,9 @@ paper every aggregate: 0.7069
 >>> round(found.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
 0.98
 >>> print(found.sentence())  # doctest: +NORMALIZE_WHITESPACE
-Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, whoever sees every aggregate, but
-not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of the
-time; blind guessing detects 5%.
+Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, an observer of every aggregate,
+but not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of
+the time; blind guessing detects 5%.
 
 One client's local steps (002, 003), where samples are protected and every update is seen:
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from raydpfl.privacy import Guarantee, LocalSteps, Mechanism, Relation
 from raydpfl.privacy.guarantee import SHARES
+from raydpfl.privacy.observers import place_of
 
 Unknown = Literal["epsilon", "noise", "rounds"]
 FALSE_ALARMS = 0.05  # at which `Budget.sentence` says what can be detected
@@ -96,17 +97,17 @@ class Budget:
         on the sum, and std of one draw.
         """
         query = self.mechanism.queries[0]
-        place = self.mechanism.place
+        place = place_of(self.mechanism.placement)
         found = {
             "noise_multiplier": self.mechanism.noise_multiplier,
             "bound": query.bound,
             "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
             "std_of_the_sum": query.std,
         }
-        if place.one:
-            found[f"std_of_{place.one}"] = query.std / place.draws(self.mechanism.sampling)
-        apart = (other for other in self.mechanism.queries if other.apart)
-        return found | {f"std_of_the_{other.name}": other.std for other in apart}
+        if place.draw:
+            found[f"std_of_{place.draw}"] = query.std / place.draws(self.mechanism.sampling)
+        per_client = (other for other in self.mechanism.queries if other.per_client)
+        return found | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
         """What the first guarantee's epsilon means: the largest power of any test at a false-alarm
@@ -157,21 +158,13 @@ class SampleBudget(Budget):
         return {self.repeated: self.rounds, "steps": self.steps}
 
 
-def _steps_of(mechanism: LocalSteps) -> int | dict[str, int]:
-    """Local steps of a participation; where clients differ, the least and the most."""
-    held = np.broadcast_to(mechanism.steps, mechanism.samples.shape)[mechanism.samples > 0]
-    least = int(held.min())
-    most = int(held.max())
-    return least if least == most else {"least": least, "most": most}
-
-
 @dataclass(frozen=True)
 class PersonalBudget:
     """What noise at local steps guarantees each client's samples, and what they were promised.
 
     Args:
         mechanism: what the clients release.
-        rows: `LocalSteps.table`, a row for each client that takes part.
+        rows: `LocalStepsReport.table`, a row for each client that takes part.
         guarantees: of the client that spends most, by every accountant.
         broken: which clients were promised more than holds, in words.
         notes: what else a reader should know.
@@ -182,6 +175,18 @@ class PersonalBudget:
     guarantees: tuple[Guarantee, ...]
     broken: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def released(self) -> str:
+        """What is released, in words."""
+        mechanism = self.mechanism
+        steps = _range(mechanism.client_steps[mechanism.samples > 0], "local steps")
+        batch = "all samples"
+        if mechanism.batch is not None:
+            batch = _range(np.atleast_1d(mechanism.batch), "samples")
+        order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
+        steps += f", in a participation, each on {batch}{order}"
+        return f"every update of {len(self.rows)} clients: {steps}"
 
     @property
     def protected(self) -> list[dict[str, Any]]:
@@ -208,16 +213,17 @@ class PersonalBudget:
         for name in ("client", "calibrated_by", "conditions_failed"):
             columns.pop(name, None)
         quantiles = {name: list(map(_to_json, self.quantiles(name))) for name in columns}
-        beside = mechanism.beside
+        query = mechanism.side_query
+        calibration = mechanism.calibration
         return {
             "unit": "sample",
             "relation": "replace_one",
             "placement": "step",
-            "calibration": mechanism.calibration,
+            "calibration": calibration and calibration.method,
             "delta": mechanism.delta,
             "bound": mechanism.bound,
-            "steps": _steps_of(mechanism),
-            **({f"std_of_the_{beside.name}": beside.std} if beside else {}),
+            "steps": _least_and_most(mechanism.client_steps[mechanism.samples > 0]),
+            **({f"std_of_the_{query.name}": query.std} if query else {}),
             "quantiles": {"at": list(SHARES), **quantiles},
             "clients": [
                 {name: _to_json(value) for name, value in row.items()} for row in self.rows
@@ -227,6 +233,18 @@ class PersonalBudget:
             "sentence": self.sentence(),
             "notes": list(self.notes),
         }
+
+
+def _least_and_most(counts: np.ndarray) -> int | dict[str, int]:
+    """The one count, or where clients differ the least and the most."""
+    least, most = int(counts.min()), int(counts.max())
+    return least if least == most else {"least": least, "most": most}
+
+
+def _range(counts: np.ndarray, noun: str) -> str:
+    """As `_least_and_most`, in words."""
+    least, most = counts.min(), counts.max()
+    return f"{least} {noun}" if least == most else f"{least} to {most} {noun}, by the client's size"
 
 
 def meaning(guarantee: Guarantee) -> str:
@@ -244,7 +262,7 @@ def meaning(guarantee: Guarantee) -> str:
     but = f", but not {hidden}," if hidden else ""
     return (
         f"Epsilon {guarantee.epsilon:.4g} at delta {guarantee.delta:g} means: at a false-alarm "
-        f"rate of {FALSE_ALARMS:.0%}, whoever sees {guarantee.observer}{but} can detect that one "
+        f"rate of {FALSE_ALARMS:.0%}, an observer of {guarantee.observer}{but} can detect that one "
         f"{guarantee.unit} {event} at most {100 * power:.4g}% of the time; blind guessing detects "
         f"{FALSE_ALARMS:.0%}."
     )

@@ -14,7 +14,7 @@ from raydpfl.privacy import Mechanism, Query, Relation, Sampling
 from raydpfl.privacy.calculator.answer import Budget, Unknown
 from raydpfl.privacy.calculator.solve import Question, SampleQuestion
 from raydpfl.privacy.observers import place_of
-from raydpfl.privacy.sampling import law_of
+from raydpfl.privacy.sampling import scheme_of
 from raydpfl.privacy.types import Placement
 
 # What the parameters of `raydpfl.privacy` are called where samples are protected.
@@ -48,7 +48,7 @@ def of_clients(
     constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
     """
     given = _place(placement)
-    size = law_of(sampling).default(population) if cohort is None else cohort
+    size = scheme_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
     # the clients, unless their share of the noise would depend on a secret
     place = given or ("client" if who.coins is None else "server")
@@ -140,10 +140,10 @@ def _place(asked: str) -> Placement | None:
 
 
 def _relation(asked: str, sampling: Sampling) -> Relation:
-    """The relation that was asked for; auto: replace_one, unless the law refuses it."""
+    """The relation that was asked for; auto: replace_one, unless the sampling scheme refuses it."""
     if asked != "auto":
         return cast(Relation, asked)  # `_check` refuses any other word
-    return "add_remove" if sampling.law.refuses("replace_one") else "replace_one"
+    return "add_remove" if sampling.scheme.refuses("replace_one") else "replace_one"
 
 
 def _check_participations(most: int | None, rounds: int | None, sampling: Sampling) -> None:
@@ -216,15 +216,15 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     nearest = [f"--relation {each}" for each in relations]
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
-    nearest += [f"--sampling {kind}" for kind in _laws_for(mechanism, relation)]
+    nearest += [f"--sampling {kind}" for kind in _schemes_for(mechanism, relation)]
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, expected)
     raise ConfigError("placement", mechanism.placement, expected)
 
 
-def _laws_for(mechanism: Mechanism, relation: Relation) -> list[str]:
-    """The laws by which cohorts of this size would be covered."""
+def _schemes_for(mechanism: Mechanism, relation: Relation) -> list[str]:
+    """The sampling schemes that would cover cohorts of this size."""
     sampling = mechanism.sampling
     if sampling.cohort > sampling.population:
         return []

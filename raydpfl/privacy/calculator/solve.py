@@ -13,8 +13,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, Mechanism, Relation
 from raydpfl.privacy.accountants import FORMULAS, Formula
 from raydpfl.privacy.calculator.answer import Answer, Budget, SampleBudget, Unknown
-from raydpfl.privacy.observers import View, views
-from raydpfl.privacy.paper_formulas import Printed
+from raydpfl.privacy.observers import ObserverView, place_of, views
+from raydpfl.privacy.paper_formulas import FormulaValue
 
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
 LARGE = 1e12  # a noise multiplier beside which the sums of rounds tell nothing
@@ -84,7 +84,7 @@ class Question:
         """The mechanism with this noise multiplier, for so many rounds."""
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
-    def seen(self, rounds: int) -> list[View]:
+    def seen(self, rounds: int) -> list[ObserverView]:
         """What each observer sees in so many rounds."""
         return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
@@ -115,7 +115,7 @@ class Question:
             guarantee = self.guarantees(name, min(z, LARGE), rounds, self.delta)[place]
             yield Answer(guarantee, z, rounds)
 
-    def _scale(self, name: str, view: View) -> float:
+    def _scale(self, name: str, view: ObserverView) -> float:
         """The factor on the noise multiplier that an accountant asks for against an observer, who
         sees a fixed multiple of the mechanism's own noise; infinite where a survey alone spends
         more against it, or no proof is known.
@@ -129,7 +129,7 @@ class Question:
             return math.inf
         return z / seen.noise_multiplier
 
-    def lasting(self, name: str, place: int, view: View) -> int:
+    def lasting(self, name: str, place: int, view: ObserverView) -> int:
         """The largest number of rounds in which the observer at this place stays within epsilon."""
         most = privacy.rounds_for(
             self.target, view.mechanism, view.relation, self.delta, name, self.v
@@ -190,7 +190,7 @@ class SampleQuestion(Question):
         if fits and math.isfinite(said.std):
             truth = self.truth(z, said.rounds, said.delta)
         failed = said.failed
-        if not batches.law.as_in_the_papers(batches):
+        if not batches.scheme.as_in_the_papers(batches):
             failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
         if said.delta != self.delta:
             alone = f"the formula gives its epsilon at delta {said.delta:.3g} alone"
@@ -221,7 +221,7 @@ class SampleQuestion(Question):
         printed, delta = self._printed(formula, std, rounds)
         return Claim(std, rounds, printed.value, delta, printed.conditions_failed)
 
-    def _printed(self, formula: Formula, std: float, rounds: int) -> tuple[Printed, float]:
+    def _printed(self, formula: Formula, std: float, rounds: int) -> tuple[FormulaValue, float]:
         return formula.printed(std, self.delta, **self._client(max(rounds, 1)))
 
     def _client(self, rounds: int) -> dict[str, Any]:
@@ -253,6 +253,6 @@ def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
     loose = privacy.loose(delta, mechanism.sampling.population, mechanism.unit)
     if loose:
         yield loose
-    if mechanism.place.caveat:
-        yield mechanism.place.caveat
+    if place_of(mechanism.placement).caveat:
+        yield place_of(mechanism.placement).caveat
     yield from (f"not accounted for: {exclusion}" for exclusion in mechanism.exclusions)

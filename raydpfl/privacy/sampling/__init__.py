@@ -1,21 +1,21 @@
-"""Sampling laws: who takes part in a round, and how much a secret about it amplifies. A file a law.
+"""Sampling schemes: who takes part in a round, and how much a secret about it amplifies. A file a
+scheme.
 
-A `Sampling` names a law, a population and a cohort. Accountants, the checks of a run's draws and
-the audit are told no more, and never ask which law it is:
+A `Sampling` names a scheme, a population and a cohort. Accountants, the checks of a run's draws and
+the audit read its properties, and never ask which scheme it is:
 
->>> from raydpfl.privacy.mechanism import Sampling
->>> list(LAWS)
+>>> list(SCHEMES)
 ['fixed', 'poisson', 'full', 'with_replacement', 'public']
->>> [Sampling(law, population=1000, cohort=10).hidden for law in ("poisson", "public")]
+>>> [Sampling(kind, population=1000, cohort=10).hidden for kind in ("poisson", "public")]
 [True, False]
 
-A law of your own is an object of a class derived from `Law`, given in place of the name. It is what
-the `sampling` of your own selection returns. Losses come from curves delta(epsilon) of one round:
-those of `raydpfl.privacy.pld`, or any other by `pld.discretise`. A cohort of 10 or 20 of 1000, as a
-coin decides, costs the mean of both:
+A user-defined scheme is an object of a class derived from `SamplingScheme`, given in place of the
+name. It is what the `sampling` of a user-defined selection returns. Losses come from curves
+delta(epsilon) of one round: those of `raydpfl.privacy.pld`, or any other by `pld.discretise`. A
+cohort of 10 or 20 of 1000, as a coin decides, costs the mean of both:
 
 >>> from raydpfl.privacy import Mechanism, Query, epsilon, pld
->>> class Coin(Law):
+>>> class Coin(SamplingScheme):
 ...     kind = "coin"
 ...     def size(self, sampling):
 ...         return None  # it varies
@@ -36,19 +36,15 @@ coin decides, costs the mean of both:
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.errors import ConfigError
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import (
+    SCHEMES,
+    Participations,
+    Sampling,
+    SamplingScheme,
+    scheme_of,
+)
 
-__all__ = ["LAWS", "Law", "law_of"]
+__all__ = ["SCHEMES", "Participations", "Sampling", "SamplingScheme", "scheme_of"]
 
-FIRST = ("fixed", "poisson", "full", "with_replacement")  # the order in messages
-LAWS: dict[str, Law] = {kind: law() for kind, law in family(__name__, Law, FIRST).items()}
-
-
-def law_of(kind: str | Law) -> Law:
-    """The law of this name, or the law itself. Raises `ConfigError` for an unknown name."""
-    if isinstance(kind, Law):
-        return kind
-    if kind not in LAWS:
-        raise ConfigError("kind", kind, f"one of {', '.join(LAWS)}")
-    return LAWS[kind]
+_FIRST = ("fixed", "poisson", "full", "with_replacement")  # the order in messages
+SCHEMES |= {kind: cls() for kind, cls in family(__name__, SamplingScheme, _FIRST).items()}

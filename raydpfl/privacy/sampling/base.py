@@ -1,69 +1,181 @@
-"""The base of sampling laws."""
+"""Sampling, and the base of sampling schemes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.guarantee import Participations
 from raydpfl.privacy.pld import LossDistribution
-
-if TYPE_CHECKING:
-    from raydpfl.privacy.mechanism import Sampling
-    from raydpfl.privacy.types import Relation
+from raydpfl.privacy.types import Relation, is_count
 
 # that of one of an event's Gaussians, and that of the one over everyone, on the same grid
 Losses: TypeAlias = tuple[LossDistribution, LossDistribution | None]
 
 
-class Law:
-    """Base of the sampling laws. A member has no state: population, cohort and the rest are those
-    of the `Sampling` that it is asked about.
+@dataclass(frozen=True)
+class Sampling:
+    """Who takes part in a round.
+
+    >>> Sampling("fixed", population=10, cohort=11)
+    Traceback (most recent call last):
+    raydpfl.errors.ConfigError: cohort = 11: expected an integer from 1 to the population of 10
+
+    Args:
+        kind: a sampling scheme, by name, or an object of a user-defined `SamplingScheme`:
+
+            - `fixed`: a uniform subset of fixed size;
+            - `poisson`: each client independently, with probability cohort / population;
+            - `full`: everyone;
+            - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
+            - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
+              a client takes part in count, and the mechanism's `rounds` is their number.
+        population: clients (or samples) to draw from.
+        cohort: how many take part; the expected number under `poisson`.
+        p_max: the largest probability of any client at one draw; None: draws are uniform.
+        rule: in words, how the population or a public cohort came about. It is public too.
+
+    Raises:
+        ConfigError: the scheme cannot have these numbers.
+    """
+
+    kind: str | SamplingScheme
+    population: int
+    cohort: int
+    p_max: float | None = None
+    rule: str = ""
+
+    def __post_init__(self) -> None:
+        scheme = self.scheme
+        if not (is_count(self.population) and self.population >= 1):
+            raise ConfigError("population", self.population, "an integer, at least 1")
+        if not (is_count(self.cohort) and self.cohort >= 1):
+            expected = f"an integer from 1 to the population of {self.population}"
+            raise ConfigError("cohort", self.cohort, expected)
+        if self.p_max is not None and not self.repeats:
+            expected = f"a number from 1/{self.population} to 1, for draws with replacement"
+            raise ConfigError("p_max", self.p_max, expected)
+        scheme.check(self)
+
+    @property
+    def scheme(self) -> SamplingScheme:
+        return scheme_of(self.kind)
+
+    @property
+    def q(self) -> float:
+        """The probability that a client is in a cohort: cohort / population, and 1 for a public
+        cohort, where only the client's own rounds count.
+        """
+        return self.scheme.q(self)
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every round takes everyone, under any scheme: nothing is amplified."""
+        return self.scheme.everyone(self)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether who takes part is a secret, which amplifies privacy against an observer who does
+        not know it.
+        """
+        return self.scheme.hidden(self)
+
+    @property
+    def size(self) -> int | None:
+        """The size of every cohort; None where it varies."""
+        return self.scheme.size(self)
+
+    @property
+    def coins(self) -> float | None:
+        """The probability with which each client takes part, independently of the others; None
+        where clients are not independent.
+        """
+        return self.scheme.coins(self)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a client may be in a cohort more than once."""
+        return self.scheme.repeats()
+
+    @property
+    def by_participation(self) -> bool:
+        """Whether only the rounds that a client takes part in count, because they are public."""
+        return not (self.hidden or self.everyone)
+
+    def __str__(self) -> str:
+        words = f"all {self.population}" if self.everyone else self.scheme.words(self)
+        return f"{words} ({self.rule})" if self.rule else words
+
+
+@dataclass(frozen=True)
+class Participations:
+    """What a client spends against an observer who knows the cohorts.
+
+    Args:
+        most: the largest number of times that any client was drawn.
+        gaussians: how many Gaussians that composes.
+        rounds: out of how many rounds; None where only a client's own rounds are counted.
+        repeats: whether a client may be drawn several times in a round.
+    """
+
+    most: int
+    gaussians: int
+    rounds: int | None = None
+    repeats: bool = False
+
+    def __str__(self) -> str:
+        if self.repeats:
+            return f"a client drawn at most {self.most} times"
+        of = "" if self.rounds is None else f" of {self.rounds}"
+        return f"a client in at most {self.most}{of} rounds"
+
+
+class SamplingScheme:
+    """Base of the sampling schemes. A member has no state: population, cohort and the rest are
+    those of the `Sampling` that it is asked about.
 
     A member gives `kind` and `words`. Where a cohort is a secret it also gives `refuses`, and
     `losses` (for pld) or `renyi` (for rdp). The other defaults are those of a cohort of fixed size
     without replacement, all subsets equally likely.
 
-    If a law draws `any_subset`, a run checks how many clients two consecutive cohorts share against
-    independent uniform draws. A law that draws clients in groups answers False to that and to
-    `as_in_the_papers`.
+    If a scheme draws `any_subset`, a run checks how many clients two consecutive cohorts share
+    against independent uniform draws. A scheme that draws clients in groups answers False to that
+    and to `as_in_the_papers`.
     """
 
     kind: ClassVar[str] = ""
-    # fields of a `Sampling` that `raydpfl check` tries the law with
+    # fields of a `Sampling` that `raydpfl check` tries the scheme with
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"population": 100, "cohort": 10},
         {"population": 20, "cohort": 9},
     )
 
     def check(self, sampling: Sampling) -> None:
-        """Raises `ConfigError` for a population, cohort or p_max that the law cannot have."""
+        """Raises `ConfigError` for a population, cohort or p_max that the scheme cannot have."""
         if sampling.cohort > sampling.population:
             expected = f"an integer from 1 to the population of {sampling.population}"
             raise ConfigError("cohort", sampling.cohort, expected)
 
     def default(self, population: int) -> int | None:
-        """The cohort where none is given; None: it must be given."""
+        """The default cohort; None: it must be given."""
         return None
 
     def hidden(self, sampling: Sampling) -> bool:
-        """Whether who takes part is a secret, which amplifies privacy."""
+        """See `Sampling.hidden`."""
         return not self.everyone(sampling)
 
     def size(self, sampling: Sampling) -> int | None:
-        """The size of every cohort; None where it varies."""
+        """See `Sampling.size`."""
         return sampling.cohort
 
     def coins(self, sampling: Sampling) -> float | None:
-        """The probability with which each client takes part, independently of the others, so that
-        the size of a cohort is a secret too; None where clients are not independent.
-        """
+        """See `Sampling.coins`. With coins the size of a cohort is a secret too."""
         return None
 
     def repeats(self) -> bool:
-        """Whether a client may be in a cohort more than once."""
+        """See `Sampling.repeats`."""
         return False
 
     def any_subset(self, sampling: Sampling) -> bool:
@@ -79,27 +191,25 @@ class Law:
         return True
 
     def gives(self, method: str) -> bool:
-        """Whether this law has a method that an accountant needs (`losses` or `renyi`); False for
-        one that names none.
+        """Whether this scheme has a method that an accountant needs (`losses` or `renyi`); False
+        for an accountant that needs none.
         """
-        return bool(method) and getattr(type(self), method) is not getattr(Law, method)
+        return bool(method) and getattr(type(self), method) is not getattr(SamplingScheme, method)
 
     def plural(self) -> str:
         """What its cohorts are called in messages."""
-        return f"cohorts of law {self.kind}"
+        return f"cohorts by sampling scheme {self.kind}"
 
     def q(self, sampling: Sampling) -> float:
-        """The probability that a given client is in a cohort; 1 where only the client's own rounds
-        are counted.
-        """
+        """See `Sampling.q`."""
         return sampling.cohort / sampling.population
 
     def everyone(self, sampling: Sampling) -> bool:
-        """Whether every round takes everyone, so that nothing is amplified."""
+        """See `Sampling.everyone`."""
         return sampling.cohort == sampling.population
 
     def words(self, sampling: Sampling) -> str:
-        """The law in a few words, for guarantees."""
+        """The scheme in a few words, for guarantees."""
         raise NotImplementedError
 
     def refuses(self, relation: Relation) -> str | None:
@@ -109,7 +219,8 @@ class Law:
         return None
 
     def losses(self, sampling: Sampling, mu: float) -> tuple[LossDistribution, ...]:
-        """The privacy loss of one round, for pld; without this method pld does not cover the law.
+        """The privacy loss of one round, for pld; without this method pld does not cover the
+        scheme.
 
         Args:
             sampling: population and cohort.
@@ -121,7 +232,7 @@ class Law:
         """
         raise NotImplementedError
 
-    def losses_besides(
+    def losses_with_gaussian(
         self, sampling: Sampling, mu: float, each: int, also: float
     ) -> tuple[Losses, ...]:
         """As `losses`, where one more Gaussian, of mu `also` and over everyone, is released with
@@ -132,7 +243,7 @@ class Law:
 
     def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
         """Renyi divergences of that round at `raydpfl.privacy.rdp.ORDERS`, float64 [orders], for
-        rdp; without this method rdp does not cover the law.
+        rdp; without this method rdp does not cover the scheme.
         """
         raise NotImplementedError
 
@@ -147,15 +258,27 @@ class Law:
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times, rounds)
 
-    def most(self, sampling: Sampling, rounds: int, exposure: int) -> tuple[int, float]:
+    def most(self, sampling: Sampling, rounds: int, composed: int) -> tuple[int, float]:
         """How often a client can be drawn, for the check of a run's draws.
 
         Args:
             sampling: population and cohort.
             rounds: of the run.
-            exposure: how many of them accountants compose.
+            composed: how many of them accountants compose.
 
         Returns:
             Trials, and the largest chance of any client in each.
         """
-        return exposure, self.q(sampling)
+        return composed, self.q(sampling)
+
+
+SCHEMES: dict[str, SamplingScheme] = {}  # by name; the package's `__init__` puts them here
+
+
+def scheme_of(kind: str | SamplingScheme) -> SamplingScheme:
+    """The scheme of this name, or the scheme itself. Raises `ConfigError` for an unknown name."""
+    if isinstance(kind, SamplingScheme):
+        return kind
+    if kind not in SCHEMES:
+        raise ConfigError("kind", kind, f"one of {', '.join(SCHEMES)}")
+    return SCHEMES[kind]

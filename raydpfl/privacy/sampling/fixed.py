@@ -5,10 +5,10 @@ sec. 2).
 from __future__ import annotations
 
 from raydpfl.privacy import pld, rdp
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import SamplingScheme
 
 
-class Fixed(Law):
+class FixedSizeSampling(SamplingScheme):
     """`cohort` of the population, all subsets equally likely. Covered under replace-one, by pld and
     rdp.
     """
@@ -27,7 +27,7 @@ class Fixed(Law):
     def losses(self, sampling, mu):
         return (pld.fixed_size(sampling.q, mu),)
 
-    def losses_besides(self, sampling, mu, each, also):
+    def losses_with_gaussian(self, sampling, mu, each, also):
         curve = pld.fixed_size_curve(sampling.q, mu)
         return pld.and_gaussian(((curve, curve),), each, also)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import SamplingScheme
 
 
-class Full(Law):
+class FullSampling(SamplingScheme):
     """The cohort is the population."""
 
     kind = "full"

@@ -10,10 +10,10 @@ import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy import rdp as renyi
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import SamplingScheme
 
 
-class Poisson(Law):
+class PoissonSampling(SamplingScheme):
     """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out),
     by pld and rdp.
     """
@@ -44,7 +44,7 @@ class Poisson(Law):
     def losses(self, sampling, mu):
         return pld.poisson(sampling.q, mu)
 
-    def losses_besides(self, sampling, mu, each, also):
+    def losses_with_gaussian(self, sampling, mu, each, also):
         return pld.and_gaussian(pld.poisson_curves(sampling.q, mu), each, also)
 
     def renyi(self, sampling, mu):

@@ -4,11 +4,10 @@ nothing is amplified.
 
 from __future__ import annotations
 
-from raydpfl.privacy.guarantee import Participations
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import Participations, SamplingScheme
 
 
-class Public(Law):
+class PublicSampling(SamplingScheme):
     """`cohort` of the population, by turns, by speed or by any rule that all may know. `rounds` of
     the mechanism is a client's own number.
     """

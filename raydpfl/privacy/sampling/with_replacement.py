@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
-from raydpfl.privacy.guarantee import Participations
-from raydpfl.privacy.sampling.base import Law
+from raydpfl.privacy.sampling.base import Participations, SamplingScheme
 
 
-class WithReplacement(Law):
+class SamplingWithReplacement(SamplingScheme):
     """`cohort` draws; a client drawn k times counts k times. Covered under replace-one, by pld."""
 
     kind = "with_replacement"
@@ -56,7 +55,7 @@ class WithReplacement(Law):
     def losses(self, sampling, mu):
         return (pld.with_replacement(self._likeliest(sampling), sampling.cohort, mu),)
 
-    def losses_besides(self, sampling, mu, each, also):
+    def losses_with_gaussian(self, sampling, mu, each, also):
         likeliest = self._likeliest(sampling)
         curve = pld.with_replacement_curve(likeliest, sampling.cohort, mu)
         return pld.and_gaussian(((curve, curve),), each, also)
@@ -73,5 +72,5 @@ class WithReplacement(Law):
         times = draws if most is None else min(most, draws)
         return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
-    def most(self, sampling, rounds, exposure):
+    def most(self, sampling, rounds, composed):
         return rounds * sampling.cohort, self._likeliest(sampling)

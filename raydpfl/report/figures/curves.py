@@ -322,5 +322,5 @@ def _whose(panels: Sequence[Panel]) -> str:
 def _of_one(one: Guarantee) -> str:
     sampling = str(one.sampling).split(";")[0]
     return (
-        f"one {one.unit} against whoever sees {one.observer} ({sampling}), at delta {one.delta:g}"
+        f"one {one.unit} against an observer of {one.observer} ({sampling}), at delta {one.delta:g}"
     )

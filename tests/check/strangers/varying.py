@@ -1,4 +1,4 @@
-"""Cohorts whose size varies from round to round, with a law of their own."""
+"""Cohorts whose size varies from round to round, and their sampling scheme."""
 
 from typing import ClassVar
 
@@ -9,10 +9,10 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.privacy import Sampling, pld
-from raydpfl.privacy.sampling import Law
+from raydpfl.privacy.sampling import SamplingScheme
 
 
-class Spread(Law):
+class Spread(SamplingScheme):
     """The size is uniform on r - spread, ..., r + spread, and all may know it; the cohort is then a
     uniform subset of that size. So delta is the mean of those of fixed sizes, under replace-one.
     """

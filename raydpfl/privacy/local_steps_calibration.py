@@ -1,0 +1,292 @@
+"""How much noise each client's budget needs at its local steps (002, 003).
+
+>>> # 002 on MNIST (PRIVACY.md sec. 4): one client takes part once, another four times
+>>> steps = calibrate_local_steps(
+...     samples=[600, 600, 600], batch=10, steps=300, bound=1.0, participations=[1, 4, 0],
+...     budgets=[0.3, 0.3, 0.3], delta=1e-2)
+>>> steps.stds.round(2)  # of the noise on the mean gradient; none where there is nothing to hide
+array([0.34, 0.61, 0.  ])
+
+Design note. Clients of the same size, batches, steps and budget are calibrated once. The search for
+a client's noise starts from the central limit theorem [1], corrected by what the most similar
+client needed, so that two or three evaluations suffice.
+
+[1] Bu, Dong, Long, Su. Deep learning with Gaussian differential privacy. HDSR 2020. Section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raydpfl.config.user_classes import is_user_defined
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import pld
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, named
+from raydpfl.privacy.accounting import UNREACHED
+from raydpfl.privacy.calibration import cached
+from raydpfl.privacy.local_steps import (
+    Calibration,
+    LocalSteps,
+    Method,
+    Participations,
+    check_budgets,
+    client_list,
+)
+from raydpfl.privacy.mechanism import Event, Query
+from raydpfl.privacy.sampling import Sampling
+from raydpfl.privacy.search import halved, near_guess
+from raydpfl.privacy.types import one_of
+
+_TOLERANCE = 5e-4  # of log z: calibrated noise is at most 1e-3 above the smallest that is enough
+_LARGEST_SIDE_SHARE = 0.99  # of a budget, that the side query may spend
+_MARGIN = 1e-6  # relative, below the budget
+
+
+def calibrate_local_steps(
+    *,
+    samples: ArrayLike,
+    batch: int | np.ndarray | None,
+    steps: int | np.ndarray,
+    bound: float,
+    delta: float,
+    participations: Participations,
+    budgets: ArrayLike,
+    calibration: Method = "rigorous",
+    accountant: str = "pld",
+    sampling: Literal["fresh", "epochs"] = "fresh",
+    exclusions: Sequence[str] = (),
+    side_query: Query | None = None,
+) -> LocalSteps:
+    """The noise with which each client spends its own budget over the whole run.
+
+    `budgets` are epsilons, one or [N]. `rigorous` is by `accountant` (pld or rdp), at most 1e-3
+    above the smallest noise that is enough, with the `side_query` counted; `paper` is sigma_k of
+    003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and the rigorous noise
+    for the clients for whom a condition of it fails. Public clients and those that never take part
+    draw no noise. Raises `ConfigError` if no noise reaches some budget, or the `side_query` leaves
+    less than 1 % to the steps.
+    """
+    one_of("calibration", calibration, Method)
+    sizes = np.asarray(samples, np.int64)
+    silent = LocalSteps(
+        sizes,
+        batch,
+        steps,
+        bound,
+        delta,
+        np.zeros(len(sizes)),
+        sampling,
+        check_budgets(budgets, len(sizes)),
+        Calibration(calibration),
+        tuple(exclusions),
+        side_query,
+    )
+    counts = silent.counts(participations)
+    assert silent.claims is not None
+    clients = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(silent.claims))
+    stds = np.zeros(len(counts))
+    unfit: dict[int, tuple[str, ...]] = {}
+    if calibration != "rigorous":
+        stds[clients], unfit = _formula_stds(silent, clients, counts, formula_of(calibration))
+        clients = np.array(list(unfit), np.int64)
+    if len(clients):
+        stds[clients] = _rigorous_stds(silent, clients, counts, accountant)
+    by = accountant if calibration == "rigorous" or unfit else None
+    return replace(silent, stds=stds, calibration=Calibration(calibration, by, unfit))
+
+
+def formula_of(method: str) -> Formula:
+    """The paper's formula for this method of calibration; 003's for `rigorous`."""
+    method = "paper" if method == "rigorous" else method
+    return next(member for member in FORMULAS.values() if member.calibration == method)
+
+
+def _formula_stds(
+    release: LocalSteps, clients: np.ndarray, counts: np.ndarray, formula: Formula
+) -> tuple[np.ndarray, dict[int, tuple[str, ...]]]:
+    """Stds of these clients by a paper's formula, float64 [k]; and the clients that it refuses,
+    with the conditions that fail.
+    """
+    assert release.claims is not None
+    stds = np.zeros(len(clients))
+    unfit: dict[int, tuple[str, ...]] = {}
+    for place, k in enumerate(clients.tolist()):
+        arguments = release.formula_arguments(k, int(counts[k]))
+        noise = formula.noise(float(release.claims[k]), release.delta, **arguments)
+        stds[place] = noise.value
+        reasons = formula.refused(noise.conditions_failed + release.unmet_conditions())
+        if reasons:
+            unfit[k] = reasons
+    return stds, unfit
+
+
+def _rigorous_stds(
+    release: LocalSteps, clients: np.ndarray, counts: np.ndarray, accountant: str
+) -> np.ndarray:
+    """Stds of these clients by an accountant, float64 [k]."""
+    assert release.claims is not None
+    by = _rigorous(accountant)
+    b = release.batches[clients]
+    q = np.where(release.amplified[clients], b / release.samples[clients], 1.0)
+    gaussians = release.compositions[clients]
+    _check_seen(release.delta, clients, q, gaussians * counts[clients])
+    columns = [q, gaussians, counts[clients], release.claims[clients], release.side_mu[clients]]
+    kinds, first, member = np.unique(
+        np.stack(columns, 1), axis=0, return_index=True, return_inverse=True
+    )
+    if release.side_query:
+        _check_side_query(release, clients[first], kinds, by)
+    samplings = [release.batch_sampling(k) for k in clients[first].tolist()]
+
+    def solve() -> list[float]:
+        return _noise_multipliers(samplings, kinds, release.delta, by).tolist()
+
+    # the name of a user-defined accountant does not say what its code computes
+    question = ["local steps", kinds.tolist(), release.delta, accountant]
+    z = solve() if is_user_defined(type(by)) else cached(question, solve, len(kinds))
+    return np.array(z)[member.reshape(-1)] * release.bound / b
+
+
+def _rigorous(name: str) -> Accountant:
+    """The rigorous accountant of this name. Raises `ConfigError` if there is none."""
+    accountant = named(name)
+    if not accountant.rigorous:
+        names = [each for each, member in ACCOUNTANTS.items() if member.rigorous]
+        raise ConfigError("accountant", name, f"one of {', '.join(names)}")
+    return accountant
+
+
+def _check_seen(delta: float, clients: np.ndarray, q: np.ndarray, times: np.ndarray) -> None:
+    """Raises `ConfigError` for clients that need no noise at this delta, because their samples are
+    in no batch with a probability of at least 1 - delta.
+    """
+    with np.errstate(divide="ignore"):
+        seen = -np.expm1(times * np.log1p(-q))
+    idle = clients[seen <= delta]
+    if len(idle):
+        expected = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is "
+        expected += "used at all: at this delta no noise is called for by "
+        expected += f"{len(idle)} clients ({client_list(idle.tolist())})"
+        raise ConfigError("delta", delta, expected)
+
+
+def _check_side_query(
+    release: LocalSteps, clients: np.ndarray, kinds: np.ndarray, by: Accountant
+) -> None:
+    """Raises `ConfigError` where the side query takes nearly all of a client's budget."""
+    assert release.side_query is not None
+    everyone = Sampling("full", 1, 1)
+    alone = np.array(
+        [
+            by.curve(Event(everyone, mu), release.delta, np.array([int(count)]))[0]
+            for _, _, count, _, mu in kinds.tolist()
+        ]
+    )
+    budgets = kinds[:, 3]
+    if (alone <= _LARGEST_SIDE_SHARE * budgets).all():
+        return
+    worst = int(np.argmax(alone / budgets))
+    k = clients[worst]
+    expected = f"more, as the {release.side_query.name} of client {k}, with {release.samples[k]} "
+    expected += f"samples, spend epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in "
+    expected += f"{kinds[worst, 2]:.0f} rounds, by {by.name} (99% at most, which leaves some to "
+    raise ConfigError("side_query", release.side_query.std, f"{expected}its steps)")
+
+
+def _noise_multipliers(
+    samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, by: Accountant
+) -> np.ndarray:
+    """z = std of the sum / bound with which clients spend at most their targets, float64 [k]; at
+    most 1e-3 (relative) above the smallest.
+
+    `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of each participation,
+    participations, targets, and mu of the side query of a participation.
+    """
+    q, each, counts, targets, side = kinds.T
+    times = each * counts
+    others = side * np.sqrt(counts)
+    mu = _central_limit_mu(q, times, targets, others, delta)
+    features = np.log(np.stack([mu, targets, q, times]))
+    log_z = np.log(2 / mu)
+    offsets = np.zeros(len(q))
+    order = np.argsort(log_z, kind="stable")
+    for place, k in enumerate(order.tolist()):
+        solved = order[:place]
+        if place:  # what the approximation was off by for the client most like this one
+            near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
+            offsets[k] = offsets[near]
+        start = log_z[k] + offsets[k]
+        event = Event(samplings[k], 0.0, int(each[k]), float(side[k]))
+        excess = _excess(by, event, int(counts[k]), float(targets[k]), delta, start)
+        slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
+        enough = near_guess(excess, start, slope, _TOLERANCE)
+        if enough is None:
+            expected = "an epsilon that some noise reaches at this delta"
+            raise ConfigError("budgets", float(targets[k]), expected)
+        offsets[k] += enough - start
+    return np.exp(log_z + offsets)
+
+
+def _excess(
+    by: Accountant, event: Event, count: int, target: float, delta: float, start: float
+) -> Callable[[float], float]:
+    """A function of log z: the log of epsilon / target, from -20 to 20, after `count` events like
+    `event` at that noise. It raises `ConfigError` where delta is out of reach far beyond `start`.
+    """
+    aim = target * (1 - _MARGIN)
+
+    def excess(x: float) -> float:
+        spent = by.curve(replace(event, mu=2 * math.exp(-x)), delta, np.array([count]))[0]
+        # so much more noise than expected changes nothing any more
+        if math.isinf(spent) and x > start + 5:
+            expected = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
+            raise ConfigError("delta", delta, f"{expected} after {event.each * count} steps")
+        return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
+
+    return excess
+
+
+def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """mu of the one Gaussian that `times` subsampled ones approach ([1], replace-one); exact at
+    q = 1.
+    """
+    from scipy.special import ndtr
+
+    # e^(mu^2) must not overflow; any epsilon below 300 needs more noise than this mu has
+    mu = np.minimum(mu, 26.0)
+    spread = np.exp(mu**2) * ndtr(1.5 * mu) + 3 * ndtr(-mu / 2) - 2
+    spread = np.where(mu < 1e-3, mu**2 / 2, spread)  # cancellation would spoil it
+    return np.where(q == 1, mu * np.sqrt(times), q * np.sqrt(2 * times * spread))
+
+
+def _central_limit_mu(
+    q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float
+) -> np.ndarray:
+    """The mu at which `_total_mu`, together with one Gaussian of mu `others`, has the epsilons
+    `targets`, float64 [k].
+    """
+
+    def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        # of -log mu, which falls as the noise grows
+        low = np.full(len(q), -math.log(1e3))
+        high = np.full(len(q), -math.log(1e-9))
+        return np.exp(-halved(lambda x: unsafe(np.exp(-x)), low, high, times=50))
+
+    total = least(lambda mu: pld.gaussian_delta(targets, mu) > delta)
+    total = np.where(others > 0, np.sqrt(np.maximum(total**2 - others**2, 1e-3 * total**2)), total)
+    return least(lambda mu: _total_mu(mu, q, times) > total)
+
+
+def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
+    """-d log epsilon / d log z by the central limit theorem, from 0.3 to 20; from 0.03 where a
+    Gaussian of mu `other` takes part of epsilon.
+    """
+    around = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
+    more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(around, other), delta), 1e-12))
+    return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))

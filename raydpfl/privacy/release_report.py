@@ -1,0 +1,547 @@
+"""What a release costs: one report for sums over cohorts and for noise at local steps.
+
+>>> from raydpfl.privacy.mechanism import Query
+>>> from raydpfl.privacy.sampling import Sampling
+>>> run = Mechanism(Sampling("fixed", 1920, 80), (Query("update", 1.0, 4.0),), rounds=100)
+>>> costs = report_of(run, ["pld"], Terms("replace_one", 1e-5))
+>>> costs.curves(None, np.array([1, 2, 3]))["pld"].round(4)
+array([0.1479, 0.1813, 0.2065])
+>>> steps = LocalSteps([600, 600], batch=10, steps=300, bound=1.0, delta=1e-2, stds=[0.35, 0.61])
+>>> costs = report_of(steps, ["pld"])
+>>> costs.curves([[0], [1], [1]], np.array([1, 2, 3]))["pld"].round(3)  # of the worst client
+array([0.292, 0.292, 0.292])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raydpfl.errors import BudgetError
+from raydpfl.privacy import accounting
+from raydpfl.privacy.accountants import FORMULAS, named, resolved
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED
+from raydpfl.privacy.guarantee import BATCHES, Guarantee, Observer, Scope, column, quantiles
+from raydpfl.privacy.local_steps import LocalSteps, Participations, client_list
+from raydpfl.privacy.local_steps_calibration import formula_of
+from raydpfl.privacy.mechanism import Mechanism, Release
+from raydpfl.privacy.observers import views
+from raydpfl.privacy.types import Terms
+
+_GROUPS = 32  # different numbers of surveys in a curve
+_MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
+
+
+class ReleaseReport:
+    """Base of the reports. The defaults are for clients without guarantees of their own."""
+
+    def curves(
+        self,
+        draws: Sequence[ArrayLike] | None,
+        rounds: np.ndarray,
+        surveys: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Epsilon after each round, by every accountant.
+
+        Args:
+            draws: for every release its clients, int64, a client drawn twice listed twice; needed
+                for a release that counts draws, or is `unproved`. The last of them are those of the
+                `rounds`.
+            rounds: int64 [T], the number of releases composed after each round.
+            surveys: int64 [T], how often all clients were asked until then; None: never.
+
+        Returns:
+            By accountant (named as in `guarantees`), epsilon float64 [T]: of any client, or of the
+            sample that has spent most.
+        """
+        raise NotImplementedError
+
+    def guarantees(
+        self, participations: Participations | None, rounds: int, surveys: int = 0
+    ) -> list[Guarantee]:
+        """What holds after the run, by every accountant and against every observer that differs.
+
+        Args:
+            participations: how often each client was drawn, by id or int64 [N]; None: unknown.
+            rounds: the number of releases composed.
+            surveys: how often all clients were asked.
+        """
+        raise NotImplementedError
+
+    def table(self, participations: Participations) -> list[dict[str, Any]] | None:
+        """A row for each client that took part; None without guarantees per client."""
+        return None
+
+    def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
+        """Quantiles of the clients' epsilons, float64 [5], at `raydpfl.privacy.guarantee.SHARES`;
+        [0] without guarantees per client.
+        """
+        return np.zeros(0)
+
+    def warnings(self, participations: Participations) -> tuple[str, ...]:
+        """What a reader should know of single clients, in words."""
+        return ()
+
+    def check_claims(self, participations: Participations) -> None:
+        """Raises `BudgetError` where some client was promised more than holds."""
+
+
+class SumsReport(ReleaseReport):
+    """Of sums over cohorts. An accountant that does not cover the mechanism has infinite
+    epsilons.
+    """
+
+    def __init__(self, mechanism: Mechanism, accountants: Sequence[str], terms: Terms):
+        self.mechanism = mechanism
+        self.accountants = accountants
+        self.terms = terms
+
+    def curves(
+        self,
+        draws: Sequence[ArrayLike] | None,
+        rounds: np.ndarray,
+        surveys: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """See `ReleaseReport.curves`.
+
+        Of many surveys an epsilon may count some before they are released, never too few. Where the
+        mechanism is `unproved`, a rigorous accountant's epsilons are those against the first
+        observer against whom there is a proof; without `draws` a client may be in every round.
+        """
+        curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
+        asked = _in_groups(np.zeros(len(rounds), int) if surveys is None else surveys)
+        released = (self.mechanism, rounds, self.terms)
+        proved = self._proved(draws, rounds) if self.mechanism.unproved else released
+        for name in self.accountants:
+            counted = proved if accounting.rigorous([name]) else released
+            if counted is None:
+                continue
+            mechanism, counts, terms = counted
+            if accounting.covers(name, mechanism, terms.relation):
+                continue
+            for times in np.unique(asked).tolist():
+                at = asked == times
+                curves[name][at] = _curve(mechanism.asking(times), name, counts[at], terms)
+        return curves
+
+    def _proved(
+        self, draws: Sequence[ArrayLike] | None, rounds: np.ndarray
+    ) -> tuple[Mechanism, np.ndarray, Terms] | None:
+        """What the observer sees against whom guarantees are proved: its mechanism, how many
+        rounds of it are composed after each round, int64 [T], and its terms. None: no guarantee is
+        proved.
+        """
+        most: list[int | None] = [None] * len(rounds)
+        if draws is not None:
+            counts = np.zeros(self.mechanism.sampling.population, np.int64)
+            for t, clients in enumerate(draws, len(rounds) - len(draws)):
+                np.add.at(counts, np.asarray(clients, np.int64), 1)
+                if t >= 0:
+                    most[t] = int(counts.max())
+        composed = np.zeros(len(rounds), np.int64)
+        last = None
+        for t, (count, times) in enumerate(zip(rounds.tolist(), most, strict=True)):
+            seen = views(self.mechanism, self.terms.relation, count, times)
+            last = next((view for view in seen if not view.mechanism.unproved), None)
+            if last is None:
+                return None
+            composed[t] = last.rounds
+        assert last is not None
+        return last.mechanism, composed, replace(self.terms, relation=last.relation)
+
+    def guarantees(
+        self, participations: Participations | None, rounds: int, surveys: int = 0
+    ) -> list[Guarantee]:
+        most = None
+        if isinstance(participations, Mapping):
+            most = max(participations.values(), default=0)
+        elif participations is not None:
+            most = int(np.max(participations, initial=0))
+        terms = self.terms
+        return accounting.guarantees(
+            self.mechanism.asking(surveys),
+            terms.relation,
+            terms.delta,
+            rounds,
+            self.accountants,
+            participations=most,
+            v=terms.v,
+        )
+
+
+def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Terms) -> np.ndarray:
+    """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
+    first = max(int(rounds[0]), 1)
+    most = max(int(rounds[-1]), 1)
+    curve = accounting.epsilon_curve(
+        mechanism, terms.relation, terms.delta, most, accountant, v=terms.v, first=first
+    )
+    epsilons = curve[np.maximum(rounds, 1) - first]
+    asked = mechanism.survey is not None and mechanism.survey.times
+    return epsilons if asked else np.where(rounds, epsilons, 0.0)
+
+
+def _in_groups(surveys: np.ndarray) -> np.ndarray:
+    """How many surveys each value of a curve counts, int64 [n], where these were released: as many,
+    or with many of them some more, so that few curves are composed. The last is itself.
+    """
+    step = max(1, -(-int(surveys.max(initial=0)) // _GROUPS))
+    return np.minimum(-(-surveys // step) * step, int(surveys.max(initial=0)))
+
+
+class LocalStepsReport(ReleaseReport):
+    """Of noise at local steps, client by client, at a relation and a delta of its own.
+
+    Among the accountants `paper` stands for `FORMULAS`. Clients that are alike are accounted for
+    once, and one composition serves all numbers of rounds.
+    """
+
+    def __init__(self, release: LocalSteps, accountants: Sequence[str]):
+        self.release = release
+        self.names = resolved(accountants, release.unit)
+        self._curves: dict[tuple, np.ndarray] = {}  # what is known of each kind of client
+
+    def epsilons(self, name: str, participations: Participations) -> np.ndarray:
+        """Epsilon of every client's samples.
+
+        Args:
+            name: of an accountant or one of `FORMULAS`.
+            participations: how often each client takes part, by id or int64 [N].
+
+        Returns:
+            float64 [N], at the release's delta (002 Theorem 5 has a delta of its own). 0 for a
+            client that took no part, infinite for one that took part without noise.
+        """
+        release = self.release
+        counts = release.counts(participations)
+        epsilons = np.zeros(len(counts))
+        exposed = (counts > 0) & (release.samples > 0)
+        epsilons[exposed & (release.stds == 0)] = math.inf
+        noisy = np.flatnonzero(exposed & (release.stds > 0))
+        # float64, exact for these integers
+        columns = (release.samples, release.batches, release.client_steps, release.stds, counts)
+        kinds = np.stack([column[noisy] for column in columns], 1)
+        _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        clients = noisy[first]
+        if name in FORMULAS:
+            of_kinds = FORMULAS[name].claims(
+                release.stds[clients],
+                release.delta,
+                counts[clients],
+                bound=release.bound,
+                batch=release.batches[clients],
+                samples=release.samples[clients],
+                steps=release.client_steps[clients],
+            )
+        else:
+            times = counts[clients].tolist()
+            pairs = zip(clients.tolist(), times, strict=True)
+            of_kinds = np.array([self._curve(name, k, n, n)[0] for k, n in pairs])
+        epsilons[noisy] = of_kinds[member.reshape(-1)]
+        return epsilons
+
+    def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
+        """Epsilon of client k after first, ..., last participations, computed once for all clients
+        of its size, batches, steps and noise.
+        """
+        release = self.release
+        arguments = release.formula_arguments(k, 1)
+        std = float(release.stds[k])
+        key = (name, *arguments.values(), std, first, last)
+        if key not in self._curves:
+            counts = np.arange(first, last + 1)
+            self._curves[key] = (
+                FORMULAS[name].claims(std, release.delta, counts, **arguments)
+                if name in FORMULAS
+                else named(name).curve(release.event(k), release.delta, counts)
+            )
+        return self._curves[key]
+
+    def curves(
+        self,
+        draws: Sequence[ArrayLike] | None,
+        rounds: np.ndarray | None = None,
+        surveys: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """The largest epsilon of any client's samples after each round, public clients left out.
+
+        The last value is the largest of `epsilons`, to the bit. Without `rounds` there is one for
+        each of the `draws`.
+        """
+        assert draws is not None
+        releases = [np.unique(np.asarray(each, np.int64), return_counts=True) for each in draws]
+        finals = np.zeros(len(self.release.samples), np.int64)
+        for clients, times in releases:
+            finals[clients] += times
+        last = len(releases) if rounds is None else len(rounds)
+        return {name: self._worst(name, releases, finals)[-last:] for name in self.names}
+
+    def _worst(
+        self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
+    ) -> np.ndarray:
+        """The largest epsilon of any client after each release, float64 [releases].
+
+        `releases` are pairs (clients, how often each is drawn); `finals` int64 [N] is how often
+        each client is drawn in all.
+        """
+        most = np.where(self._covered(name), self.epsilons(name, finals), 0.0)
+        counts = np.zeros_like(finals)
+        worst = 0.0
+        curve = np.zeros(len(releases))
+        for t, (clients, times) in enumerate(releases):
+            counts[clients] += times
+            # First those with nothing to come, which are known; a client that cannot exceed the
+            # worst need not be known.
+            order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
+            for k in clients[order].tolist():
+                if most[k] <= worst:
+                    continue
+                now = most[k]
+                if counts[k] < finals[k] and math.isfinite(now):
+                    now = min(self._curve(name, k, 1, int(finals[k]))[int(counts[k]) - 1], now)
+                worst = max(worst, float(now))
+            curve[t] = worst
+        return curve
+
+    def guarantees(
+        self, participations: Participations | None, rounds: int | None = None, surveys: int = 0
+    ) -> list[Guarantee]:
+        """What holds for the client that has spent most, by every accountant; its id and the
+        quantiles over clients are in `sampling`.
+
+        A formula has the conditions that fail for that client. Public clients have no guarantee and
+        are listed in the exclusions; if no one else takes part, epsilon is infinite.
+        """
+        assert participations is not None
+        counts = self.release.counts(participations)
+        clients = np.flatnonzero((counts > 0) & (self.release.samples > 0))
+        return [self._guarantee(name, counts, clients) for name in self.names]
+
+    def _guarantee(self, name: str, counts: np.ndarray, clients: np.ndarray) -> Guarantee:
+        """By one accountant or formula, for the worst of the clients that it covers, among these
+        that took part.
+        """
+        release = self.release
+        covered = clients[self._covered(name)[clients]]
+        public = int(release.public[clients].sum())
+        unfit = self._unfit_words() if len(clients) - len(covered) > public else ()
+        epsilon = 0.0
+        delta = release.delta
+        failed: tuple[str, ...] = ()
+        scope = Scope("public clients alone took part" if len(clients) else "no client took part")
+        if len(covered):
+            spent = self.epsilons(name, counts)[covered]
+            worst = int(covered[np.argmax(spent)])
+            epsilon = float(spent.max())
+            scope = scope_of(release, worst, int(counts[worst]), spent)
+            delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
+        elif len(clients):
+            epsilon = math.inf
+            failed = (NOISELESS,)
+        rigorous = name not in FORMULAS
+        return Guarantee(
+            "rigorous" if rigorous else "paper",
+            name,
+            release.unit,
+            "replace_one" if rigorous else FORMULAS[name].relation,
+            Observer.UPDATES,
+            scope,
+            epsilon,
+            delta,
+            (*release.exclusions, *unfit, *_public_words(public)),
+            failed,
+        )
+
+    def _covered(self, name: str) -> np.ndarray:
+        """Bool [N]: the clients that an accountant or a formula is about: no public ones, and where
+        the formula has calibrated any noise those alone whose noise it has.
+        """
+        release = self.release
+        private = ~release.public
+        calibration = release.calibration
+        if calibration and calibration.unfit and name == self._formula:
+            fit = private & (release.stds > 0)
+            fit[list(calibration.unfit)] = False
+            return fit if fit.any() else private
+        return private
+
+    def _conditions(
+        self, name: str, k: int, count: int, epsilon: float
+    ) -> tuple[float, tuple[str, ...]]:
+        """The delta, and the conditions that fail, of an accountant's or a formula's `epsilon` for
+        client k.
+        """
+        release = self.release
+        std = float(release.stds[k])
+        if std == 0:
+            return release.delta, (NOISELESS,)
+        if name not in FORMULAS:
+            return release.delta, (UNREACHED.format(name),) if math.isinf(epsilon) else ()
+        arguments = release.formula_arguments(k, count)
+        delta, failed = FORMULAS[name].conditions(epsilon, std, release.delta, **arguments)
+        return delta, failed + release.unmet_conditions()
+
+    def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
+        """See `ReleaseReport.quantiles`: of the clients that took part, public ones left out."""
+        release = self.release
+        counts = release.counts(participations)
+        kept = (counts > 0) & (release.samples > 0) & ~release.public
+        spent = self.epsilons(accountant, counts)[kept]
+        return quantiles(spent) if len(spent) else np.zeros(0)
+
+    def table(self, participations: Participations) -> list[dict[str, Any]]:
+        """A row for each client that took part: sizes, participations, steps, noise, the promised
+        epsilon, and every accountant's.
+
+        `noise_std` is that of the noise on the mean gradient, `calibrated_by` names the accountant
+        or the formula that it comes from, if any, `epsilon_claimed` is None where nothing was
+        promised, and `conditions_failed` lists "formula: condition". Floats may be infinite.
+        """
+        release = self.release
+        counts = release.counts(participations)
+        spent = {name: self.epsilons(name, counts) for name in self.names}
+        rows = []
+        for k in np.flatnonzero(counts).tolist():
+            row: dict[str, Any] = {
+                "client": k,
+                "samples": int(release.samples[k]),
+                "batch": int(release.batches[k]),
+                "participations": int(counts[k]),
+                "steps": int(release.client_steps[k] * counts[k]),
+                "noise_std": float(release.stds[k]),
+                "delta": release.delta,
+                "calibrated_by": self._calibrated_by(k),
+                "epsilon_claimed": None if release.claims is None else float(release.claims[k]),
+            }
+            failed = []
+            for name in self.names:
+                epsilon = float(spent[name][k])
+                row[column(name)] = epsilon
+                delta, reasons = self._conditions(name, k, int(counts[k]), epsilon)
+                failed += [f"{name}: {reason}" for reason in reasons]
+                if name in FORMULAS and FORMULAS[name].own_delta():
+                    row[column(name).replace("epsilon", "delta", 1)] = delta
+            rows.append(row | {"conditions_failed": failed})
+        return rows
+
+    def check_claims(self, participations: Participations) -> None:
+        """Raises `BudgetError` naming the clients whose true epsilon, the smaller of pld and rdp,
+        exceeds what they were promised by more than a relative 1e-6.
+        """
+        claims = self.release.claims
+        if claims is None:
+            return
+        truth = self.epsilons("pld", participations)
+        limit = claims * (1 + _MARGIN)
+        if (truth > limit).any():
+            truth = np.minimum(truth, self.epsilons("rdp", participations))
+        broken = np.flatnonzero(truth > limit)
+        if not len(broken):
+            return
+        worst = broken[np.argsort(claims[broken] / truth[broken], kind="stable")][:5].tolist()
+        clients = ", ".join(
+            f"client {k} (claimed epsilon {claims[k]:.4g}, true {truth[k]:.4g})" for k in worst
+        )
+        more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+        calibration = self.release.calibration
+        rigorous = calibration is not None and calibration.method == "rigorous"
+        raise BudgetError(
+            f"the noise of {'this run' if rigorous else self._formula} protects {len(broken)} of "
+            f"{int((truth > 0).sum())} clients less than it claims: {clients}{more}"
+        )
+
+    def warnings(self, participations: Participations) -> tuple[str, ...]:
+        """Which deltas would allow a sample to be published, whose noise is not that of the formula
+        that calibrates, and how many clients are public.
+        """
+        release = self.release
+        exposed = release.counts(participations) > 0
+        lax = np.flatnonzero(exposed & (release.delta * release.samples > 1)).tolist()
+        above = (
+            f"delta {release.delta:g} is above 1/n for {len(lax)} clients ({client_list(lax)}): "
+            "it would allow a sample to be published outright"
+        )
+        public = int((exposed & release.public).sum())
+        return (*((above,) if lax else ()), *self._unfit_words(), *_public_words(public))
+
+    @property
+    def _formula(self) -> str:
+        """The name of the formula that calibrated the noise; 003's for any other noise."""
+        calibration = self.release.calibration
+        return formula_of(calibration.method if calibration else "paper").name
+
+    def _calibrated_by(self, k: int) -> str | None:
+        """The accountant or the formula that calibrated client k's noise; None where it was given,
+        or there is none.
+        """
+        calibration = self.release.calibration
+        if calibration is None or self.release.stds[k] == 0:
+            return None
+        by_formula = calibration.method != "rigorous" and k not in calibration.unfit
+        return self._formula if by_formula else calibration.accountant
+
+    def _unfit_words(self) -> tuple[str, ...]:
+        release = self.release
+        calibration = release.calibration
+        if calibration is None or not calibration.unfit:
+            return ()
+        unfit = calibration.unfit
+        k, reasons = next(iter(unfit.items()))
+        private = int((release.stds > 0).sum())
+        return (
+            f"{self._formula} does not calibrate the noise of {len(unfit)} of {private} clients "
+            f"({client_list(list(unfit))}), for whom conditions of it fail, and who have that of "
+            f"{calibration.accountant} instead; for client {k}, with {release.samples[k]} samples "
+            f"and batches of {release.batches[k]}: {'; '.join(reasons)}",
+        )
+
+
+def scope_of(release: LocalSteps, k: int, count: int, spent: ArrayLike = ()) -> Scope:
+    """What a guarantee of client k relies on after `count` participations. `spent` are the epsilons
+    of all clients that took part, of which client k spent most; empty: unknown.
+    """
+    batch, samples = int(release.batches[k]), int(release.samples[k])
+    hidden = bool(release.amplified[k])
+    if hidden:
+        batches = f"fixed size {batch} of {samples}, batch hidden"
+    elif batch == samples:
+        batches = f"all {samples}"
+    else:
+        gaussians = int(release.compositions[k]) * count
+        batches = f"{batch} of {samples} in shuffled epochs, order known, {gaussians} Gaussians "
+        batches += "without amplification"
+    words = f"batches: {batches}; client {k}, {int(release.client_steps[k]) * count} steps in "
+    words += f"{count} participations"
+    if release.side_query:
+        words += f", the {release.side_query.name} released at each"
+    epsilons = np.asarray(spent, np.float64)
+    if len(epsilons) > 1:
+        values = ", ".join(f"{value:.4g}" for value in quantiles(epsilons).tolist())
+        words += f", the worst of {len(epsilons)} whose epsilons have quartiles {values}"
+    if not hidden:
+        return Scope(words, client=k)
+    return Scope(words, "batch hidden", BATCHES, client=k)
+
+
+def _public_words(count: int) -> tuple[str, ...]:
+    words = f"{count} public clients, who have an infinite budget and draw no noise"
+    return (words,) if count else ()
+
+
+def report_of(
+    release: Release,
+    accountants: Sequence[str] = ("pld", "rdp", "paper"),
+    terms: Terms | None = None,
+) -> ReleaseReport:
+    """The report of a release by these accountants, at these terms. Noise at local steps has terms
+    of its own.
+    """
+    if release.by_draws:
+        return LocalStepsReport(cast(LocalSteps, release), accountants)
+    assert terms is not None
+    return SumsReport(cast(Mechanism, release), accountants, terms)
