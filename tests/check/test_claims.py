@@ -358,16 +358,16 @@ def test_no_member_changes_the_sizes_that_accountants_read():
     "selection",
     [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}],
 )
-def test_sums_of_clients_that_remember_their_own_noise_are_not_called_rigorous(selection):
-    """Later contributions tell of that noise; who sees each update sees what its client
-    remembers.
+def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(selection):
+    """Later contributions reveal that noise; an observer of each update sees all that the
+    client's state holds.
     """
     steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
     plan = Plan.make(experiment(local=steps, selection=selection))
     kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}
     assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
     assert {one.observer for one in holding(plan.guarantees(4, {3: 2}))} == {"every single update"}
-    with pytest.raises(ConfigError, match=r"privacy\.budget.*remembers its own; with scaffold"):
+    with pytest.raises(ConfigError, match=r"privacy\.budget.*holds its own; with scaffold"):
         Plan.make(
             experiment(
                 local=steps, selection=selection, privacy={"accountants": ["pld"], "budget": 1e3}

@@ -138,7 +138,7 @@ def test_guarantees_are_one_table_of_observers_by_accountants(result):
     assert "5.0 s in all." in lines
     assert f"Epsilon {result.guarantees[0].about()}:" in " ".join(text.split())
     head = next(line for line in lines if "against an observer of" in line)
-    assert head.split()[3:] == ["rdp", "Zhang,", "Das", "2021"]
+    assert head.split()[4:] == ["rdp", "Zhang,", "Das", "2021"]
     rows = [line for line in lines if "every " in line and line.lstrip("> ").startswith("every")]
     assert [row.lstrip().startswith(">") for row in rows] == [True, False, False]
     held = [f"{one.epsilon:.4g}" for one in result.guarantees if one.kind == "rigorous"]

@@ -515,7 +515,7 @@ def test_those_available_are_drawn_uniformly(fields, open_now):
 
 
 def test_a_poisson_law_within_a_group_keeps_its_expected_size():
-    chosen = member("cyclic", period=2, cohort=2, law="poisson")
+    chosen = member("cyclic", period=2, cohort=2, scheme="poisson")
     population = Population.balanced(8)
     law = {s: 0.5**4 for size in range(5) for s in itertools.combinations((1, 3, 5, 7), size)}
     assert p_value(counted(chosen, population, range(1, 4000, 2)), law) > 1e-4
@@ -611,7 +611,7 @@ def test_a_loss_without_noise_keeps_the_label_and_one_with_noise_is_a_query_inst
             and "noised" not in exact.sampling(clients()).rule
         )
     assert noised().exclusions == () and noised().loss_query == Query(
-        "losses", 1.0, 0.5, apart=True
+        "losses", 1.0, 0.5, per_client=True
     )
     assert "noised" in noised().sampling(clients()).rule
 
