@@ -389,7 +389,7 @@ SECTIONS: dict[str, Spec] = {
     "data.features": Spec(Features, data.FEATURES),
     "data.task": Spec(tasks.Task, tasks.FAMILY),
     "selection.response": Spec(Response, selection.RESPONSES),
-    "noise.epsilon": Spec(budgets.Law, budgets.FAMILY),
+    "noise.epsilon": Spec(budgets.BudgetDistribution, budgets.FAMILY),
     "personal": Spec(Local, local.FAMILY, None, partial(rule, "personal")),
     "measure": Spec(probes.Probe, probes.FAMILY, (), probes.parse),
     "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, tracking.parse),
