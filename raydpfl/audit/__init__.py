@@ -395,9 +395,13 @@ def _seeded(plan: Plan, seed: int) -> Plan:
     another seed.
     """
     e = plan.experiment.model_copy(update={"seed": seed})
-    exposures = composed(e.selection, seed, e.rounds, plan.population)
-    survivors = e.selection.survivors(seed, e.rounds, plan.population)
-    mechanism = replace(on_sums(plan), rounds=int(exposures[-1]))
+    composed_rounds = composed(e.selection, seed, e.rounds, plan.population)
+    clients_left = e.selection.clients_left(seed, e.rounds, plan.population)
+    mechanism = replace(on_sums(plan), rounds=int(composed_rounds[-1]))
     return replace(
-        plan, experiment=e, exposures=exposures, survivors=survivors, mechanism=mechanism
+        plan,
+        experiment=e,
+        composed_rounds=composed_rounds,
+        clients_left=clients_left,
+        mechanism=mechanism,
     )

@@ -371,7 +371,7 @@ class Record:
         self.single = np.zeros(k)
         self.single_power = np.zeros(k)
         noise = self.plan.experiment.noise
-        self.by_client = noise.client_std(1.0, self.plan.survivors) > 0
+        self.by_client = noise.client_std(1.0, self.plan.clients_left) > 0
         self._weights = self.plan.weights(self.canaries.clients)
         self._seen = Whitening(noise.whitening())
         self._left = Whitening(noise.whitening())
@@ -391,10 +391,10 @@ class Record:
         self.stds.append(updates.std / updates.bound * bound * self.plan.weight)
         # The clients' noise is sized for the round with most dropouts: all others carry more.
         self._sum_std = self.stds[-1] * (
-            math.sqrt(len(cohort) / self.plan.survivors) if self.by_client else 1.0
+            math.sqrt(len(cohort) / self.plan.clients_left) if self.by_client else 1.0
         )
         noise = self.plan.experiment.noise
-        self._client_std = noise.client_std(self.stds[-1], self.plan.survivors)
+        self._client_std = noise.client_std(self.stds[-1], self.plan.clients_left)
         self.reach = bound + self._client_std / self.plan.weight
         self.cohorts.append(len(cohort) + cohort.lost)
         # the grid as `raydpfl.core.exact_sum` has it: room for 2^51 steps in the largest sum
@@ -456,7 +456,7 @@ class Record:
         """Notes the answers of a round's clients to each side query, float64 [r] by name, their
         sums as released, and the bound that follows from these.
         """
-        clients = math.sqrt(self._cohort / self.plan.survivors) if self.by_client else 1.0
+        clients = math.sqrt(self._cohort / self.plan.clients_left) if self.by_client else 1.0
         for query in on_sums(self.plan).queries[1:]:
             answers = np.nan_to_num(exact[query.name])
             noise = sums[query.name] - float(answers.sum())

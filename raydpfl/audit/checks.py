@@ -85,7 +85,7 @@ def _unrecorded(record: Record) -> str:
             wrong = f"round {t} is recorded with noise of std {written:.6g}"
             return f"{wrong}; the accountants were told {std:.6g}"
     last = recorded[max(recorded)]["epsilon"]
-    composed = int(plan.exposures[len(record.rounds) - 1])
+    composed = int(plan.composed_rounds[len(record.rounds) - 1])
     terms = plan.terms
     for name in plan.covering:
         truth = 0.0

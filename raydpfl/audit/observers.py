@@ -101,7 +101,7 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
     """
     e = plan.experiment
     names = rigorous(e.privacy.accountants)
-    rounds = max(int(record.plan.exposures[-1]) for record in records)
+    rounds = max(int(record.plan.composed_rounds[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
     found = []
     for seen in observers(on_sums(plan), e.relation, rounds, most):
@@ -143,7 +143,7 @@ def least_deltas(records: Sequence[Record], found: Sequence[View]) -> list[Held]
     held = []
     for claims, runs in [(claimed, records), *(([*each.printed], [each]) for each in records)]:
         most = max((times for run in runs for times in run.counts.values()), default=0)
-        rounds = max(int(run.plan.exposures[-1]) for run in runs)
+        rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
         for claim in smallest(claims):
             times = most if claim.sampling.participations else rounds
             held.append((claim, _least(runs[0].plan, claim, times)))
@@ -169,7 +169,7 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     noise = plan.experiment.noise
     single = claimed.observer is Observer.UPDATES
     each = [
-        query.bound / (noise.client_std(query.std, plan.survivors) if single else query.std)
+        query.bound / (noise.client_std(query.std, plan.clients_left) if single else query.std)
         for query in updates.queries
     ]
     mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in each))

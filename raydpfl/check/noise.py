@@ -167,7 +167,7 @@ def as_accounted(case: Case) -> str:
     total = plan.sum_std(plan.experiment.bounding.initial_bound)
     if not total:
         return "none is accounted for on sums"
-    least = plan.survivors
+    least = plan.clients_left
     drawn = 0.0
     if _of_clients(case) is not None:
         drawn += least * noise.client_std(total, least) ** 2
@@ -184,7 +184,7 @@ def on_queries(case: Case) -> str:
     noise = plan.experiment.noise
     if plan.mechanism is None or not plan.ratio:
         return "none is accounted for"
-    who = np.arange(plan.survivors)
+    who = np.arange(plan.clients_left)
     draws = np.zeros_like(who)
     asked = SideQuery("count", 3, 0, STD, who, draws, len(who))
     found = [noise.on_query(replace(asked, t=t)) for t in range(D)]

@@ -111,7 +111,7 @@ def epsilon(case: Case) -> str:
     )
     terms = plan.terms
     report = report_of(held, plan.rigorous, terms)
-    true_curves = report.curves(plan.counted_draws(), plan.exposures)
+    true_curves = report.curves(plan.counted_draws(), plan.composed_rounds)
     for name, curve in true_curves.items():
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"

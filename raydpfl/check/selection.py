@@ -62,13 +62,19 @@ def follows_sampling(case: Case) -> str:
     member = case.plan.experiment.selection
     population = case.plan.population
     declared = member.sampling(population)
-    exposures = composed(member, 1, ROUNDS, population)
-    least = member.survivors(1, ROUNDS, population)
+    composed_rounds = composed(member, 1, ROUNDS, population)
+    least = member.clients_left(1, ROUNDS, population)
     if declared.coins is not None or declared.size is None:
         least = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
     witness = Witness(
-        member, population, exposures, least, True, pairs=member.is_user_defined, false_alarm=rate
+        member,
+        population,
+        composed_rounds,
+        least,
+        True,
+        pairs=member.is_user_defined,
+        false_alarm=rate,
     )
     seen: Counter[int] = Counter()
     for t in range(ROUNDS):
@@ -93,8 +99,10 @@ def _many(member: Selection, populations: list[Population], rate: float) -> str:
         population = populations[min(number, len(populations)) - 1]
         until = begun + SECONDS * number / len(SEEDS)
         rounds = DRAWS // len(SEEDS)
-        exposures = composed(member, seed, rounds, population)
-        witness = Witness(member, population, exposures, 0, True, pairs=True, false_alarm=rate)
+        composed_rounds = composed(member, seed, rounds, population)
+        witness = Witness(
+            member, population, composed_rounds, 0, True, pairs=True, false_alarm=rate
+        )
         seen: Counter[int] = Counter()
         for t in range(rounds):
             cohort = member.draw(seed, t, population)
@@ -142,7 +150,7 @@ def _listed(value: Any) -> list[int]:
     return inner + [each for each in value if type(each) is int]
 
 
-def exposures(case: Case) -> str:
+def composed_rounds(case: Case) -> str:
     """The rounds that accountants compose over never fall, and hold all that a client is in."""
     member = case.plan.experiment.selection
     population = case.plan.population
@@ -179,4 +187,4 @@ def accounted(case: Case) -> str:
     return "; ".join(promise(schemes.SchemeCase(sampling)) for promise in schemes.PROMISES)
 
 
-PROMISES: tuple[Look, ...] = (cohorts, follows_sampling, exposures, numbers, accounted)
+PROMISES: tuple[Look, ...] = (cohorts, follows_sampling, composed_rounds, numbers, accounted)

@@ -46,10 +46,10 @@ class Spent:
 class Segment:
     """Rounds `first` to `end` - 1, released one after another under one key of the noise.
 
-    `again`: how often the run had been restarted with fresh noise before; 0 for its first rounds.
+    `restart`: how often the run had been restarted with fresh noise before; 0 for its first rounds.
     """
 
-    again: int
+    restart: int
     first: int
     end: int
 
@@ -112,14 +112,15 @@ class Ledger:
         return _segments(self.entries)
 
     def record(
-        self, *, t: int, epsilon: Mapping[str, float], again: int = 0, **release: Any
+        self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
     ) -> None:
-        """Writes a round to disk, before it is released; the same release again changes nothing.
+        """Writes a round to disk, before it is released; the same release a second time changes
+        nothing.
 
         Args:
             t: the round, the one after the last.
             epsilon: after it, by accountant.
-            again: above that of the last line begins a new segment, at any round up to the one
+            restart: above that of the last line begins a new segment, at any round up to the one
                 after the last. Rounds recorded before then count as releases of their own.
             **release: what is released, as JSON values: digest of the mechanism, bound, std, ...
 
@@ -128,10 +129,15 @@ class Ledger:
                 twice), or it does not follow the last one.
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
-        entry = {"round": t, **({"again": again} if again else {}), **release, "epsilon": spent}
+        entry = {
+            "round": t,
+            **({"restart": restart} if restart else {}),
+            **release,
+            "epsilon": spent,
+        }
         line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
-        before = self._recorded(t, again)
+        before = self._recorded(t, restart)
         if before is not None:
             if _release(before) != _release(entry):
                 raise RunError(
@@ -147,10 +153,10 @@ class Ledger:
         self._entry = entry
         self._segment = _with(self._segment, entry)
 
-    def _recorded(self, t: int, again: int) -> dict[str, Any] | None:
-        """The line of a round, if it is in the last segment and that is the one of `again`."""
+    def _recorded(self, t: int, restart: int) -> dict[str, Any] | None:
+        """The line of a round, if it is in the last segment and that is the one of `restart`."""
         last = self._segment
-        if last is None or last.again != again or not last.first <= t < last.end:
+        if last is None or last.restart != restart or not last.first <= t < last.end:
             return None
         return json.loads(self._lines[t - last.end])
 
@@ -236,11 +242,11 @@ def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     any round up to that one; the first line is round 0.
     """
     if last is None:
-        return entry["round"] == 0 and entry.get("again", 0) == 0
-    if entry.get("again", 0) == last.get("again", 0):
+        return entry["round"] == 0 and entry.get("restart", 0) == 0
+    if entry.get("restart", 0) == last.get("restart", 0):
         return entry["round"] == last["round"] + 1
     return (
-        entry.get("again", 0) == last.get("again", 0) + 1
+        entry.get("restart", 0) == last.get("restart", 0) + 1
         and 0 <= entry["round"] <= last["round"] + 1
     )
 
@@ -249,7 +255,7 @@ def _segments(entries: Sequence[dict[str, Any]]) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for entry in entries:
         last = _with(found[-1] if found else None, entry)
-        if found and found[-1].again == last.again:
+        if found and found[-1].restart == last.restart:
             found.pop()
         found.append(last)
     return tuple(found)
@@ -257,9 +263,9 @@ def _segments(entries: Sequence[dict[str, Any]]) -> tuple[Segment, ...]:
 
 def _with(last: Segment | None, entry: dict[str, Any]) -> Segment:
     """The last segment with a round that is recorded after it; another, where that begins one."""
-    again = entry.get("again", 0)
-    first = last.first if last and last.again == again else entry["round"]
-    return Segment(again, first, entry["round"] + 1)
+    restart = entry.get("restart", 0)
+    first = last.first if last and last.restart == restart else entry["round"]
+    return Segment(restart, first, entry["round"] + 1)
 
 
 def _to_json(value: float) -> float | str:
@@ -276,6 +282,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     good = isinstance(entry, dict) and isinstance(entry.get("epsilon"), dict)
-    counts = [entry.get("round"), entry.get("again", 0)] if good else []
+    counts = [entry.get("round"), entry.get("restart", 0)] if good else []
     good = good and all(type(count) is int and count >= 0 for count in counts)
     return entry if good else None

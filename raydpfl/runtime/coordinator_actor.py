@@ -28,12 +28,12 @@ class CoordinatorActor(Coordinator):
         out: str,
         pool: Pool,
         resume: bool,
-        anew: bool,
+        fresh_noise: bool,
     ) -> tuple[int, list[str]]:
         """As `start`, of a pickled plan. `path`: where the user's modules are found."""
         search(path)
         tune_allocator()
-        super().__init__(pickle.loads(plan), out, pool, resume, anew)
+        super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
         with contained():
             return self.start()
 

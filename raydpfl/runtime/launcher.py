@@ -217,10 +217,10 @@ class Launcher:
         """
         with contained():
             if not self._count:
-                return _inline(Coordinator(plan, out, resume=resume, anew=fresh_noise))
+                return _inline(Coordinator(plan, out, resume=resume, fresh_noise=fresh_noise))
             pool = self._started(plan, on_stage)
             if self._group:
-                return _inline(Coordinator(plan, out, pool, resume=resume, anew=fresh_noise))
+                return _inline(Coordinator(plan, out, pool, resume=resume, fresh_noise=fresh_noise))
             return self._remote(plan, out, pool, resume, fresh_noise)
 
     def _started(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:

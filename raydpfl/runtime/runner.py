@@ -270,7 +270,7 @@ class _Drive:
             keep([plan.experiment], folder, fresh_noise)
             self.on_start(plan)
             self.began = time.monotonic()
-            self.anew = fresh_noise
+            self.fresh_noise = fresh_noise
             self.call = launcher.coordinator(plan, str(folder), resume, fresh_noise, self.on_stage)
             self.on_stage(FIRST)
             return self.carry_out()
@@ -282,7 +282,7 @@ class _Drive:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
         """
         done = self.call("position")
-        self.senders = _senders(self.plan, self.folder, done, self.anew)
+        self.senders = _senders(self.plan, self.folder, done, self.fresh_noise)
         summary: dict[str, Any] = {}
         try:
             with signals.deferred():
@@ -361,7 +361,7 @@ class _Drive:
         return summary, module
 
 
-def _senders(plan: Plan, folder: Path, done: int, anew: bool) -> list[Sender]:
+def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sender]:
     """What hands the rows of a run, of which so many rounds are done, to its trackers; see
     `raydpfl.tracking.sender.senders`.
     """
@@ -375,7 +375,7 @@ def _senders(plan: Plan, folder: Path, done: int, anew: bool) -> list[Sender]:
     group = parts[-3] if parts[-2:-1] == ["trials"] else ""
     name = f"{group}/{parts[-1]}".strip("/")
     config = flat(plan.experiment.to_dict())
-    return senders(trackers, Tracked(folder, place, name, group, config), done, rows, anew)
+    return senders(trackers, Tracked(folder, place, name, group, config), done, rows, fresh_noise)
 
 
 def _measured_after(

@@ -69,7 +69,7 @@ def _answers(
         std = plan.side_stds.get(query.name, 0.0)
         clients = cohort.clients
         asked = SideQuery(
-            query.name, plan.noise_seed, t, std, clients, cohort.draws, plan.survivors
+            query.name, plan.noise_seed, t, std, clients, cohort.draws, plan.clients_left
         )
         exact = float(answers.sum())
         sums[query.name] = exact + noise.on_query(asked, exact)

@@ -35,8 +35,8 @@ class Coordinator:
     """Runs the rounds of a plan in the directory `out`. `pool`: its clients; None: in this process.
 
     With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is
-    none. With `anew` it goes on under fresh noise, so that code, versions and processor may be
-    others than those it began with.
+    none. With `fresh_noise` it goes on under fresh noise, so that code, versions and processor may
+    be others than those it began with.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Coordinator:
         out: str,
         pool: Pool | None = None,
         resume: bool = False,
-        anew: bool = False,
+        fresh_noise: bool = False,
     ):
         self.plan = plan
         self.experiment = plan.experiment
         self.out = Path(out)
         self._given = pool
         self._resume = resume
-        self._anew = anew
+        self._fresh_noise = fresh_noise
 
     def start(self) -> tuple[int, list[str]]:
         """Takes up the run where it stands and starts its clients; the id of this process, and what
@@ -65,14 +65,16 @@ class Coordinator:
     def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
         self.record = Record(self.plan, self.out)
-        found = take_up(self.plan, self.out, self.record.tables, self._resume, self._anew)
+        found = take_up(self.plan, self.out, self.record.tables, self._resume, self._fresh_noise)
         self.plan, self.accounts, at = found
         self.ledger = self.accounts.ledger
         self.problem = problem_of(self.experiment, self.shards, self.plan.population)
         self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
         self.noise = monitoring.noise(self.plan, self.at.t)
         self.witness = monitoring.of(self.plan, self.at.t, self.accounts.draws)
-        if self._anew or not self.at.t:  # what the bits depend on, before anything is released
+        if (
+            self._fresh_noise or not self.at.t
+        ):  # what the bits depend on, before anything is released
             self.record.snapshot(self.at)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), provenance.of_capability(self.plan.platform))

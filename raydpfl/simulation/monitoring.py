@@ -21,7 +21,7 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     member = plan.experiment.noise
     selection = plan.experiment.selection
     plan.check_sampling()
-    exposures = plan.exposures + max(plan.repeated, 0)
+    composed_rounds = plan.composed_rounds + max(plan.repeated, 0)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(plan.population).hidden
     apart = member.min_separation()
@@ -29,8 +29,8 @@ def of(plan: Plan, t: int, draws: list[np.ndarray] | None) -> Witness:
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
         planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
-    least = plan.survivors if member.drawn_by() == "client" else 0
-    facts = exposures, least, secret, apart, planned
+    least = plan.clients_left if member.drawn_by() == "client" else 0
+    facts = composed_rounds, least, secret, apart, planned
     witness = Witness(selection, plan.population, *facts, pairs=selection.is_user_defined)
     seed = plan.cohort_seed()
     for before in range(t if selection.asks else 0):
@@ -55,7 +55,7 @@ def _draw_again(witness: Witness, plan: Plan, t: int) -> None:
     """
     seen = Counter[int]()
     for before in range(t):
-        past = [one.again for one in plan.history if one.first <= before]
+        past = [one.restart for one in plan.history if one.first <= before]
         seed = plan.cohort_seed(past[-1] if before < plan.first else None)
         try:
             cohort = plan.experiment.selection.draw(seed, before, plan.population)

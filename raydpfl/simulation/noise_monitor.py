@@ -397,7 +397,7 @@ class Tested:
             return
         value = np.array([drawn], np.float64)
         # where clients draw, each may draw as much as the round with the fewest needs
-        part = self._noise.client_std(query.std, query.survivors) * math.sqrt(len(query.clients))
+        part = self._noise.client_std(query.std, query.clients_left) * math.sqrt(len(query.clients))
         several = self._noise.drawn_by() == "client" and part >= query.std
         stds = [query.std, part] if several else [query.std]
         errors = []

@@ -65,14 +65,14 @@ class Plan:
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     # by bounding's queries: std of the noise on the sum of the answers, in their units
     side_stds: Mapping[str, float]
-    survivors: int  # clients that the round with most dropouts keeps
+    clients_left: int  # clients that the round with most dropouts keeps
     mechanism: Release | None  # None: not private
     # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
-    exposures: np.ndarray
+    composed_rounds: np.ndarray
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
-    # what was released before the run was begun anew with fresh noise
+    # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
-    first: int = 0  # the round that it was begun anew from
+    first: int = 0  # the round that it was restarted from
 
     @classmethod
     def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
@@ -99,27 +99,31 @@ class Plan:
             weight=parts.weight,
             ratio=on_sums.get("updates", 0.0),
             side_stds=side_stds(parts, on_sums),
-            survivors=parts.survivors,
+            clients_left=parts.clients_left,
             mechanism=mechanism,
-            exposures=parts.exposures,
+            composed_rounds=parts.composed_rounds,
             platform=provenance.of(unseen),
         )
         plan.check_budget()
         return plan
 
-    def continued(self, segments: tuple[Segment, ...], anew: int | None = None) -> Plan:
-        """This plan for a run that has released `segments`: going on in the last of them, or anew
-        from round `anew`.
+    def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
+        """This plan for a run that has released `segments`: going on in the last of them, or
+        restarted from `restart_round`.
         """
         if not segments:
             return self
-        history, first = (segments[:-1], segments[-1].first) if anew is None else (segments, anew)
+        history, first = segments[:-1], segments[-1].first
+        if restart_round is not None:
+            history, first = segments, restart_round
         if not history:
             return self
         e = self.experiment
-        seeds = [seed_of(e.seed, again) for again in range(1, len(history) + 1)]
-        drawn = [e.selection.survivors(seed, e.rounds, self.population) for seed in seeds]
-        return replace(self, history=history, first=first, survivors=min(self.survivors, *drawn))
+        seeds = [seed_of(e.seed, restart) for restart in range(1, len(history) + 1)]
+        drawn = [e.selection.clients_left(seed, e.rounds, self.population) for seed in seeds]
+        return replace(
+            self, history=history, first=first, clients_left=min(self.clients_left, *drawn)
+        )
 
     def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a run's bits depend on besides the experiment, by name; as a checkpoint of fewer
@@ -167,8 +171,8 @@ class Plan:
         ).hexdigest()[:16]
 
     @property
-    def again(self) -> int:
-        """How often the run was begun anew with fresh noise."""
+    def restart(self) -> int:
+        """How often the run was restarted with fresh noise."""
         return len(self.history)
 
     @property
@@ -179,7 +183,7 @@ class Plan:
     @cached_property
     def surveys(self) -> np.ndarray:
         """How often all clients were asked for a noised histogram until after each round, those
-        before the run was begun anew too: int64 [rounds].
+        before the run was restarted too: int64 [rounds].
         """
         every = self.experiment.evaluate.every
         rounds = np.arange(1, self.experiment.rounds + 1)
@@ -198,7 +202,7 @@ class Plan:
         """The seed of batches, of randomness inside modules and of secret cohorts, from round
         `first` on.
         """
-        return seed_of(self.experiment.seed, self.again)
+        return seed_of(self.experiment.seed, self.restart)
 
     @cached_property
     def noise_seed(self) -> int:
@@ -213,10 +217,10 @@ class Plan:
         if self.experiment.noise.of_seed:
             return self.seed
         side = list(self.side_stds.values()) or [0.0]
-        sizes = [self.ratio, *side, self.survivors, self.weight, self.d]
+        sizes = [self.ratio, *side, self.clients_left, self.weight, self.d]
         facts = [
             self.seed,
-            self.again,
+            self.restart,
             self._kept(),
             sizes,
             self.shards.name,
@@ -358,7 +362,7 @@ class Plan:
         """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
         with most dropouts still has the sum's.
         """
-        return self.experiment.noise.client_std(self.sum_std(bound), self.survivors)
+        return self.experiment.noise.client_std(self.sum_std(bound), self.clients_left)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
         """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;
@@ -379,7 +383,7 @@ class Plan:
         """Warns of what whoever reads the results should know; raises `BudgetError` when some
         client has been promised more than will hold.
 
-        A run that was begun anew has released rounds twice: then that is a warning, and the
+        A run that was restarted has released rounds twice: then that is a warning, and the
         guarantees say what holds.
         """
         e = self.experiment
@@ -438,10 +442,10 @@ class Plan:
             return {}
         if draws is None:
             draws = self.counted_draws()
-        composed = self.exposures + self.repeated
+        composed = self.composed_rounds + self.repeated
         return self.report.curves(draws, composed, self.surveys)
 
-    def cohort_seed(self, again: int | None = None) -> int:
+    def cohort_seed(self, restart: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default.
 
         Where the cohort is a secret, a round that is released again has one of its own, or it would
@@ -449,7 +453,7 @@ class Plan:
         """
         hidden = self.mechanism is not None and self.mechanism.hidden
         return seed_of(
-            self.experiment.seed, (self.again if again is None else again) if hidden else 0
+            self.experiment.seed, (self.restart if restart is None else restart) if hidden else 0
         )
 
     def draws(self, rounds: int) -> list[np.ndarray]:
@@ -457,7 +461,7 @@ class Plan:
         as they depend on the seed alone.
         """
         past = [
-            (self.cohort_seed(one.again), t)
+            (self.cohort_seed(one.restart), t)
             for one in self.history
             for t in range(one.first, one.end)
         ]
@@ -488,7 +492,7 @@ class Plan:
             return []
         # of a virtual cohort's clients nobody knows how often they are drawn
         seen = participations if self.experiment.noise.simulated() else None
-        composed = int(self.exposures[rounds - 1]) + self.repeated
+        composed = int(self.composed_rounds[rounds - 1]) + self.repeated
         asked = int(self.surveys[rounds - 1])
         return self.report.guarantees(seen, composed, asked)
 
@@ -552,10 +556,10 @@ def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
         seed=parts.experiment.seed,
         local=parts.experiment.local,
         sizes=parts.population.sizes,
-        rounds=int(parts.exposures[-1]) or rounds,
-        calibrated=int(parts.exposures[first - 1]) or first,
+        rounds=int(parts.composed_rounds[-1]) or rounds,
+        calibrated=int(parts.composed_rounds[first - 1]) or first,
         weight=parts.weight,
-        survivors=parts.survivors,
+        clients_left=parts.clients_left,
         draws=parts.draws,
         surveys=rounds // every,
         calibrated_surveys=first // every,
@@ -581,9 +585,9 @@ def side_stds(parts: Parts, on_sums: Mapping[str, float]) -> dict[str, float]:
     return {query.name: on_sums.get(query.name, 0.0) * query.bound for query in asked}
 
 
-def seed_of(seed: int, again: int) -> int:
-    """The seed of a run that was begun anew `again` times; its own where it was not."""
-    return _digest64(["again", seed, again]) if again else seed
+def seed_of(seed: int, restart: int) -> int:
+    """The seed of a run that was restarted `restart` times; its own where it was not."""
+    return _digest64(["again", seed, restart]) if restart else seed
 
 
 def _digest64(facts: list) -> int:

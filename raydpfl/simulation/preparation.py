@@ -42,10 +42,10 @@ class Parts:
     d: int  # parameters of the model that travel
     own: int  # numbers of it that each client keeps
     weight: float  # the largest weight of any client's contribution
-    survivors: int  # clients that the round with most dropouts keeps
+    clients_left: int  # clients that the round with most dropouts keeps
     scored: int  # clients that have a score of their own
     # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
-    exposures: np.ndarray
+    composed_rounds: np.ndarray
     data_root: Path | None
 
     def draws(self) -> list[np.ndarray]:
@@ -92,9 +92,9 @@ def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
         d=d,
         own=len(models.trained(module)) if experiment.personal else split.own,
         weight=_largest(weights(experiment, population)),
-        survivors=selection.survivors(experiment.seed, experiment.rounds, population),
+        clients_left=selection.clients_left(experiment.seed, experiment.rounds, population),
         scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,
-        exposures=composed(selection, experiment.seed, experiment.rounds, population),
+        composed_rounds=composed(selection, experiment.seed, experiment.rounds, population),
         data_root=data_root,
     )
 
@@ -258,28 +258,29 @@ def _largest(values: np.ndarray) -> float:
 
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
-    """`Selection.exposures`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its scheme
+    """`Selection.composed_rounds`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its
+    scheme
     can come to.
 
     Where cohorts are a secret, each of t rounds draws among the scheme's whole population, so that
     the N clients together were available t times that number, each of them in as many rounds as are
     composed at most.
     """
-    found = np.asarray(selection.exposures(seed, rounds, population))
+    found = np.asarray(selection.composed_rounds(seed, rounds, population))
     sampling = selection.sampling(population)
     if (
         found.shape != (rounds,)
         or found.dtype.kind not in "iu"
         or (np.diff(found, prepend=0) < 0).any()
     ):
-        expected = f"one whose exposures are {rounds} whole numbers that never fall, one per round"
+        expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
         raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * sampling.population
     if not sampling.by_participation and (found * len(population) < available).any():
         t = int(np.argmax(found * len(population) < available))
         expected = (
-            f"one whose exposures count every round that a client can be in; {sampling} cannot "
-            f"give {found[t]} in {t + 1}"
+            f"one whose composed_rounds count every round that a client can be in; {sampling} "
+            f"cannot give {found[t]} in {t + 1}"
         )
         raise ConfigError("selection.kind", selection.kind, expected)
     return found.astype(np.int64)

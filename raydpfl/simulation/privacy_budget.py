@@ -19,7 +19,7 @@ from raydpfl.privacy.guarantee import SHARES
 from raydpfl.simulation.plan import Plan
 from raydpfl.storage.tables import schema, write_table
 
-ANEW = (
+FRESH_NOISE = (
     "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
 )
 UNKNOWN = "what this run has spent is unknown"
@@ -56,7 +56,7 @@ class Account:
             check_budget(t, spent, {least: budget})
         if self.plan.mechanism:
             release = self._release(t, bound, present=True)
-            self.ledger.record(t=t, again=self.plan.again, epsilon=spent, **release)
+            self.ledger.record(t=t, restart=self.plan.restart, epsilon=spent, **release)
 
     def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
         """What the ledger says of the release of round t. The key of its noise is known for the
@@ -88,7 +88,7 @@ class Account:
     def _verify(self, entry: dict[str, Any], rounds: int, bound: float | None) -> None:
         t = entry["round"]
         # whether the line is of the segment that goes on, under the present key of the noise
-        present = entry.get("again", 0) == self.plan.again
+        present = entry.get("restart", 0) == self.plan.restart
         if self.plan.experiment.bounding.adapts and not (t == rounds and present):
             bound = entry.get("bound")  # known of the coming round alone
             if not (isinstance(bound, float) and 0 < bound < math.inf):
@@ -99,7 +99,7 @@ class Account:
             return
         other = next(name for name in planned if stored[name] != planned[name])
         what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
-        way = f"; {ANEW}" if other == "key" else ""
+        way = f"; {FRESH_NOISE}" if other == "key" else ""
         raise RunError(f"the ledger has {what}: {UNKNOWN}{way}")
 
     def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:

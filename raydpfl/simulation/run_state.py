@@ -24,7 +24,7 @@ from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, load
 from raydpfl.simulation.client_state import Memory
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.privacy_budget import ANEW, Account
+from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.run_files import Extent
 from raydpfl.storage.tables import Table
 
@@ -70,7 +70,7 @@ class Position:
 
 
 def take_up(
-    plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, anew: bool
+    plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, fresh_noise: bool
 ) -> tuple[Plan, Account, Position | None]:
     """Begins a run, or continues it.
 
@@ -79,7 +79,7 @@ def take_up(
         out: the run directory.
         tables: the run's, by name; they continue with their rows.
         resume: whether to continue from the newest checkpoint, if there is one.
-        anew: with fresh noise, so that code, versions and processor may differ.
+        fresh_noise: whether the noise is fresh, so that code, versions and processor may differ.
 
     Returns:
         The plan of the coming rounds, the account, and the position; the last is None before the
@@ -90,13 +90,13 @@ def take_up(
     """
     ledger = Ledger(out / "ledger.jsonl", resume=resume)
     checkpoint = newest(plan, out, tables) if resume else None
-    again = (checkpoint.round if checkpoint else 0) if anew else None
-    plan = plan.continued(ledger.segments, again)
+    restart_round = (checkpoint.round if checkpoint else 0) if fresh_noise else None
+    plan = plan.continued(ledger.segments, restart_round)
     account = Account(plan, ledger)
     if checkpoint is None:
         return plan, account, None
     at = Position.of(plan, checkpoint)
-    check_origin(plan, checkpoint.origin, anew)
+    check_origin(plan, checkpoint.origin, fresh_noise)
     account.verify(at.t, at.bound)
     for name, table in tables.items():
         table.resume(checkpoint.tables[name])
@@ -154,19 +154,19 @@ def _sound(rows: pa.Table, rounds: int) -> bool:
     return all(np.isfinite(column.to_pylist()).all() for column in numbers)
 
 
-def check_origin(plan: Plan, stored: dict[str, str], anew: bool) -> None:
+def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
     """Raises `RunError` if something that the bits depend on has changed since the run began.
 
-    With `anew` only the mechanism and the data must be the same.
+    With `fresh_noise` only the mechanism and the data must be the same.
     """
     now = plan.origin(stored)
-    if anew:
+    if fresh_noise:
         kept = ("experiment", "data", "clients", "cohorts", "mechanism")
         stored = {name: stored[name] for name in kept if name in stored}
         now = {name: now[name] for name in kept if name in now}
     changed = provenance.differences(stored, now)
-    if changed and anew:
+    if changed and fresh_noise:
         raise RunError(f"the run cannot go on, as it would be another: {changed}")
     if changed:
         bits = f"its bits would differ: {changed}"
-        raise RunError(f"the run cannot go on as it began, as {bits}; {ANEW}")
+        raise RunError(f"the run cannot go on as it began, as {bits}; {FRESH_NOISE}")

@@ -80,13 +80,13 @@ class Drawn:
         clients: int64 [r], ascending, one drawn twice listed twice.
         before: how often each was drawn in earlier rounds, int64 [r].
         size: of the cohort before anyone dropped out.
-        exposure: how many rounds the accountants compose after this one.
+        composed: how many rounds the accountants compose after this one.
     """
 
     clients: np.ndarray
     before: np.ndarray
     size: int
-    exposure: int
+    composed: int
 
 
 class Bets:
@@ -175,7 +175,7 @@ class _Counts(Bet):
             self._scale += np.log1p((_ODDS - 1) * (len(drawn.clients) / self.count))
         else:
             sampling = self._sampling
-            trials, chance = sampling.scheme.most(sampling, self._rounds, drawn.exposure)
+            trials, chance = sampling.scheme.most(sampling, self._rounds, drawn.composed)
             self._scale = trials * np.log1p((_ODDS - 1) * min(chance, 1.0))
 
     def ratios(self, counts: np.ndarray) -> np.ndarray:

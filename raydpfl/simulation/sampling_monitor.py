@@ -13,7 +13,7 @@ would not hold. So every cohort is checked before anything is released from it:
 >>> from raydpfl.methods.selection.base import Cohort, Population
 >>> from raydpfl.methods.selection.uniform import Uniform
 >>> member, clients = Uniform(cohort=90), Population.balanced(900)
->>> witness = Witness(member, clients, exposures=np.arange(1, 101), least=90, secret=True)
+>>> witness = Witness(member, clients, composed_rounds=np.arange(1, 101), least=90, secret=True)
 >>> counts = Counter()
 >>> for t in range(99):
 ...     cohort = member.draw(0, t, clients)
@@ -59,7 +59,7 @@ class Witness:
     Args:
         selection: the member.
         population: the public facts about the clients.
-        exposures: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
+        composed_rounds: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
         least: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
         pairs: whether to look for pairs of clients that come together.
@@ -74,7 +74,7 @@ class Witness:
         self,
         selection: Selection,
         population: Population,
-        exposures: np.ndarray,
+        composed_rounds: np.ndarray,
         least: int,
         secret: bool,
         apart: int = 1,
@@ -85,7 +85,7 @@ class Witness:
         self._kind = selection.kind
         self._sampling = selection.sampling(population)
         self._count = len(population)
-        self._exposures = exposures
+        self._composed = composed_rounds
         self._least = least
         hidden = secret and self._sampling.hidden
         self._bets = Bets(self._sampling, self._count, pairs) if hidden else None
@@ -109,7 +109,7 @@ class Witness:
         self._as_planned(t, clients)
         self._candidates = clients
         self._asked.update(clients.tolist())
-        most = int(self._exposures[t])
+        most = int(self._composed[t])
         client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
         if times > most and not self._sampling.repeats:
             raise self._wrong(
@@ -173,7 +173,7 @@ class Witness:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
-        bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._exposures[t])))
+        bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._composed[t])))
         if wealth >= self._most:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
             raise self._wrong(f"{WORDS[bet]} by round {t}, {scheme}")
@@ -221,7 +221,7 @@ class Witness:
             )
 
     def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
-        most = int(self._exposures[t])
+        most = int(self._composed[t])
         if counts.max(initial=0) > most and not self._sampling.repeats:
             worst = int(counts.argmax())
             times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"

@@ -206,8 +206,8 @@ class Stinting(Gaussian):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
 
-    def client_std(self, std: float, survivors: int) -> float:
-        return super().client_std(std, 2 * survivors)
+    def client_std(self, std: float, clients_left: int) -> float:
+        return super().client_std(std, 2 * clients_left)
 
 
 class Uneven(Weights):

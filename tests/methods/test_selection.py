@@ -489,7 +489,9 @@ def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
     assert (sampling.kind, sampling.cohort) == ("public", 3) and "each 1 round of 3" in str(
         sampling
     )
-    assert chosen.exposures(0, 7, population).tolist() == [math.ceil((t + 1) / 3) for t in range(7)]
+    assert chosen.composed_rounds(0, 7, population).tolist() == [
+        math.ceil((t + 1) / 3) for t in range(7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -673,9 +675,11 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dropout):
     chosen = example(kind, dropout=dropout)
     population = clients()
-    exposures = chosen.exposures(0, 60, population)
+    composed_rounds = chosen.composed_rounds(0, 60, population)
     assert (
-        exposures.dtype == np.int64 and exposures.shape == (60,) and (np.diff(exposures) >= 0).all()
+        composed_rounds.dtype == np.int64
+        and composed_rounds.shape == (60,)
+        and (np.diff(composed_rounds) >= 0).all()
     )
     took = (
         np.array(
@@ -687,10 +691,10 @@ def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dro
         .cumsum(0)
         .max(1)
     )
-    assert (took <= exposures).all()
+    assert (took <= composed_rounds).all()
     sampling = chosen.sampling(population)
     if kind == "first_responders":  # public, known in advance
-        assert np.array_equal(exposures, took) and exposures[-1] < 60
+        assert np.array_equal(composed_rounds, took) and composed_rounds[-1] < 60
     elif kind == "power_of_choice":
         asked = (
             np.array(
@@ -699,13 +703,13 @@ def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dro
             .cumsum(0)
             .max(1)
         )
-        assert np.array_equal(exposures, asked)
+        assert np.array_equal(composed_rounds, asked)
     elif kind == "cyclic":
-        assert exposures[-1] == 15
+        assert composed_rounds[-1] == 15
     elif kind == "availability":
-        assert exposures[-1] == 20
+        assert composed_rounds[-1] == 20
     else:
-        assert sampling.kind != "public" and exposures.tolist() == list(range(1, 61))
+        assert sampling.kind != "public" and composed_rounds.tolist() == list(range(1, 61))
 
 
 def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
@@ -738,10 +742,10 @@ def test_the_draws_of_one_client_fail_one_by_one():
 @pytest.mark.parametrize("kind", ["uniform", "multinomial", "availability", "first_responders"])
 def test_survivors_are_the_fewest_of_any_round(kind):
     population = clients()
-    assert example(kind).survivors(0, 50, population) == 7
+    assert example(kind).clients_left(0, 50, population) == 7
     failing = example(kind, dropout=0.4)
     assert (
-        failing.survivors(0, 50, population)
+        failing.clients_left(0, 50, population)
         == min(len(failing.draw(0, t, population)) for t in range(50))
         < 7
     )
@@ -750,9 +754,9 @@ def test_survivors_are_the_fewest_of_any_round(kind):
 def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
     chosen = example("power_of_choice", cohort=11, dropout=0.2)
     population = clients()
-    promised = chosen.survivors(0, 40, population)
+    promised = chosen.clients_left(0, 40, population)
     assert 0 < promised <= min(len(drawn(chosen, 0, t, population)) for t in range(40))
-    assert example("power_of_choice").survivors(0, 40, population) == 7
+    assert example("power_of_choice").clients_left(0, 40, population) == 7
 
 
 @pytest.mark.parametrize(

@@ -218,8 +218,8 @@ class OfClients(Gaussian):
     kind: str = "of clients"
     how: str = "sound"
 
-    def client_std(self, std: float, survivors: int) -> float:
-        return super().client_std(std, survivors) * (0.9 if self.how == "declared" else 1)
+    def client_std(self, std: float, clients_left: int) -> float:
+        return super().client_std(std, clients_left) * (0.9 if self.how == "declared" else 1)
 
     def on_clients(self, seed, t, clients, draws, std, d) -> np.ndarray | None:
         sound = super().on_clients(seed, t, clients, draws, std, d)

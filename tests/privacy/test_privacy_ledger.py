@@ -111,12 +111,12 @@ def test_what_a_round_takes_to_record_does_not_grow_with_the_rounds(tmp_path, mo
             ledger.record(t=t, **released)
         ledger.record(t=2, **released)
         for t in (1, 2, 3):
-            ledger.record(t=t, again=1, **released)
-        ledger.record(t=3, again=1, **released)
+            ledger.record(t=t, restart=1, **released)
+        ledger.record(t=3, restart=1, **released)
         with pytest.raises(RunError, match="cannot follow"):
-            ledger.record(t=0, again=1, **released)
+            ledger.record(t=0, restart=1, **released)
     assert ledger.segments == Ledger(path, resume=True).segments
-    assert [(each.again, each.first, each.end) for each in ledger.segments] == [
+    assert [(each.restart, each.first, each.end) for each in ledger.segments] == [
         (0, 0, 3),
         (1, 1, 4),
     ]

@@ -141,11 +141,11 @@ def test_noise_of_clients_that_reaches_the_server(dropout, tmp_path):
     rows = []
     for t in range(150):
         cohort = coordinator.select(t)
-        assert len(cohort) >= plan.survivors
+        assert len(cohort) >= plan.clients_left
         total, _ = coordinator.collect(t, cohort)
         rows.append(
             coordinator.release(t, total)
-            / (plan.sum_std(0.5) * math.sqrt(len(cohort) / plan.survivors))
+            / (plan.sum_std(0.5) * math.sqrt(len(cohort) / plan.clients_left))
         )
     assert plan.sum_std(0.5) == pytest.approx(plan.mechanism.queries[0].std * 0.5 * plan.weight)
     check_law(np.stack(rows))

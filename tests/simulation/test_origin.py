@@ -359,7 +359,7 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     assert ledger.segments == (Segment(0, 0, 5), Segment(1, 3, 8))
     assert len({entry["key"] for entry in ledger.entries}) == 2
     plan = Plan.make(experiment(**sections, **LONG))
-    once = int(plan.exposures[-1])
+    once = int(plan.composed_rounds[-1])
     spent = {
         count: epsilon(plan.mechanism, "replace_one", 1e-5, count, "pld")
         for count in (once, once + 1, once + 2)
@@ -396,11 +396,11 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
 def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_own(tmp_path):
     begun(tmp_path / "run", 3, 5, **LONG)
     plan = Plan.make(experiment(**LONG))
-    anew = plan.continued((Segment(0, 0, 5),), anew=3)
+    anew = plan.continued((Segment(0, 0, 5),), restart_round=3)
     assert len({plan.seed, anew.seed, plan.noise_seed, anew.noise_seed}) == 4
     assert anew.cohort_seed() == anew.seed and plan.cohort_seed() == 3
     public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued(
-        (Segment(0, 0, 5),), anew=3
+        (Segment(0, 0, 5),), restart_round=3
     )
     assert public.cohort_seed() == 3 != public.seed
     assert len(anew.draws(8)) == 5 + 5 and anew.repeated == 2
@@ -585,7 +585,7 @@ def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(
     of = provenance.of
     monkeypatch.setattr(provenance, "of", lambda e: {**of(e), "torch": "other"})
     Coordinator(
-        Plan.make(experiment(**LONG)), str(tmp_path / "run"), resume=True, anew=True
+        Plan.make(experiment(**LONG)), str(tmp_path / "run"), resume=True, fresh_noise=True
     ).start()
     with pytest.raises(RunError, match=r"has key .* for round 0, .*--resume --fresh-noise goes on"):
         run(experiment(**LONG), tmp_path / "run", resume=True)

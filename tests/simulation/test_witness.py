@@ -107,7 +107,7 @@ class Beyond(Liar):
 class OftenerThanItSays(Liar):
     declares: str = "public"
 
-    def exposures(self, seed, rounds, population):
+    def composed_rounds(self, seed, rounds, population):
         return np.minimum(np.arange(1, rounds + 1), 3)
 
     def drawn(self, generator, t, count):
@@ -204,9 +204,9 @@ SOUND = {
 
 def first_alarm(member, clients, rounds, seed=0, false_alarm=1e-6, pairs=False):
     """The round in which the draws of a member are refused; None: they are not."""
-    exposures = np.arange(1, rounds + 1)
+    composed_rounds = np.arange(1, rounds + 1)
     witness = Witness(
-        member, clients, exposures, 0, secret=True, pairs=pairs, false_alarm=false_alarm
+        member, clients, composed_rounds, 0, secret=True, pairs=pairs, false_alarm=false_alarm
     )
     seen: Counter = Counter()
     for t in range(rounds):
@@ -402,7 +402,7 @@ def test_a_law_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
 class SeldomAvailable(Liar):
     declared: list = Field(default_factory=lambda: [1, 1, 1, 1])
 
-    def exposures(self, seed, rounds, population):
+    def composed_rounds(self, seed, rounds, population):
         return self.declared
 
     def drawn(self, generator, t, count):
@@ -413,7 +413,7 @@ class SeldomAvailable(Liar):
     "declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None]
 )
 def test_exposures_that_the_law_cannot_have_are_refused(declared):
-    with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*exposures"):
+    with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*composed_rounds"):
         Plan.make(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
     for kind in (
         {"kind": "cyclic", "period": 3, "cohort": 5},

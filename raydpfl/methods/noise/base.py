@@ -121,14 +121,14 @@ class Noise(Member):
             return None
         return client_noise(seed, t, clients, draws, std, d)
 
-    def client_std(self, std: float, survivors: int) -> float:
+    def client_std(self, std: float, clients_left: int) -> float:
         """Std of one client's noise; 0: clients draw none.
 
         Args:
             std: that the noise on the sum is to have.
-            survivors: the fewest clients that are left in any round.
+            clients_left: the fewest clients that are left in any round.
         """
-        return std / math.sqrt(survivors) if self.drawn_by() == "client" else 0.0
+        return std / math.sqrt(clients_left) if self.drawn_by() == "client" else 0.0
 
     def source(self, seed: int, d: int) -> NoiseSource:
         """The server's noise in a run with this seed of noise, for a model of `d` parameters."""
@@ -137,7 +137,7 @@ class Noise(Member):
 
     def on_query(self, query: SideQuery) -> float:
         """The noise on the sum of the answers to a side query, drawn by whom that on updates is:
-        the server, or each client its part of std `client_std(query.std, survivors)`.
+        the server, or each client its part of std `client_std(query.std, clients_left)`.
 
         Returns:
             One draw, of std `query.std` on the sum; 0 where that std is 0, or noise is drawn at
@@ -147,7 +147,7 @@ class Noise(Member):
             return 0.0
         if self.drawn_by() == "server":
             return query_noise(query.seed, query.t, query.std, query=query.name)
-        part = self.client_std(query.std, query.survivors)
+        part = self.client_std(query.std, query.clients_left)
         drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
         # in client order, whichever worker trained them
         return sum(
@@ -323,7 +323,7 @@ class Noise(Member):
         """
         if outline is None:
             return None
-        if self.drawn_by() == "client" and not facts.survivors:
+        if self.drawn_by() == "client" and not facts.clients_left:
             expected = "one that leaves some client, and its noise, in every round of the run"
             raise ConfigError("selection.dropout", facts.setting.dropout, expected)
         queries = on_sums.queries(facts.setting, self.size(outline, facts))

@@ -24,7 +24,7 @@ class RunFacts:
         rounds: how many a guarantee composes.
         calibrated: of these, the rounds that an epsilon is for.
         weight: the largest weight of any client.
-        survivors: the fewest clients that are left in any round.
+        clients_left: the fewest clients that are left in any round.
         draws: gives whose participations noise at local steps is sized for, int64 arrays of
             clients, with repeats.
         surveys: histograms of all clients that a guarantee composes with the rounds.
@@ -39,7 +39,7 @@ class RunFacts:
     rounds: int
     calibrated: int
     weight: float
-    survivors: int
+    clients_left: int
     draws: Callable[[], list[np.ndarray]]
     surveys: int = 0
     calibrated_surveys: int = 0
@@ -58,7 +58,7 @@ class SideQuery:
         std: of the noise on the sum of the answers, in the units of an answer.
         clients: int64 [r], the cohort.
         draws: int64 [r], the index of each draw among its client's draws of the round, from 0.
-        survivors: the fewest clients that any round keeps.
+        clients_left: the fewest clients that any round keeps.
     """
 
     name: str
@@ -67,4 +67,4 @@ class SideQuery:
     std: float
     clients: np.ndarray
     draws: np.ndarray
-    survivors: int
+    clients_left: int

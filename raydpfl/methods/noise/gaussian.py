@@ -207,7 +207,7 @@ class Gaussian(Noise):
             return self.multiplier
         if self.std is not None:
             assert facts.setting.bound is not None
-            draws = facts.survivors if self.drawn_by() == "client" else 1
+            draws = facts.clients_left if self.drawn_by() == "client" else 1
             return self.std * math.sqrt(draws) / (facts.setting.bound * facts.weight)
         return self._calibrated_size(outline, facts)
 

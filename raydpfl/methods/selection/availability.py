@@ -58,5 +58,5 @@ class Availability(Selection):
     def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
         return (t - clients) % self.period < self.window
 
-    def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
+    def composed_rounds(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         return turns(rounds, self.period, self.window)

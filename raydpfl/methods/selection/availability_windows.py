@@ -14,7 +14,7 @@ within them alone. A client's guarantee composes over the rounds in which it is 
 >>> [Cyclic(period=3).draw(0, t, clients).clients.tolist() for t in range(4)]
 [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8], [0, 3, 6, 9]]
 >>> daily = Availability(period=5, window=2, cohort=2)
->>> print(daily.sampling(clients), daily.exposures(0, 6, clients))
+>>> print(daily.sampling(clients), daily.composed_rounds(0, 6, clients))
 fixed size 2 of 4 (those available, each in 2 rounds of 5) [1 2 2 2 2 3]
 """
 

@@ -129,7 +129,7 @@ class Selection(Member):
 
     `dropout` is the probability with which a selected client fails after training, independently of
     the others (keyed by seed, round, client and draw). The divisor stays the same. Noise that
-    failed clients would have drawn is missing, and `survivors` tells the accountants so.
+    failed clients would have drawn is missing, and `clients_left` tells the accountants so.
 
     >>> class First(Selection):
     ...     cohort: int = 2
@@ -328,7 +328,7 @@ class Selection(Member):
         """
         return float(losses.mean())
 
-    def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
+    def composed_rounds(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         """How many rounds of `sampling` the guarantee of a client composes, after 1, 2, ... rounds:
         int64 [rounds].
 
@@ -350,7 +350,7 @@ class Selection(Member):
         """
         return np.ones(len(clients), bool)
 
-    def survivors(self, seed: int, rounds: int, population: Population) -> int:
+    def clients_left(self, seed: int, rounds: int, population: Population) -> int:
         """The fewest clients that are left in any of the first `rounds` rounds; without dropout the
         nominal cohort, and nothing is drawn.
         """

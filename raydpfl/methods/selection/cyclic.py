@@ -108,5 +108,5 @@ class Cyclic(Selection):
     def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
         return (t - clients) % self.period < 1
 
-    def exposures(self, seed: int, rounds: int, population: Population) -> np.ndarray:
+    def composed_rounds(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         return turns(rounds, self.period, 1)

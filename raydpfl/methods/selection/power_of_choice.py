@@ -167,7 +167,7 @@ class PowerOfChoice(Sized):
         rule = f"{rule}, noised and seen by all" if self.loss_std else rule
         return Sampling("public", len(population), self.cohort, rule=rule)
 
-    def survivors(self, seed: int, rounds: int, population: Population) -> int:
+    def clients_left(self, seed: int, rounds: int, population: Population) -> int:
         """A lower bound: the number if all candidates that drop out had been chosen."""
         if not self.dropout:
             return self.cohort

@@ -66,5 +66,5 @@ class Varying(Selection):
     def sampling(self, population):
         return Sampling(Spread(self.spread), len(population), self.cohort)
 
-    def survivors(self, seed, rounds, population):
+    def clients_left(self, seed, rounds, population):
         return self.cohort - self.spread
