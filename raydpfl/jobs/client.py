@@ -2,20 +2,16 @@
 
 The cluster must have a job server with an HTTP address, and a `python` with raydpfl's dependencies
 on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. This package,
-the config, your own modules and the files that the config names are sent along (see
-`raydpfl.jobs.packaging`). The job is
-an ordinary `raydpfl run` or `raydpfl sweep` on the head. It writes to its own folder under
-RAYDPFL_CACHE/runs and needs nobody to watch it: you may leave and come back.
-
-Design note. A job server gives out what jobs print and nothing else, and its port is often the only
-one that a firewall lets through. So the run directory comes back as the printout of a second, short
-job: an archive in base64. (100 MB took 12 s within one machine. The head's log folder keeps that
-printout as long as the cluster exists.)
+the config, the user's modules and the files that the config names are sent along (see
+`raydpfl.jobs.packaging`). The job is an ordinary `raydpfl run` or `raydpfl sweep` on the head,
+which goes on when this process ends. It writes to an address (`--out s3://bucket/run`), or to its
+own folder under RAYDPFL_CACHE/runs. From there a second, short job packs it into the head's log
+folder, whose files the job server gives out: its port is often the only one that a firewall lets
+through.
 
 The head is not trusted with this machine. A run directory comes back to where its user says, or to
-where this machine remembers that they said. Archives and printouts are read as
-`raydpfl.jobs.archive` says. The token goes only to the address that was given, never on to where
-that redirects.
+where this machine has noted that they said; archives and printouts are read as
+`raydpfl.jobs.archive` says.
 
 >>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
 'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
@@ -24,7 +20,6 @@ that redirects.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import ipaddress
 import json
@@ -32,25 +27,28 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import socket
+import tarfile
 import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from aiohttp import ClientError, ClientSession, TraceConfig, WSCloseCode, WSMsgType
+import requests
+from aiohttp import ClientError
 
 import raydpfl
 from raydpfl import storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.jobs.archive import ArchiveError, Limits, Plain, place, plain, unpack
+from raydpfl.jobs.archive import SIZE, ArchiveError, plain, unpack
 from raydpfl.storage.files import cache_root, keep_json, kept_json
 
 if TYPE_CHECKING:
@@ -65,12 +63,8 @@ NOTE = "job.json"  # in the run directory here: whose it is
 # seconds without output after which the connection is made anew, and without an answer after which
 # it is given up
 PATIENCE = 60.0
-BEGIN = "<run directory>"
-END = "</run directory>"
-REDIRECTED = (
-    "the address redirects elsewhere; give the one that it redirects to, "
-    "if you trust it with the cluster's token"
-)
+NONE = 3  # exit code of a job that finds no run directory
+PIECE = 1 << 20
 AGENT = (
     "where another Ray of that machine has its agent's port, "
     "start the head with --dashboard-agent-listen-port 52366"
@@ -79,9 +73,7 @@ TOKEN = (
     "RAY_AUTH_MODE=token and, as RAY_AUTH_TOKEN_PATH, "
     "the file with the token that the cluster was started with"
 )
-LINE = 1 << 20  # characters of a line of an archive's printout at most
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-LIMITS = Limits()
 log = logging.getLogger("raydpfl")
 
 
@@ -127,7 +119,7 @@ class JobServer:
         _use_token()
         with self._refusals():
             _greet(self.address)
-            self._client = _client_class()(self.address)
+            self._client = _client(self.address)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -237,12 +229,11 @@ class JobServer:
         run = self.run_of(job)
         written = 0
         heard = time.monotonic()
-        clean = Plain()
         while True:
             seen = 0
             try:
                 for text in self._output(job):
-                    write(clean(text[max(0, written - seen) :]))
+                    write(plain(text[max(0, written - seen) :]))
                     seen += len(text)
                     written = max(written, seen)
                     heard = time.monotonic()
@@ -291,52 +282,69 @@ class JobServer:
             return self._copied(address, here, job) if here else address
         folder = Path(out or self._remembered(job).get("out") or Path("runs") / job)
         _check(folder, run)
-        for pause in (1, 5, 25):
-            try:
-                if not self._fetch(run, folder, pause):
-                    return None
-                self._note(folder, run, job)
-                return folder
-            except ArchiveError as error:  # it would be the same another time
-                raise RunError(f"the run directory is not brought back: {_line(error)}") from None
-            except (OSError, EOFError, RuntimeError, ValueError, ClientError, zlib.error) as error:
-                reason = _line(error)
-        again = f"try again with {self.command('--follow', job)}, or take it from"
-        again += f" RAYDPFL_CACHE/runs/{run} there"
-        raise RunError(f"the run directory did not come back ({reason}); {again}")
+        try:
+            if not self._fetch(run, folder):
+                return None
+            self._note(folder, run, job)
+            return folder
+        except ArchiveError as error:  # it would be the same another time
+            raise RunError(f"the run directory is not brought back: {_line(error)}") from None
+        except (OSError, EOFError, RuntimeError, tarfile.TarError, zlib.error) as error:
+            hint = f"try again with {self.command('--follow', job)}, or take it from"
+            hint += f" RAYDPFL_CACHE/runs/{run} there"
+            what = f"the run directory did not come back ({_line(error)})"
+            raise RunError(f"{what}; {hint}") from None
 
     def _copied(self, address: str, folder: Path, job: str) -> Path:
         """A copy of the run directory at an address."""
         run = self._run(job)
         _check(folder, run)
         with storage.reading(address) as found:
-            place(found, folder)
+            shutil.copytree(found, folder, dirs_exist_ok=True)
         self._note(folder, run, job)
         return folder
 
-    def _fetch(self, run: str, folder: Path, pause: int) -> bool:
-        """One attempt. In the first `pause` seconds Ray may write into the printout, at any place,
-        that it has started the command.
-        """
+    def _fetch(self, run: str, folder: Path) -> bool:
+        """Brings the run directory back; False: there is none."""
         job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
-        pack = f"tar -czf - {name} 2>/dev/null | base64 | tr -d '\\n' | fold -w 16000"
-        shell = f"sleep {pause}; cd {RUNS} && [ -d {name} ] || exit 0; "
-        shell += f"echo '{BEGIN}'; {pack}; echo; echo '{END}'"
-        self._start(entrypoint=shell, submission_id=job)
-        room = tempfile.TemporaryDirectory(prefix="raydpfl-")
-        with tempfile.TemporaryFile() as archive, room as scratch:
-            if not _decode(self._output(job), archive):
-                return False
-            archive.seek(0)
-            unpacked = Path(scratch) / "run"
-            unpack(archive, run, unpacked, LIMITS)
-            (unpacked / NOTE).unlink(missing_ok=True)  # ours, which says whose the folder is
-            place(unpacked, folder)
-        while not self._client.get_job_info(job).status.is_terminal():
+        archive = f"raydpfl-{run}.tar.gz"
+        # that of the file to which Ray writes what this job prints
+        logs = '"$(dirname "$(readlink /proc/$$/fd/1)")"'
+        shell = f"cd {RUNS} && [ -d {name} ] || exit {NONE}; "
+        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=job)
+        while not (details := self._client.get_job_info(job)).status.is_terminal():
+            signals.check()
             time.sleep(0.1)
         self._client.delete_job(job)
+        if details.driver_exit_code == NONE:
+            return False
+        if details.status != "SUCCEEDED":
+            raise RuntimeError(f"it could not be packed: {details.message}")
+        with tempfile.TemporaryFile() as packed:
+            self._download(details.driver_node_id, archive, packed)
+            packed.seek(0)
+            unpack(packed, run, folder)
         return True
+
+    def _download(self, node: str, name: str, into: IO[bytes]) -> None:
+        """Reads a file of the log folder of a node, of at most `SIZE` bytes."""
+        # lines: all of it; timeout: seconds for the whole of it
+        query = {"node_id": node, "filename": name, "lines": "-1", "timeout": "86400"}
+        with requests.get(
+            f"{self.address}/api/v0/logs/file",
+            params=query,
+            headers=self._client._headers,
+            timeout=PATIENCE,
+            stream=True,
+            allow_redirects=False,
+        ) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(f"the job server answers {answer.status_code}")
+            for piece in answer.iter_content(PIECE):
+                into.write(piece)
+                if into.tell() > SIZE:
+                    raise ArchiveError(f"it is larger than {SIZE / 1e9:g} GB")
 
     def command(self, option: str, job: str) -> str:
         """What to type for this option of `raydpfl submit` with this job."""
@@ -414,29 +422,6 @@ class JobServer:
                 return
             finally:
                 runner.run(pieces.aclose())
-
-
-def _decode(pieces: Iterator[str], archive: IO[bytes]) -> bool:
-    """Writes to `archive` what `pieces` have in base64 between the marks. Returns whether the marks
-    were there; raises EOFError if only the first was.
-    """
-    rest = ""
-    inside = False
-    count = 0
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        count += len(piece)
-        if len(rest) > LINE or count > LIMITS.size or (count > LINE and not inside):
-            raise ArchiveError("the printout is none of an archive, or too long")
-        for line in lines:
-            if line == END:
-                return inside
-            if inside:
-                archive.write(base64.b64decode(line, validate=True))
-            inside = inside or line == BEGIN
-    if inside:
-        raise EOFError("it ended early")
-    return False
 
 
 def _check_id(job: str) -> None:
@@ -568,40 +553,13 @@ def _open_token(scheme: str, host: str) -> str | None:
     return f"the cluster's token goes to {host} over http, {way}"
 
 
-def _client_class() -> type:
-    """Ray's client of a job server, but without following redirects, which would send the token
-    elsewhere."""
+def _client(address: str) -> Any:
+    """Ray's client of a job server, which sends no token to where that redirects."""
     from ray.job_submission import JobSubmissionClient
 
     for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-
-    class Client(JobSubmissionClient):
-        def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
-            answer = super()._do_request(method, endpoint, **{**options, "allow_redirects": False})
-            if 300 <= answer.status_code < 400:
-                raise RuntimeError(REDIRECTED)
-            return answer
-
-        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-            """As Ray's own."""
-            traces = TraceConfig()
-            traces.on_request_redirect.append(_no_redirect)
-            url = f"{self._address}/api/jobs/{job_id}/logs/tail"
-            async with ClientSession(headers=self._headers, trace_configs=[traces]) as session:
-                socket = await session.ws_connect(url)  # not waited for when it is left
-                async for message in socket:
-                    if message.type != WSMsgType.TEXT:
-                        break
-                    yield message.data
-                if socket.close_code == WSCloseCode.ABNORMAL_CLOSURE:
-                    raise RuntimeError("the connection was lost")
-
-    return Client
-
-
-async def _no_redirect(*_: Any) -> None:
-    raise RuntimeError(REDIRECTED)
+    return JobSubmissionClient(address)
 
 
 def _line(error: object) -> str:

@@ -5,7 +5,6 @@ token authentication on.
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -20,6 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -300,9 +300,11 @@ def test_an_out_directory_that_holds_anything_else_is_refused(tmp_path):
 
 class Client:
     """A job server in this process, of one job. `output`: what each connection to it yields before
-    it breaks, by an error, or ends; `fetched`: the same of the jobs that fetch its run directory.
-    It runs until the last connection has ended, and ends with `code`.
+    it breaks, by an error, or ends; `fetched`: the archive of its run directory, None: there is
+    none. It runs until the last connection has ended, and ends with `code`.
     """
+
+    _headers: ClassVar[dict] = {}
 
     # how many jobs were handed in, and how many of them came too early
     asked = 0
@@ -310,11 +312,11 @@ class Client:
 
     def __init__(self, output, fetched, code):
         self.output = list(output)
-        self.fetched = list(fetched)
+        self.fetched = fetched
         self.code = code
 
     async def tail_job_logs(self, job):
-        for piece in (self.output if job == "job" else self.fetched).pop(0):
+        for piece in self.output.pop(0):
             if isinstance(piece, Exception):
                 raise piece
             await asyncio.sleep(0)
@@ -342,13 +344,26 @@ class Client:
             if self.code
             else JobStatus.SUCCEEDED
         )
-        return SimpleNamespace(metadata={"run": "job"}, status=status, driver_exit_code=self.code)
+        code = self.code
+        if "-fetch-" in job:
+            code = submit.NONE if self.fetched is None else 0
+            status = JobStatus.FAILED if code else JobStatus.SUCCEEDED
+        return SimpleNamespace(
+            metadata={"run": "job"}, status=status, driver_exit_code=code, driver_node_id="node"
+        )
 
 
-def server(*output, fetched=(), code=0) -> submit.JobServer:
+def server(*output, fetched=None, code=0) -> submit.JobServer:
     made = object.__new__(submit.JobServer)
     made.address = submit.ADDRESS
     made._client = Client(output, fetched, code)
+
+    def download(node, name, into):
+        into.write(fetched)
+        if into.tell() > submit.SIZE:
+            raise submit.ArchiveError(f"it is larger than {submit.SIZE / 1e9:g} GB")
+
+    made._download = download
     return made
 
 
@@ -394,11 +409,7 @@ def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go
     code, tmp_path, monkeypatch, typed
 ):
     (tmp_path / "job").mkdir()
-    stub = server(
-        ["its words\n"],
-        fetched=[[f"{submit.BEGIN}\n{archive(tmp_path / 'job')}\n{submit.END}\n"]],
-        code=code,
-    )
+    stub = server(["its words\n"], fetched=archive(tmp_path / "job"), code=code)
     monkeypatch.setattr(submit, "JobServer", lambda address: stub)
     monkeypatch.chdir(tmp_path)
     ended, out, said = typed("submit", "--follow", "job", "--out", "out")
@@ -434,33 +445,15 @@ def test_a_cluster_that_has_gone_ends_the_following_with_what_to_do(monkeypatch)
         server([]).follow("other")
 
 
-def archive(folder: Path) -> str:
+def archive(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as packed:
         packed.add(folder, "job")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return buffer.getvalue()
 
 
-def test_a_printout_that_ray_wrote_into_is_asked_for_again_and_an_archive_cut_short_changes_nothing(
-    tmp_path,
-):
-    source = tmp_path / "source"
-    out = tmp_path / "out"
-    source.mkdir()
-    (source / "data").write_bytes(os.urandom(300))
-    text = archive(source)
-    whole = f"Running\n{submit.BEGIN}\n{text[:400]}\n{text[400:]}\n{submit.END}\n"
-    inside = whole.replace(text[:30], f"{text[:30]}Running entrypoint\n")
-    cut = whole.replace(text[100:400], "")
-    none = "Running\n"
-    assert server(fetched=[[none]]).fetch("job", out) is None
-    with pytest.raises(
-        RunError, match=r"did not come back .*; try again with raydpfl submit --follow job"
-    ):
-        server(fetched=[[cut], [whole[:-8]], [inside]]).fetch("job", out)
-    assert not out.exists()
-    assert server(fetched=[[inside], [whole[:50], whole[50:]]]).fetch("job", out) == out
-    assert (out / "data").read_bytes() == (source / "data").read_bytes()
+def test_a_job_that_made_no_run_directory_brings_none_back(tmp_path):
+    assert server().fetch("job", tmp_path / "out") is None and not (tmp_path / "out").exists()
 
 
 def test_of_a_study_it_is_said_what_runs_it_on_a_cluster(tmp_path):
