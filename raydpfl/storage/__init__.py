@@ -2,7 +2,7 @@
 `gs://` and whatever pyarrow.fs and fsspec reach.
 
 `at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
-whose store is kept up to it (`raydpfl.storage.synced_folder`), under a ticket against other
+whose store is kept up to it (`raydpfl.storage.synced_folder`), under a lock against other
 processes (`raydpfl.storage.lock`). `reading` gives one to read from.
 
 >>> with tempfile.TemporaryDirectory() as store:
@@ -113,11 +113,11 @@ def _alone(stack: ExitStack, place: Path, address: str, patience: float) -> None
 
 
 def _empty(place: Path) -> None:
-    """Removes a copy and what lies beside it, but for the lock."""
+    """Removes a copy and the files next to it, except for the locks."""
     for path in place.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name != LOCK:
+        elif path.name not in (LOCK, "copy.held"):
             path.unlink(missing_ok=True)
 
 

@@ -1,14 +1,15 @@
 """Who may write to a folder of a store: one process at a time.
 
-A process puts a ticket of its own into the folder and looks for those of others. Whichever of two
-puts its own last sees the other's, so that never both go on, on every store that shows at once
-what was put (S3, Google Cloud Storage and Azure do); of two that come at the same instant both may
-be refused. (Writes on condition, which would do it in one step, pyarrow.fs has not.)
+A process puts a lock of its own, a small file, into the folder and looks for those of others.
+Whichever of two puts its own last sees the other's, so that never both go on, on every store that
+shows at once what was put (S3, Google Cloud Storage and Azure do); of two that come at the same
+instant both may be refused. (pyarrow.fs has no conditional writes, which would do it in one step.)
 
-A ticket is renewed every `BEAT` seconds. One that has not been for `LAPSE` seconds of the store's
-own clock is a dead process's, and is taken away; so, at once, is one of a process of this machine
-that is no more. A process that stood still for so long looks before it goes on: if its ticket is
-gone, or another's is there, it has `lost` the folder, and writes nothing more (`check`).
+A lock is renewed every `BEAT` seconds. One that has not been for `LAPSE` seconds of the store's own
+clock is a dead process's, and is removed; so, at once, is the last one of this machine's copy of
+the folder, which only one process uses at a time. A process that stood still for so long looks
+before it goes on: if its lock is gone, or another's is there, it has `lost` the folder, and writes
+nothing more (`check`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.storage.store import Store
@@ -33,7 +31,7 @@ FOLDER = ".lock"
 LOST = "lost"
 BEAT = 5.0
 LAPSE = 30.0
-MARGIN = 5.0  # seconds before a ticket lapses in which nothing is written under it
+MARGIN = 5.0  # seconds before a lock lapses in which nothing is written under it
 TICK = 0.1
 
 
@@ -43,149 +41,110 @@ def now() -> float:
 
 
 @contextmanager
-def held(store: Store, beat: Path, patience: float = 0.0) -> Iterator[None]:
+def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds the folder of the store against other processes, on this machine and elsewhere.
 
     Args:
         store: the folder.
-        beat: a file of this machine that says when the ticket was renewed last, for `check`.
-        patience: seconds that a living process may take to let go of it.
+        note: a file of this machine, for `check`: the lock's name and when it was renewed last. One
+            process at a time uses it, so that the lock of an earlier one there is a dead process's.
+        patience: seconds that a living process may take to let go of the folder.
 
     Raises:
         ConfigError: another process holds it; one that may be dead is waited for, up to `LAPSE`.
-        FileError: the store does not take the ticket.
+        FileError: the store does not take the lock.
     """
-    ticket = _Ticket(store, beat)
-    thread = threading.Thread(target=ticket.renew, name="raydpfl-ticket", daemon=True)
+    with suppress(FileNotFoundError):
+        store.remove([note.read_text().split()[0]])
+    lock = _Lock(store, note)
+    thread = threading.Thread(target=lock.renew, name="raydpfl-lock", daemon=True)
     try:
-        ticket.put()
+        lock.put()
         thread.start()
-        ticket.enter(patience)
+        lock.wait(patience)
         yield
     finally:
-        ticket.over.set()
+        lock.over.set()
         if thread.is_alive():
             thread.join()
         with suppress(FileError):
-            store.remove([ticket.name])
+            store.remove([lock.name])
 
 
-def check(beat: Path) -> None:
-    """Raises `FileError` unless the ticket is in force whose last renewal the file `beat` tells."""
+def check(note: Path) -> None:
+    """Raises `FileError` unless the lock of which `note` tells is in force."""
     until = now() + LAPSE
     while True:
-        told = beat.read_text()
-        if told != LOST and now() - float(told) < LAPSE - MARGIN:
+        _, renewed = note.read_text().split()
+        if renewed != LOST and now() - float(renewed) < LAPSE - MARGIN:
             return
-        if told == LOST or now() > until:
+        if renewed == LOST or now() > until:
             why = "this process stood still, and another may have taken its directory over"
             raise FileError(f"{why}; go on with --resume")
         time.sleep(TICK)
 
 
-class _Ticket:
+class _Lock:
     """Of this process, in a folder of a store."""
 
-    def __init__(self, store: Store, beat: Path):
+    def __init__(self, store: Store, note: Path):
         self.store = store
         self.name = f"{FOLDER}/{uuid.uuid4().hex}.json"
         self.over = threading.Event()
-        self._beat = beat
-        self._said = json.dumps({**_process(os.getpid()), "since": int(time.time())}).encode()
+        self._note = note
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}
+        self._owner = json.dumps(owner).encode()
         self._renewed = now()
 
     def put(self) -> None:
         """Puts or renews it. Raises `FileError`."""
         began = now()
-        self.store.put(self.name, self._said)
+        self.store.put(self.name, self._owner)
         self._renewed = began
-        part = self._beat.with_name(f"{self._beat.name}.part")
-        part.write_text(str(began))
-        os.replace(part, self._beat)
+        self._tell(str(began))
+
+    def _tell(self, renewed: str) -> None:
+        part = self._note.with_name(f"{self._note.name}.part")
+        part.write_text(f"{self.name} {renewed}")
+        os.replace(part, self._note)
 
     def renew(self) -> None:
         """Renews it until it is `over`, or lost."""
         while not self.over.wait(BEAT):
             try:
-                if now() - self._renewed > LAPSE - MARGIN and [*self._all()] != [self.name]:
-                    self._beat.write_text(LOST)
+                stale = now() - self._renewed > LAPSE - MARGIN
+                if stale and [*self.store.times(FOLDER)] != [self.name]:
+                    self._tell(LOST)
                     return
                 self.put()
-            except (FileError, OSError):  # it lapses here, too, if that goes on
+            except (FileError, OSError):  # it lapses, if that goes on
                 continue
 
-    def enter(self, patience: float) -> None:
-        """Takes away the tickets of the dead. Raises `ConfigError` where another is alive."""
-        until = now() + patience
-        while True:
-            others = self._living()
-            if not others:
-                return
-            if now() > until:
-                owner = others[0]
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.get("since", 0)))
-                who = f"process {owner.get('pid')} on {owner.get('host')}, since {since}"
-                expected = f"a directory that no other run is writing to; this one is held by {who}"
-                raise ConfigError("--out", self.store.address, expected)
-            time.sleep(TICK * 10)
-
-    def _living(self) -> list[dict[str, Any]]:
-        """The other processes that have tickets here; of the dead they are taken away."""
-        times = self._all()
-        found = []
-        for name in sorted(times.keys() - {self.name}):
-            owner = self._owner(name)
-            if owner and not self._dead(name, owner, times):
-                found.append(owner)
-            else:
-                self.store.remove([name])
-        return found
-
-    def _all(self) -> dict[str, int | None]:
-        """All tickets, and when they were renewed."""
-        return self.store.times(FOLDER)
-
-    def _owner(self, name: str) -> dict[str, Any]:
-        """The process whose ticket it is; empty if that is gone by now."""
-        try:
-            found = json.loads(self.store.get(name))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def _dead(self, name: str, owner: dict[str, Any], times: dict[str, int | None]) -> bool:
-        """Whether a ticket's process is no more. One elsewhere is watched until it is renewed, or
-        has lapsed.
+    def wait(self, patience: float) -> None:
+        """Waits until there is no other lock, and removes those of dead processes. Raises
+        `ConfigError` where one is renewed after `patience` seconds.
         """
-        known = _process(owner["pid"]) if isinstance(owner.get("pid"), int) else {}
-        if known and all(known[key] == owner.get(key) for key in ("host", "boot", "space")):
-            return known["started"] is None or known["started"] != owner.get("started")
-        mine = times.get(self.name)
-        theirs = times[name]
-        old = (mine - theirs) / 1e9 if mine and theirs else 0.0
         began = now()
-        while old + now() - began < LAPSE:
-            time.sleep(TICK * 10)
-            again = self._all()
-            if name not in again:
-                return True
-            if again[name] != theirs:
-                return False
-        return True
+        first: dict[str, int | None] = {}  # when each was renewed as it was first seen
+        while True:
+            times = self.store.times(FOLDER)
+            mine = times.pop(self.name, None)
+            for name, renewed in times.items():
+                age = (mine - renewed) / 1e9 if mine and renewed else now() - began
+                if age >= LAPSE:
+                    self.store.remove([name])
+                elif first.setdefault(name, renewed) != renewed and now() - began > patience:
+                    self._refuse(name)
+            if not times:
+                return
+            time.sleep(10 * TICK)
 
-
-def _process(pid: int) -> dict[str, Any]:
-    """What tells a process of this machine from any other, on any machine. `started`: None if there
-    is no such process.
-    """
-    try:
-        started = psutil.Process(pid).create_time()
-    except psutil.Error:
-        started = None
-    return {
-        "host": socket.gethostname(),
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "space": os.readlink("/proc/self/ns/pid"),
-        "pid": pid,
-        "started": started,
-    }
+    def _refuse(self, name: str) -> None:
+        """Raises `ConfigError` that names the owner of another lock."""
+        who = "another process"
+        with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+            owner = json.loads(self.store.get(name))
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+            who = f"process {owner['pid']} on {owner['host']}, since {since}"
+        accepted = f"a directory that no other run is writing to; this one is held by {who}"
+        raise ConfigError("--out", self.store.address, accepted)

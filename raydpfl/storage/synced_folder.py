@@ -178,7 +178,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def held(folder: Path) -> Path:
-    """The file beside a copy that says when the ticket for it was renewed last."""
+    """The file next to a copy that names its lock, and says when that was renewed last."""
     return Path(f"{folder}.held")
 
 

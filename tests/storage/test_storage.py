@@ -267,7 +267,13 @@ def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
     assert files(place) == {"ledger.jsonl": lines}
 
 
-def test_of_two_processes_one_has_the_directory(place, tmp_path):
+@pytest.fixture
+def quick(monkeypatch):
+    for name, seconds in {"LAPSE": 0.6, "MARGIN": 0.1, "BEAT": 0.1, "TICK": 0.002}.items():
+        monkeypatch.setattr(lock, name, seconds)
+
+
+def test_of_two_processes_one_has_the_directory(place, tmp_path, quick):
     with storage.at(place), pytest.raises(ConfigError, match="no other run is writing to"):
         storage.at(place).__enter__()
     with storage.at(place):  # by another cache on this machine, or another machine
@@ -277,39 +283,38 @@ def test_of_two_processes_one_has_the_directory(place, tmp_path):
             pass
 
 
-def left(place: str, **differs) -> None:
-    """Leaves the ticket of a process with these facts."""
-    owner = {**lock._process(os.getpid()), **differs}
-    Store(place).put(f"{lock.FOLDER}/theirs.json", json.dumps(owner).encode())
+def left(place: str, name: str = "theirs") -> str:
+    """Leaves the lock of another process."""
+    owner = {"host": "theirs", "pid": 1, "since": 0}
+    Store(place).put(f"{lock.FOLDER}/{name}.json", json.dumps(owner).encode())
+    return f"{lock.FOLDER}/{name}.json"
 
 
-def test_a_dead_process_of_this_machine_holds_nothing(place):
-    left(place, started=1.0)
+def test_a_dead_process_of_this_machine_holds_nothing(place, cache):
+    with storage.at(place) as folder:
+        note = synced_folder.held(folder)
+    note.write_text(f"{left(place)} 1.0")  # as it is where that process was killed
     began = time.monotonic()
     with storage.at(place):
         assert time.monotonic() - began < 1
     assert files(place) == {}
 
 
-def test_a_process_elsewhere_is_dead_when_its_ticket_lapses(place, monkeypatch):
-    monkeypatch.setattr(lock, "LAPSE", 0.6)
-    monkeypatch.setattr(lock, "MARGIN", 0.1)
-    monkeypatch.setattr(lock, "BEAT", 0.1)
-    monkeypatch.setattr(lock, "TICK", 0.02)
-    left(place, boot="another")
+def test_a_process_elsewhere_is_dead_when_its_lock_lapses(place, quick):
+    left(place)
     with storage.at(place):
         assert len(files(place)) == 1
     over = threading.Event()
 
     def renew():
         while not over.wait(0.1):
-            left(place, boot="another")
+            left(place)
 
-    left(place, boot="another")
+    left(place)
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="held by process"):
+        with pytest.raises(ConfigError, match="held by process 1 on theirs"):
             storage.at(place).__enter__()
     finally:
         over.set()
@@ -324,7 +329,7 @@ def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
         (folder / "before").write_text("a")
         storage.push(folder)
         time.sleep(0.4)
-        left(place, boot="another")  # who found ours lapsed
+        left(place)  # who found ours lapsed
         time.sleep(0.8)
         (folder / "after").write_text("b")
         storage.push(folder)

@@ -42,8 +42,6 @@ def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | Non
     lock.LAPSE = LAPSE
     lock.MARGIN = lock.BEAT = LAPSE / 5
     lock.TICK = LAPSE / 50
-    process = lock._process
-    lock._process = lambda pid: {**process(pid), "boot": str(machine)}
     release = Coordinator.release
     file = os.open(f"{notes}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0

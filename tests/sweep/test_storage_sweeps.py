@@ -5,6 +5,8 @@ has what came of them.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -101,16 +103,23 @@ def test_what_a_trial_writes_is_never_written_by_its_sweep(tmp_path):
 
 
 def test_a_living_process_is_given_time_to_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "TICK", 0.01)
+    monkeypatch.setattr(lock, "TICK", 0.001)
     place = f"local://{tmp_path}/store"
     store = Store(place)
-    owner = {**lock._process(1), "since": 0}
-    store.put(f"{lock.FOLDER}/theirs.json", json.dumps(owner).encode())
-    monkeypatch.setattr(lock._Ticket, "_dead", lambda *_: False)
-    remaining = iter([owner, owner, {}])
-    monkeypatch.setattr(lock._Ticket, "_owner", lambda *_: next(remaining))
+    theirs = f"{lock.FOLDER}/theirs.json"
+
+    def live() -> None:
+        for _ in range(5):
+            store.put(theirs, b"{}")
+            time.sleep(0.05)
+        store.remove([theirs])
+
+    store.put(theirs, b"{}")
+    thread = threading.Thread(target=live)
+    thread.start()
     with storage.at(place, patience=60):
-        assert next(remaining, None) is None
+        assert not thread.is_alive() or theirs not in files(place)
+    thread.join()
 
 
 def test_an_audit_may_be_elsewhere(tmp_path):
