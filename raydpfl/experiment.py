@@ -357,6 +357,7 @@ class Spec:
         base: the class of what it holds; of a family the base of its members.
         family: the members, by kind; None: the section has no kinds.
         default: the section where the config lacks it.
+        usual: the kind of a member that the config gives without one; None: it must have one.
         parse: what makes its value of what the config has; None: `choose`, or `validate` of a
             section without kinds.
     """
@@ -364,6 +365,7 @@ class Spec:
     base: type[Any]
     family: Mapping[str, type[Any]] | None = None
     default: Any = None
+    usual: str | None = None
     parse: Callable[[Any], Any] | None = None
 
     def value(self, name: str, given: Any) -> Any:
@@ -383,18 +385,18 @@ SECTIONS: dict[str, Spec] = {
     "weights": Spec(weights.Weights, weights.FAMILY, {"kind": "uniform"}),
     "server": Spec(server.Server, server.FAMILY, {"kind": "sgd"}),
     "data": Spec(data.Data, data.FAMILY, {"kind": "fashion_mnist_mini", "clients": 300}),
-    "model": Spec(models.Model, models.FAMILY, {"kind": "softmax"}, models.parse),
+    "model": Spec(models.Model, models.FAMILY, {"kind": "softmax"}, parse=models.parse),
     "data.sizes": Spec(data.Sizes, data.SIZES),
     "data.partition": Spec(data.Partition, data.PARTITIONS),
     "data.features": Spec(Features, data.FEATURES),
     "data.task": Spec(tasks.Task, tasks.FAMILY),
     "selection.response": Spec(Response, selection.RESPONSES),
     "noise.epsilon": Spec(budgets.BudgetDistribution, budgets.FAMILY),
-    "personal": Spec(Local, local.FAMILY, None, partial(rule, "personal")),
-    "measure": Spec(probes.Probe, probes.FAMILY, (), probes.parse),
-    "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, tracking.parse),
+    "personal": Spec(Local, local.FAMILY, usual="sgd", parse=partial(rule, "personal")),
+    "measure": Spec(probes.Probe, probes.FAMILY, (), parse=probes.parse),
+    "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, parse=tracking.parse),
     "evaluate.metrics": Spec(Metric, metrics.FAMILY),
-    "evaluate.fine_tune": Spec(Local, local.FAMILY),
+    "evaluate.fine_tune": Spec(Local, local.FAMILY, usual="sgd"),
     "privacy": Spec(Privacy, default={}),
     "client": Spec(Client, default={}),
     "evaluate": Spec(Evaluate, default={}),
@@ -556,8 +558,7 @@ def takes(tree: Mapping[str, Any], path: str) -> bool:
     if spec and spec.family is None:
         return key in spec.base.model_fields
     node = at({**DEFAULTS, **tree}, section)
-    usual = "sgd" if spec and spec.base is Local else None
-    kind = node.get("kind", usual) if isinstance(node, Mapping) else None
+    kind = node.get("kind", spec and spec.usual) if isinstance(node, Mapping) else None
     return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))
 
 

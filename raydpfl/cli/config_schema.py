@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import fields_of
 from raydpfl.experiment import SECTIONS, Experiment
 from raydpfl.privacy.papers import cited
 
@@ -51,7 +51,7 @@ def schema() -> dict[str, Any]:
         if spec.family is not None and name != "evaluate.fine_tune":  # which is as `personal`
             definitions[name] = _family(name, spec.family)
             for kind, cls in spec.family.items():
-                definitions[f"{name}.{kind}"] = _member(kind, cls, name in RULES)
+                definitions[f"{name}.{kind}"] = _member(kind, cls, spec.usual)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "The config of a raydpfl run",
@@ -73,10 +73,10 @@ def _family(name: str, family: Iterable[str]) -> dict[str, Any]:
     return {"anyOf": kinds}
 
 
-def _member(kind: str, cls: type[BaseModel], optional: bool) -> dict[str, Any]:
+def _member(kind: str, cls: type[BaseModel], usual: str | None) -> dict[str, Any]:
     found = _section(cls)
     found["properties"]["kind"] = {"const": kind}
-    if not optional or kind != "sgd":
+    if kind != usual:
         found["required"] = ["kind", *found.get("required", ())]
     return found
 
@@ -129,7 +129,7 @@ def _type(annotation: Any) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_type(item) for item in inner], "items": False}
     if origin in (tuple, list):
         return {"type": "array", "items": _type(inner[0])}
-    if isinstance(annotation, type) and issubclass(annotation, Member):
+    if fields_of(annotation) is not None:
         names = [name for name, spec in SECTIONS.items() if spec.base is annotation]
         return {"$ref": f"#/$defs/{names[0]}"}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -33,7 +33,6 @@ from raydpfl import experiment
 from raydpfl.config.hints import said
 from raydpfl.config.registry import fields_of
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Local
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.papers import cited
 from raydpfl.privacy.sampling import SCHEMES
@@ -136,7 +135,7 @@ def _every() -> list[Kind]:
     found = [top]
     sections = experiment.SECTIONS.items()
     for name, spec in sections:
-        if spec.family and (spec.base is not Local or name == "local"):  # once, wherever it stands
+        if spec.family and not spec.usual:  # a rule of local, wherever else it may stand
             found += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
     found += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
     found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]
