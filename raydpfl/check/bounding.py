@@ -12,11 +12,9 @@ import torch
 from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.check.scales import scales
-from raydpfl.config import user_classes
 from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
-from raydpfl.methods.bounding import Bounding
 
 ABSOLUTE = (0.0, 1e-300, 1e-12, 1e12, 1e300)
 RELATIVE = (0.5, 1.0, 1 + 1e-12, 1.5, 2.0, 7.0)  # of the bound
@@ -90,12 +88,11 @@ def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
 
 
 def _written(case: Case, bound: float) -> np.ndarray:
-    """Norms at which the member's code may do otherwise, by the numbers in it and its settings: at
-    these, on both sides of them, and between them, float64 [k].
+    """Norms at which the member may do otherwise, by the numbers in its settings: at these, on both
+    sides of them, and between them, float64 [k].
     """
     fields = case.member.model_dump().values()
-    numbers = user_classes.numbers(type(case.member), Bounding)
-    numbers |= {float(each) for each in fields if isinstance(each, (int, float))}
+    numbers = {float(each) for each in fields if isinstance(each, (int, float))}
     some = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])
     with np.errstate(over="ignore"):
         marks = [some, some * bound, some + bound, np.abs(some - bound), np.exp(some), 10.0**some]

@@ -211,8 +211,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
 
     Raises:
         ConfigError: the kind is unknown, its module cannot be imported, its class does not have
-            this base, the member refuses a field, or the class has methods or fields that nothing
-            would read (see `raydpfl.config.user_classes`).
+            this base, the member refuses a field, or the class has a method that cannot be used or
+            is probably misspelt (`raydpfl.config.user_classes`).
     """
     if isinstance(values, base):
         return _named(section, values, family, base)
@@ -240,8 +240,7 @@ def own_class(kind: str, section: str, base: type[K]) -> type[K]:
     """The class at an import path.
 
     Raises:
-        ConfigError: it cannot be imported, does not have this base, or has something that nothing
-            would read.
+        ConfigError: it cannot be imported, does not have this base, or has what cannot be used.
     """
     cls = load(kind, f"{section}.kind")
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):

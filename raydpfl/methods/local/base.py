@@ -13,7 +13,6 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import nn
 
-from raydpfl.config import user_classes
 from raydpfl.config.registry import Member
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, State, View
@@ -419,24 +418,11 @@ def _check_personal(local: Local, setting: Setting) -> None:
 
 
 def _check_train(local: Local) -> None:
-    """Raises `ConfigError` for hooks beside a `train` of the user's own, which nothing would call,
-    and for fields of the base that it does not read and that are not as they are by themselves.
-    """
-    cls = type(local)
+    """Raises `ConfigError` for hooks next to a user-defined `train`, which nothing would call."""
     for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
-        if getattr(cls, name) not in (getattr(Local, name), _not_linear):
+        if getattr(type(local), name) not in (getattr(Local, name), _not_linear):
             expected = f"a class without {name} beside train, as nothing calls it"
             raise ConfigError("local.kind", local.kind, expected)
-    read = user_classes.mentioned(cls, Local)
-    for name, field in type(local).model_fields.items():
-        if name not in Local.model_fields:
-            continue
-        default = 20 if name == "steps" else field.default
-        read_or_none = name in read | {"kind"} or getattr(local, name) in (default, None)
-        if read_or_none or (name == "lr" and "learning_rate" in read):
-            continue
-        expected = f"{default}: train of {local.kind} does not read it"
-        raise ConfigError(f"local.{name}", getattr(local, name), expected)
 
 
 def _not_linear(self: Local) -> Linear | None:
