@@ -21,32 +21,16 @@ x bound, without and with it:
 >>> round(error([1.0], 1000), 2), round(error(c, 1000), 2)
 (22.37, 8.35)
 
-**Privacy.** A client that changes its updates (each of norm at most 1) moves C x by the sum of c's
-shifted copies at the rounds that it takes part in, each times its update. Participations at least
-`bands` rounds apart make those columns orthogonal, so for k of them the norm is at most
+**Privacy** (docs/proofs.md). Updates of norm at most 1 at participations at least `bands` rounds
+apart move C x by at most sqrt(k) |c| for k of them (`sensitivity`; twice that under replace_one).
+So with |c| = 1 this costs exactly what k = ceil(rounds / separation) rounds of independent noise
+cost,
 
-    sqrt(k) |c|
+    Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k).
 
-(`sensitivity`; twice that under replace_one). |c| is the norm of the first column; the others, cut
-off at the end, have no larger one. So with |c| = 1 and z of std sigma this costs exactly what
-k = ceil(rounds / separation) rounds of the plain Gaussian mechanism of std sigma cost,
-
-    Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k),
-
-updates chosen adaptively included [1, 2]. The bound may change from round to round, as y has the
-scale of the bound in force. The sampling may be
-
-- full, or `public`: the clients are dealt into `separation` fixed groups that take turns, and
-  everyone in a group takes part. Whose turn it is may be known, so any public rule will do that
-  lets `separation` rounds pass; k is then the number of rounds that a client takes part in.
-- Poisson within the group whose turn it is, `population` being the size of a group. The
-  participation at one turn decides about `bands` rows of C x alone, which no other turn touches, so
-  the k turns compose as k Poisson-sampled Gaussians ([3], amplification by sampling from disjoint
-  groups), under add_remove and zero_out. Of groups of unequal size, account for the smallest.
-- anything with one band, which is independent noise.
-
-Other cases are refused by `check`, above all selections that can draw a client again within `bands`
-rounds, where columns overlap.
+The sampling may be full or `public` by turns, Poisson within the group whose turn it is (of groups
+of unequal size, account for the smallest), or anything with one band. Other cases are refused by
+`check`, above all selections that can draw a client again within `bands` rounds.
 
 Design note. The matrices are optimal among Toeplitz ones: for a single participation over 8 to 128
 rounds their error is 3.3 to 3.8 % above that of the best lower-triangular matrix of any form, which
@@ -56,11 +40,7 @@ bring JAX along; here the gradient is two linear filters, and L-BFGS needs a few
 References:
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
     private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
-[2] Choquette-Choo, McMahan, Rush, Thakurta. Multi-epoch matrix factorization mechanisms for private
-    machine learning. ICML 2023.
-[3] Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta, Xu. (Amplified) banded matrix
-    factorization: a unified approach to private training. NeurIPS 2023.
-[4] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
+[2] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
     private ML. 2024.
 """
 

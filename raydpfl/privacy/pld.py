@@ -451,12 +451,8 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
 
         delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
 
-    This bounds both directions of every neighbouring pair ([2] Theorem 9). From the reversed pair
-
-        delta(-eps) = 1 - e^-eps + e^-eps delta(eps).
-
-    Together they decrease and are convex in e^eps. So they are the curve of some pair that
-    dominates the round, and domination survives adaptive composition [4].
+    It bounds both directions of every neighbouring pair ([2] Theorem 9), and is the curve of a
+    dominating pair, so that it composes ([4]; docs/proofs.md).
 
     Args:
         q: the fraction that the subset is of the population.
@@ -507,22 +503,7 @@ def and_gaussian(
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
     """One round on draws with replacement, under replace-one.
 
-    For a client of probability p at each draw ([2] Theorem 10, where p = 1 / population; its proof
-    never uses that all are equally likely)
-
-        delta(eps') <= sum_k Bin(k; draws, p) delta_G(eps; k mu),
-        e^eps' - 1 = P (e^eps - 1),  P = 1 - (1 - p)^draws.
-
-    The right side grows with p, so that of the likeliest client holds for all: with
-    K ~ Bin(draws, p) and x = e^eps' - 1 it is P h(x / P), where h(y) is the mean over K given
-    K >= 1 of delta_G(ln(1 + y); K mu). Given K >= 1, K grows with p in the likelihood-ratio order,
-    and delta_G grows with mu, so h grows. P h(x / P) grows with P at fixed h, as h falls and is not
-    negative: its derivative in P is h(y) - y h'(y) >= 0.
-
-    It composes for the reasons of `fixed_size`. Replace-one is symmetric, so the bound holds in
-    both directions and, reflected, for every epsilon. For eps' >= 0 it is a convex function of an
-    affine map of e^eps', its reflection is the perspective of that, and the two meet convexly
-    because sum_(k>0) Bin(k) Phi(-k mu/2) <= P/2. So some dominating pair has this very curve.
+    The bound of [2] Theorem 10, for the likeliest client, which holds for all (docs/proofs.md).
 
     Args:
         p_max: the largest probability of any client at one draw.

@@ -293,7 +293,7 @@ def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("q,c", [(0.1, 1.0), (0.3, 0.5), (0.5, 2.0)])
-def test_memory_never_costs_more_than_none_under_poisson(q, c):
+def test_state_never_costs_more_than_none_under_poisson(q, c):
     """The theorem of docs/proofs.md by quadrature: every strategy of two rounds,
     both directions, many epsilons.
     """
