@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core.messages import Chunk, ChunkResult
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data import Room, Shards
+from raydpfl.data import Buffers, RowRequest, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort
 from raydpfl.models.tasks import Task
@@ -134,33 +134,26 @@ class SampleCanaries:
         return samples, np.where(inside, y, target)
 
 
-class PlantedShards:
-    """Shards, with canaries for the rows of some clients."""
+class PlantedRows:
+    """A reader of rows, with canaries for those of some clients."""
 
     def __init__(self, shards: Shards, canaries: SampleCanaries):
-        self._shards = shards
+        self._reader = shards.reader
+        self._shape = shards.shape
+        self._classes = shards.classes
         self._canaries = canaries
+        self.prefetch = shards.reader.prefetch
+        self.release = shards.reader.release
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shards, name)
-
-    def chunk(
-        self,
-        clients: Sequence[int] | np.ndarray,
-        rows: int,
-        picked: Sequence[np.ndarray | None] | None = None,
-        room: Room | None = None,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `Shards.chunk`."""
-        x, y, n = self._shards.chunk(clients, rows, picked, room)
-        for slot, client in enumerate(np.asarray(clients).tolist()):
+    def read(self, x: np.ndarray, y: np.ndarray, request: RowRequest, buffers: Buffers) -> None:
+        """As `RowReader.read`."""
+        self._reader.read(x, y, request, buffers)
+        for slot, client in enumerate(request.clients.tolist()):
             if client < 0 or self._canaries.part(client) is None:
                 continue
-            planted = self._canaries.rows(client, self._shards.shape, self._shards.classes)
-            taken = None if picked is None else picked[slot]
+            planted = self._canaries.rows(client, self._shape, self._classes)
             for into, values in zip((x, y), planted, strict=True):
-                into[slot, : n[slot]] = values if taken is None else values[taken]
-        return x, y, n
+                into[slot, : request.counts[slot]] = values[request.rows(slot)]
 
 
 class StepClient(ClientActor):
@@ -170,8 +163,7 @@ class StepClient(ClientActor):
 
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
-        self.shards = cast(Shards, PlantedShards(self.shards, record.canaries))
-        self.rows.shards = self.shards
+        self.shards.reader = PlantedRows(self.shards, record.canaries)
         self.record = record
 
     def _send(self, tally: Tally, chunk: Chunk, block: Block, total: torch.Tensor) -> None:

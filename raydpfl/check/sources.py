@@ -138,7 +138,7 @@ def prepared(case: Case) -> str:
     for client in range(min(shards.clients, MOST)):
         rows = int(shards.sizes[client])
         x, y, n = shards.chunk([client], max(rows, 1))
-        own_x, own_y = shards.ready(*_rows(split, client, client + 1))
+        own_x, own_y = shards.decoded(*_rows(split, client, client + 1))
         right = np.array_equal(x[0, :rows], own_x) and np.array_equal(y[0, :rows], own_y)
         hold(int(n[0]) == rows and right, f"client {client} has other rows")
     return f"{min(shards.clients, MOST)} clients"

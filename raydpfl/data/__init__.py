@@ -27,7 +27,9 @@ from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.inspect import Understood, understood
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
-from raydpfl.data.shards import Room, Shards, prepare
+from raydpfl.data.row_readers import Buffers, RowReader, RowRequest
+from raydpfl.data.shard_writer import prepare
+from raydpfl.data.shards import Shards
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
 from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split
@@ -35,9 +37,9 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "InMemoryData", "Maker", "Partition",
-    "Room", "Samples", "Shards", "Sizes", "Split", "Understood", "catalogue", "describe", "fetch",
-    "load", "parse", "prepare", "understood",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Buffers", "Data", "InMemoryData", "Maker",
+    "Partition", "RowReader", "RowRequest", "Samples", "Shards", "Sizes", "Split", "Understood",
+    "catalogue", "describe", "fetch", "load", "parse", "prepare", "understood",
 ]  # fmt: skip
 
 

@@ -62,8 +62,7 @@ def prepared(folder: str, node: str) -> Path:
 
 @dataclass(frozen=True)
 class Asking:
-    """Has a node prepare the data that this process needs, and sends them here: for
-    `raydpfl.data.shards.ELSEWHERE`.
+    """`raydpfl.data.prepare` by another node, which has the source files and sends the folder here.
 
     `cache` and `root` are where that node keeps prepared data, and has the files they are of;
     `home` and `path`, where the process stands that started the run, and finds modules.
@@ -75,8 +74,8 @@ class Asking:
     home: str
     path: Sequence[str]
 
-    def __call__(self, data: Data, seed: int, validation: Any) -> Path:
-        """See `raydpfl.data.prepare`."""
+    def __call__(self, data: Data, seed: int, root: Path | None, validation: Any) -> Path:
+        """See `raydpfl.data.prepare`; source files are in the other node's `root`."""
         given = pickle.dumps((data, seed, validation))
         call = _on(self.node, _prepare).remote(given, self)
         return prepared(_got(call), self.node)

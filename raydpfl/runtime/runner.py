@@ -28,7 +28,7 @@ from raydpfl.config.registry import choose
 from raydpfl.config.yaml import read
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import single_blas
-from raydpfl.data import Shards
+from raydpfl.data import Shards, prepare
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.experiment import Experiment, flat
 from raydpfl.methods import noise
@@ -84,6 +84,7 @@ def run(
     on_start: Callable[[Plan], object] = lambda plan: None,
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
     on_measure: Callable[[int, int], object] = lambda done, of: None,
+    prepare: Callable[..., Path] = prepare,
 ) -> Result:
     """Runs an experiment.
 
@@ -98,6 +99,7 @@ def run(
         on_start: is told the plan.
         on_rows: is given the rows that each round completed, one or more; True ends the run.
         on_measure: is told the steps done, of how many, of measures after the last round.
+        prepare: in place of `raydpfl.data.prepare`, where this node lacks the source files.
 
     Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
     `KeyboardInterrupt` by Ctrl-C or SIGTERM, with everything saved once there was a round.
@@ -107,17 +109,22 @@ def run(
         _check_folder(folder, resume, fresh_noise)
         with single_blas(), Launcher(experiment, address) as launcher, _leaving(on_stage):
             on_stage(PREPARING)
-            plan = _planned(experiment, data_root, folder if resume else None)
+            plan = _planned(experiment, data_root, folder if resume else None, prepare)
             drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)
             done = drive.begin(launcher, resume, fresh_noise)
             signals.check()
         return replace(_result(drive.plan, folder, *done), out=storage.named(place))
 
 
-def _planned(experiment: Experiment, data_root: str | Path | None, resumed: Path | None) -> Plan:
+def _planned(
+    experiment: Experiment,
+    data_root: str | Path | None,
+    resumed: Path | None,
+    prepare: Callable[..., Path],
+) -> Plan:
     """The plan of a run; raises `ConfigError` where the one in `resumed` had another."""
     with contained():
-        plan = Plan.make(experiment, Path(data_root) if data_root else None)
+        plan = Plan.make(experiment, Path(data_root) if data_root else None, prepare)
         plan.check_claims()
     if resumed is not None:
         _same_run(plan.experiment, resumed)

@@ -55,7 +55,9 @@ def batches(experiment: Experiment, shards: Shards) -> list[Batch]:
     sets = [metric_columns.TEST] if evaluate.test else []
     sets += [metric_columns.VALIDATION] if evaluate.validation and not own else []
     found = [
-        Batch(rows, stored) for rows in sets for stored in shards.held_apart(rows, evaluate.batch)
+        Batch(rows, stored)
+        for rows in sets
+        for stored in shards.stored_batches(rows, evaluate.batch)
     ]
     by_client = evaluate.per_client or (evaluate.validation and own)
     return found + (_of_clients(shards, evaluate.batch) if by_client else [])
@@ -187,7 +189,7 @@ class Evaluator:
         if batch.stored is None:
             x, y = self.shards.client_batch(batch.clients, batch.first)
         else:
-            x, y = self.shards.ready(*batch.stored)
+            x, y = self.shards.decoded(*batch.stored)
         check(self.device, self.form, x, y)
         given = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
         if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from raydpfl import privacy
 from raydpfl.core.hardware import single_blas
-from raydpfl.data import Shards
+from raydpfl.data import Shards, prepare
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
@@ -75,14 +75,19 @@ class Plan:
     first: int = 0  # the round that it was restarted from
 
     @classmethod
-    def make(cls, experiment: Experiment, data_root: Path | None = None) -> Plan:
-        """Prepares the data, and raises `ConfigError` for whatever of the experiment they or the
-        accountants cannot give.
+    def make(
+        cls,
+        experiment: Experiment,
+        data_root: Path | None = None,
+        prepare: Callable[..., Path] = prepare,
+    ) -> Plan:
+        """Prepares the data, by `prepare` (see `raydpfl.data.prepare`). Raises `ConfigError` for
+        what the data or the accountants cannot give.
         """
         experiment.complete()
         with as_fields(), single_blas():
             told = foretold(experiment, data_root)  # before the data are touched
-            parts = prepared(experiment, data_root)
+            parts = prepared(experiment, data_root, prepare)
             outline = outlined(parts.experiment, parts.population, told)
             if outline and outline.survey:  # now it is known who answers
                 answering = replace(outline.survey, clients=parts.scored)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
-from raydpfl import data, models
+from raydpfl import models
 from raydpfl.core import device, hardware
-from raydpfl.data import Shards
+from raydpfl.data import Shards, prepare
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.methods.probes import Problem
@@ -61,14 +62,18 @@ class Parts:
         return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
 
 
-def prepared(experiment: Experiment, data_root: Path | None) -> Parts:
+def prepared(
+    experiment: Experiment,
+    data_root: Path | None,
+    prepare: Callable[..., Path] = prepare,
+) -> Parts:
     """Prepares the data and settles what depends on them.
 
     Raises:
         ConfigError: for what the data cannot give.
     """
     apart = experiment.evaluate.apart
-    shards = data.prepare(experiment.data, experiment.seed, data_root, validation=apart)
+    shards = prepare(experiment.data, experiment.seed, data_root, validation=apart)
     opened = Shards.open(shards)
     sizes = opened.sizes  # on the file's map: a copy would take 8 bytes a client
     selection = experiment.selection

@@ -21,7 +21,7 @@ import ray
 from ray import tune
 
 from raydpfl import storage
-from raydpfl.data.shards import ELSEWHERE
+from raydpfl.data import prepare
 from raydpfl.errors import ConfigError, RunError, told
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
@@ -112,9 +112,6 @@ class TrialActor(tune.Trainable):
         end: dict[str, Any] = {"done": True, "over": True}
         try:
             self._arrive()
-            if self._away() and not self._work["mark"]:  # this node sees no disk of the driver's
-                places = {name: self._work[name] for name in PLACES}
-                ELSEWHERE.set(Asking(**places))
             with storage.at(self._work["folder"], PATIENCE) as folder:
                 self._carry_out(folder)
         except ConfigError as error:
@@ -165,12 +162,16 @@ class TrialActor(tune.Trainable):
         self._rows(_rows(folder))
         if self._work["status"] not in FINISHED:
             experiment = Experiment.from_dict(self._work["experiment"])
+            # whether this node sees no disk of the driver's
+            remote = self._away() and not self._work["mark"]
+            places = {name: self._work[name] for name in PLACES}
             runner.run(
                 settled(experiment, folder) if begun else experiment,
                 folder,
                 resume=begun,
                 data_root=self._work["data_root"],
                 on_rows=self._rows,
+                prepare=Asking(**places) if remote else prepare,
             )
 
     def _rows(self, rows: list[dict[str, Any]]) -> bool:

@@ -526,7 +526,7 @@ def test_rows_that_a_source_of_ones_own_makes_are_those_it_gives(monkeypatch, tm
 
     written = trained({})
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr("raydpfl.data.shards.MADE", 0)
+    monkeypatch.setattr("raydpfl.data.shard_writer.GENERATED_BYTES", 0)
     assert trained({}) == written
     for wrong, said in (
         ("raises", "ValueError: no rows today"),

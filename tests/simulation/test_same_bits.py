@@ -29,7 +29,6 @@ from conftest import experiment
 from raydpfl import Experiment, run
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.core.messages import Grid
-from raydpfl.data import shards
 from raydpfl.data.sizes import Sizes
 from raydpfl.methods.bounding import FAMILY
 from raydpfl.methods.selection import Cohort
@@ -881,16 +880,6 @@ def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(
     rows = {chunk.rows for chunk in cut}
     # fused takes clients whose batch is all of their rows otherwise, and apart
     assert len(rows) > 4 and len(found) == (joined or len(rows))
-
-
-def test_shared_samples_that_are_read_from_the_file_give_the_bits_of_those_on_the_map(
-    tmp_path, monkeypatch
-):
-    plan = Plan.make(experiment(**METHODS["overlapping"]))
-    mapped = carried_out(plan, tmp_path / "mapped")
-    monkeypatch.setattr(shards, "HELD", 0)
-    for actors in (None, 2):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), mapped)
 
 
 def test_sums_are_exact_in_any_order_and_grouping():

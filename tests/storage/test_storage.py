@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from raydpfl import Experiment, load, run, storage
 from raydpfl.cli.app import app
-from raydpfl.data import prepare, shards
+from raydpfl.data import prepare, shard_writer
 from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.privacy import Ledger
 from raydpfl.report import write
@@ -387,7 +387,7 @@ def test_what_one_machine_has_prepared_another_fetches(shared, tmp_path, monkeyp
     content = {f"data/{mine.name}/{path.name}": path.read_bytes() for path in mine.iterdir()}
     assert files(address) == content
     move("second")
-    monkeypatch.setattr(shards, "_split", never)
+    monkeypatch.setattr(shard_writer, "_split", never)
     theirs = prepared()
     assert theirs.is_relative_to(tmp_path / "second") and theirs.name == mine.name
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {
@@ -411,7 +411,7 @@ def test_what_is_not_whole_at_the_address_is_prepared_again(shared, name, conten
     assert ("not whole there" in caplog.text) == (content is not None)
     move("third")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "_split", never)
+        patch.setattr(shard_writer, "_split", never)
         assert sound(prepared()), "it has been mended"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from dataclasses import replace
@@ -16,12 +15,11 @@ from rich.console import Console
 
 from raydpfl import Experiment, data, run
 from raydpfl.cli import run_display
-from raydpfl.data import Shards, prepare, shards, validation_split
+from raydpfl.data import Shards, prepare, shard_writer, validation_split
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.simulation import evaluation
 from raydpfl.simulation.plan import Plan
-from raydpfl.storage.cache import put
 
 SPREAD = {"kind": "fashion_mnist_mini", "clients": 70, "sizes": {"kind": "spread"}}
 OVERLAPPING = {
@@ -69,7 +67,7 @@ def test_how_many_rows_are_held_out(sizes, share, expected):
     ids=["images", "normalised", "synthetic", "regression"],
 )
 def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "BATCH_BYTES", 1 << 18)  # several batches
+    monkeypatch.setattr(shard_writer, "BATCH_BYTES", 1 << 18)  # several batches
     described = data.parse(described)
     whole = Shards.open(prepare(described, 5, cache=tmp_path))
     opened = Shards.open(prepare(described, 5, cache=tmp_path, validation=0.3))
@@ -263,13 +261,13 @@ def test_no_epsilon_covers_the_validation_scores_and_the_guarantees_say_so(bound
 def untouched(monkeypatch):
     """The test set may not be read."""
 
-    held_apart = Shards.held_apart
+    stored_batches = Shards.stored_batches
 
     def read(self, name, batch):
         assert name != "test", "a test row was read"
-        return held_apart(self, name, batch)
+        return stored_batches(self, name, batch)
 
-    monkeypatch.setattr(Shards, "held_apart", read)
+    monkeypatch.setattr(Shards, "stored_batches", read)
 
 
 def said(report):
@@ -402,16 +400,3 @@ def test_clients_held_out_that_come_to_nobody_are_refused(tmp_path):
     for wrong in ({"clients": 0}, {"clients": 1}, {"client": 0.1}, {}):
         with pytest.raises(ConfigError, match=r"evaluate\.validation"):
             experiment(evaluate={"validation": wrong})
-
-
-def test_a_folder_made_before_held_rows_were_counted_is_not_used(tmp_path):
-    described = data.parse(SPREAD)
-    facts = shards._described(described, 5, None, 0.2)
-    assert facts.pop("held")
-    text = json.dumps(facts, sort_keys=True)
-    before = tmp_path / "data" / hashlib.sha256(text.encode()).hexdigest()[:32]
-    put(before, lambda scratch: (scratch / "train.arrow").write_bytes(b""))
-    made = prepare(described, 5, cache=tmp_path, validation=0.2)
-    assert made != before and (made / "held.arrow").exists()
-    # of runs without rows held out folders are named as before
-    assert "held" not in shards._described(described, 5, None, 0.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raydpfl.core import device
-from raydpfl.data import Room, Shards
+from raydpfl.data import Buffers, Shards
 from raydpfl.models.tasks import Form
 
 SHARE = 4  # of the device's memory that is the actor's, rows may take one part in so many
@@ -36,7 +36,7 @@ class Rows:
     def __init__(self, shards: Shards, form: Form):
         self.shards = shards
         self.form = form
-        self._room = Room()
+        self._buffers = Buffers()
 
     def chunk(
         self,
@@ -52,7 +52,7 @@ class Rows:
         Raises:
             IndexError: on a GPU, a client has a label or a token that the model does not know.
         """
-        return self.shards.chunk(clients, rows, picked, None if again else self._room)
+        return self.shards.chunk(clients, rows, picked, None if again else self._buffers)
 
 
 class Resident(Rows):
@@ -139,7 +139,7 @@ class Resident(Rows):
         most = int(sizes.max(initial=0))
         if not most:
             return
-        some_x, some_y, _ = self.shards.chunk(clients, most, room=self._room)
+        some_x, some_y, _ = self.shards.chunk(clients, most, buffers=self._buffers)
         for place, client in enumerate(clients.tolist()):
             own = slice(int(sizes[place]))
             try:

@@ -1,0 +1,313 @@
+"""Prepares data: writes the rows of all clients into a folder of the cache, once.
+
+A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
+code of user-defined classes, share of rows held out), wherever the files are. It never changes:
+
+- `train.arrow`, a row per sample: x, uint8, float32 or int64 [prod(shape)], and y, int64 (classes)
+  or float32 (numbers), a list where a sample has several; in batches that end where a client ends.
+- `clients.arrow`, a row per client: first, int64, its first row in `train.arrow`, and size, int64,
+  its number of rows.
+- `rows.arrow`, where clients share samples: `train.arrow` then has each sample once, and this for
+  each row of each client, in client order, its row there; `first` is a row of this.
+- `test.arrow`, as `train.arrow`, in one batch.
+- `held.arrow`: the number of validation rows of each client, where there are any.
+- `validation.arrow`, as `train.arrow`: the validation rows (`evaluate.validation`).
+- `data.json`: shape, classes (0: numbers), unseen, mean and std, and the description of the
+  clients; where they are not 0 or empty, tokens, targets (the shape of a sample's) and names. There
+  is no `train.arrow` where rows take more than `GENERATED_BYTES` and their source can generate them
+  (`Data.maker`); `made` is then its seed.
+- `digests.json`: size and digest of each; what does not agree with them is prepared again.
+
+It is written under another name and renamed, so a half-written one is never used, and of two runs
+that prepare the same data the later takes the earlier's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl.config.registry import own_code
+from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
+from raydpfl.data.source_checks import checked, source_errors
+from raydpfl.data.sources import Data, Split
+from raydpfl.data.validation_split import HeldOutRows, held_out, per_client
+from raydpfl.errors import ConfigError
+from raydpfl.storage.arrow import packed
+from raydpfl.storage.cache import put, whole
+from raydpfl.storage.files import STILL, cache_root
+
+FORMAT = 4
+GENERATED_BYTES = 8 << 30  # of rows: beyond, they are generated whenever read, if the source can
+
+Validation = float | Mapping[str, float]
+
+
+def prepare(
+    data: Data,
+    seed: int,
+    root: Path | None = None,
+    cache: Path | None = None,
+    validation: Validation = 0.0,
+) -> Path:
+    """The folder that holds the rows of all clients, written unless it is there, whole and
+    unchanged.
+
+    Args:
+        data: the source of samples.
+        seed: of the experiment.
+        root: where the source files are (None: RAYDPFL_DATA).
+        cache: where folders are kept (None: RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or
+            ~/.cache).
+        validation: the share of each client's rows that is held out of training, in [0, 1); or
+            `{"clients": share}`, of the clients.
+
+    Raises:
+        ConfigError: before anything is written, for what the data cannot give.
+    """
+    with source_errors(data):
+        identity = _identity(data, seed, root, validation)
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    folder = (cache or cache_root()) / "data" / name
+    if whole(folder):
+        return folder
+    split, held = _split(data, seed, root, validation)
+    rows_bytes = int(split.sizes.sum()) * _row_bytes(split)
+    generated = rows_bytes > GENERATED_BYTES and held is None and data.maker(seed) is not None
+
+    def fill(scratch: Path) -> None:
+        _write(split, held, identity["data"], seed if generated else None, scratch)
+        if _identity(data, seed, root, validation) != identity:
+            raise ConfigError("data.kind", data.kind, STILL)
+
+    put(folder, fill)
+    return folder
+
+
+def _identity(data: Data, seed: int, root: Path | None, validation: Validation) -> dict[str, Any]:
+    """All that the prepared files are a function of, in JSON types."""
+    facts = {
+        "format": FORMAT,
+        "data": data.facts(),
+        "seed": seed,
+        "sources": data.identity(root),
+        "code": own_code(data),
+    }
+    return facts | ({"validation": validation, "held": "by client"} if validation else {})
+
+
+def _split(
+    data: Data, seed: int, root: Path | None, validation: Validation
+) -> tuple[Split, HeldOutRows | None]:
+    """The samples, with features that are learnt without the rows held out; and these rows."""
+    with source_errors(data):
+        split = checked(data, data.split(seed, root))
+        if not validation:
+            return split, None
+        held = held_out(split, validation, seed, data.overlaps())
+        if split.without is not None and split.samples is not None:
+            out, _ = held.rows(0, len(split.sizes))
+            samples = split.samples(0, len(split.sizes))
+            split = checked(data, split.without(np.setdiff1d(samples[out], samples[~out])))
+    return split, held
+
+
+def _row_bytes(split: Split) -> int:
+    """Bytes of a row and its target in a file."""
+    client = int(np.argmax(split.sizes > 0))  # which has a row
+    return split.rows(client, client + 1)[0][0].nbytes + 8 * math.prod(split.targets)
+
+
+@dataclass
+class _Statistics:
+    """What is counted while rows are written. Without counts of classes where rows have not one
+    each.
+
+    Args:
+        classes: int64 [clients], classes of each client.
+        commonest: int64 [clients], rows of each client's commonest class.
+        class_rows: int64 [classes], training rows of each class.
+        validation: int64 [clients], validation rows of each client.
+        distinct: training samples, where clients share them; else 0.
+    """
+
+    classes: np.ndarray
+    commonest: np.ndarray
+    class_rows: np.ndarray
+    validation: np.ndarray
+    distinct: int = 0
+
+    @classmethod
+    def zeros(cls, clients: int, classes: int) -> _Statistics:
+        counts = np.zeros((3, clients), np.int64)
+        return cls(counts[0], counts[1], np.zeros(classes, np.int64), counts[2])
+
+    def count(self, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
+        """Counts the labels of clients from `first` on, of `sizes` rows each."""
+        number = len(self.class_rows)
+        if not number:
+            return
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        pairs, counts = np.unique(owner * number + y, return_counts=True)
+        client = pairs // number
+        self.classes[first : first + len(sizes)] = np.bincount(client, minlength=len(sizes))
+        np.maximum.at(self.commonest, first + client, counts)
+        np.add.at(self.class_rows, pairs % number, counts)
+
+
+def _write(
+    split: Split, held: HeldOutRows | None, config: dict, generated: int | None, folder: Path
+) -> None:
+    """Writes the files of a prepared folder but for `digests.json`. Raises `ConfigError` where the
+    disk has no room.
+
+    `generated`: the seed of rows that are generated when read; None: they are written.
+    """
+    sizes = held.sizes if held else split.sizes
+    statistics = _Statistics.zeros(len(sizes), 0 if split.targets else split.classes)
+    if generated is None:
+        _check_disk(split, folder)
+        write = _write_shared if split.shared else _write_rows
+        write(split, held, statistics, folder)
+    validation = statistics.validation
+    if held is not None and held.clients is not None:
+        sizes = sizes[~held.clients]
+        validation = validation[held.clients]
+        statistics.classes = statistics.classes[~held.clients]
+        statistics.commonest = statistics.commonest[~held.clients]
+    test = rows_batch(*split.test())
+    write_batch(folder / "test.arrow", test)
+    columns = [packed(column, pa.int64()) for column in (np.cumsum(sizes) - sizes, sizes)]
+    clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
+    write_batch(folder / "clients.arrow", clients)
+    if held:
+        write_batch(folder / "held.arrow", pa.record_batch({"rows": validation}))
+    counted = generated is None
+    about = {
+        "shape": list(split.shape),
+        "classes": split.classes,
+        "unseen": np.flatnonzero(statistics.class_rows == 0).tolist() if counted else [],
+        "mean": list(split.mean),
+        "std": list(split.std),
+        "config": config,
+        "description": _description(split, sizes, statistics, test.num_rows, counted),
+    }
+    optional = {
+        "tokens": split.tokens,
+        "targets": list(split.targets),
+        "names": list(split.names),
+    }
+    about |= {name: value for name, value in optional.items() if value}
+    about |= {} if generated is None else {"made": generated}
+    (folder / "data.json").write_text(json.dumps(about, indent=1))
+
+
+def _check_disk(split: Split, folder: Path) -> None:
+    needed = int(split.sizes.sum()) * _row_bytes(split)
+    if split.shared:
+        needed = split.distinct() * _row_bytes(split) + int(split.sizes.sum()) * 8
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
+        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), expected)
+
+
+def _write_rows(
+    split: Split, held: HeldOutRows | None, statistics: _Statistics, folder: Path
+) -> None:
+    """Writes training and validation rows, some clients at a time."""
+    ends = np.cumsum(split.sizes)
+    sizes = held.sizes if held else split.sizes
+    most = BATCH_BYTES // _row_bytes(split)
+    with ExitStack() as stack:
+        train = RowWriter(folder / "train.arrow", stack)
+        validation = RowWriter(folder / "validation.arrow", stack)
+        first = 0
+        while first < len(ends):
+            start = ends[first] - split.sizes[first]
+            last = max(first + 1, int(np.searchsorted(ends, start + most, side="right")))
+            x, y = split.rows(first, last)
+            if held:
+                out, scored = held.rows(first, last)
+                if scored.any():
+                    validation.write(x[scored], y[scored])
+                    counts = per_client(scored, split.sizes[first:last])
+                    statistics.validation[first:last] = counts
+                x = x[~out]
+                y = y[~out]
+            train.write(x, y)
+            statistics.count(sizes[first:last], first, y)
+            first = last
+
+
+def _write_shared(
+    split: Split, held: HeldOutRows | None, statistics: _Statistics, folder: Path
+) -> None:
+    """Writes each training sample once, the sample of each row, and the validation rows."""
+    assert split.at is not None and split.samples is not None
+    samples = split.samples(0, len(split.sizes))
+    sizes = split.sizes
+    step = max(1, BATCH_BYTES // _row_bytes(split))
+    with ExitStack() as stack:
+        if held:
+            sizes = held.sizes
+            out, scored = held.rows(0, len(sizes))
+            statistics.validation[:] = per_client(scored, split.sizes)
+            validation = RowWriter(folder / "validation.arrow", stack)
+            for start in range(0, int(scored.sum()), step):
+                validation.write(*split.at(samples[scored][start : start + step]))
+            samples = samples[~out]
+        distinct, index = np.unique(samples, return_inverse=True)
+        train = RowWriter(folder / "train.arrow", stack)
+        y = np.empty((len(distinct), *split.targets), np.int64 if split.classes else np.float32)
+        for start in range(0, len(distinct), step):
+            x, y[start : start + step] = split.at(distinct[start : start + step])
+            train.write(x, y[start : start + step])
+    write_batch(folder / "rows.arrow", pa.record_batch({"row": index.astype(np.int32)}))
+    statistics.count(sizes, 0, y[index])
+    statistics.distinct = len(distinct)
+
+
+def _description(
+    split: Split, sizes: np.ndarray, statistics: _Statistics, test: int, counted: bool
+) -> dict[str, Any]:
+    """See `Shards.describe`. `counted`: whether the rows were counted."""
+    description = {
+        "clients": len(sizes),
+        "samples": int(sizes.sum()),
+        "test_samples": test,
+        "unused": split.unused,
+        "samples_per_client": _spread(sizes),
+    }
+    if split.names:
+        description["class_names" if split.classes else "target_names"] = list(split.names)
+    if statistics.distinct:
+        description["distinct_samples"] = statistics.distinct
+    if statistics.validation.any():
+        description["validation_samples"] = int(statistics.validation.sum())
+    if len(statistics.class_rows) and counted:
+        full = sizes > 0
+        share = (statistics.commonest[full] / sizes[full]).round(4)
+        description["classes_per_client"] = _spread(statistics.classes)
+        description["commonest_class_per_client"] = _spread(share)
+    if split.optimum is not None:
+        description["optimum"] = split.optimum
+    return description
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "min": values.min().item(),
+        "median": float(np.median(values)),
+        "max": values.max().item(),
+    }

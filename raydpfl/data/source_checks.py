@@ -1,0 +1,76 @@
+"""Checks of the rows that a source gives; errors of user-defined sources as `ConfigError`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from raydpfl.config.registry import own_code
+from raydpfl.data.sources import Data, Split
+from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.models.tasks import Form, Target
+
+
+@contextmanager
+def source_errors(data: Data) -> Iterator[None]:
+    """Turns what user-defined code of a source raises within into a `ConfigError` of one line."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except RAISED as error:
+        if not own_code(data):
+            raise
+        expected = f"a source that gives its samples ({in_line(error)})"
+        raise ConfigError("data.kind", data.kind, expected) from None
+
+
+def checked(data: Data, split: Split) -> Split:
+    """The split, whose functions raise `ConfigError` for errors and for rows of another form."""
+    form = Form(split.shape, Target(split.targets, split.classes), data.task, split.tokens)
+
+    def checking(rows: Callable[..., Any]) -> Callable[..., Any]:
+        def checked_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+            with source_errors(data):
+                x, y = rows(*arguments)
+                check_rows(data, form, x, y)
+            return x, y
+
+        return checked_rows
+
+    return replace(
+        split,
+        rows=checking(split.rows),
+        test=checking(split.test),
+        at=split.at and checking(split.at),
+        samples=split.samples and source_errors(data)(split.samples),
+    )
+
+
+def check_rows(data: Data, form: Form, x: np.ndarray, y: np.ndarray) -> None:
+    """Raises `ConfigError` for rows x, y that are not of this form."""
+    target = form.target
+    expected = None
+    if len(x) != len(y):
+        expected = f"rows have a target each ({len(x)} rows, {len(y)} targets)"
+    for name, values, shape in (("x", x, form.shape), ("y", y, target.shape)):
+        if expected is None and values.shape[1:] != tuple(shape):
+            expected = f"{name} of a row is of shape {list(shape)}, as it says"
+            expected += f" (it gives {list(values.shape[1:])})"
+    for name, values, limit in (("targets", y, target.classes), ("tokens", x, form.tokens)):
+        if expected is not None or not limit or not values.size:
+            continue
+        if name == "targets" and target.shape:
+            values = values[values != form.task.ignored()]
+        low = values.min(initial=0)
+        high = values.max(initial=0)
+        if values.dtype.kind not in "iu" or low < 0 or high >= limit:
+            expected = (
+                f"{name} are from 0 to {limit - 1} (it gives {values.dtype}, {low} to {high})"
+            )
+    if expected is not None:
+        raise ConfigError("data.kind", data.kind, f"a source whose {expected}")
