@@ -186,39 +186,37 @@ class ColumnOfBudgets(BudgetDistribution):
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
         columns = clients_table(FIELD, self.path, root, column=self.column, client=self.client)
-        found = numbers(f"{FIELD}.column", self.column, columns["column"])
+        epsilons = numbers(f"{FIELD}.column", self.column, columns["column"])
         clients = len(uniform)
-        rows = np.flatnonzero(~(found > 0))
+        rows = np.flatnonzero(~(epsilons > 0))
         if len(rows):
-            raise ConfigError(
-                f"{FIELD}.column",
-                self.column,
-                f"positive numbers, inf for a public client; row {rows[0]} has {found[rows[0]]:g}",
-            )
-        rows = np.flatnonzero(found < self.floor)
+            expected = "positive numbers, inf for a public client; "
+            expected += f"row {rows[0]} has {epsilons[rows[0]]:g}"
+            raise ConfigError(f"{FIELD}.column", self.column, expected)
+        rows = np.flatnonzero(epsilons < self.floor)
         if len(rows):
             first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, "
-            first += f"which asks for {found[rows[0]]:g}"
+            first += f"which asks for {epsilons[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
-            found = self._of_clients(found, columns["client"])
-        if len(found) != clients:
+            epsilons = self._of_clients(epsilons, columns["client"])
+        if len(epsilons) != clients:
             raise ConfigError(
                 f"{FIELD}.path",
                 self.path,
-                f"a budget for each of the {clients} clients; it has {len(found)}",
+                f"a budget for each of the {clients} clients; it has {len(epsilons)}",
             )
-        return found
+        return epsilons
 
-    def _of_clients(self, found: np.ndarray, client: np.ndarray) -> np.ndarray:
+    def _of_clients(self, epsilons: np.ndarray, client: np.ndarray) -> np.ndarray:
         """One budget for each client, float64 [clients], from the budgets of its rows."""
         ids, first, number = np.unique(client, return_index=True, return_inverse=True)
-        rows = np.flatnonzero(found != found[first][number])
+        rows = np.flatnonzero(epsilons != epsilons[first][number])
         if len(rows):
             several = f"client {ids[number[rows[0]]]} has several"
             expected = f"one budget for each client; {several}"
             raise ConfigError(f"{FIELD}.column", self.column, expected)
-        return found[first]
+        return epsilons[first]
 
 
 FAMILY: dict[str, type[BudgetDistribution]] = {

@@ -115,18 +115,18 @@ def cached(question: list, compute: Callable[[], Any], length: int | None = None
     path = cache_root() / f"noise-{check(question)}.json"
     try:
         answer = kept_json(path)
-        found = answer["noise_multiplier"]
-        multipliers = [found] if length is None else found
-        known = answer["check"] == check(question, found)
+        noise = answer["noise_multiplier"]
+        multipliers = [noise] if length is None else noise
+        intact = answer["check"] == check(question, noise)
         positive = all(isinstance(z, float) and 0 < z < math.inf for z in multipliers)
-        if known and positive and len(multipliers) == (length or 1):
-            return found
+        if intact and positive and len(multipliers) == (length or 1):
+            return noise
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, torn or foreign: it is computed again
-    found = compute()
-    answer = {"noise_multiplier": found, "question": question, "check": check(question, found)}
+    noise = compute()
+    answer = {"noise_multiplier": noise, "question": question, "check": check(question, noise)}
     keep_json(path, answer)
-    return found
+    return noise
 
 
 @cache

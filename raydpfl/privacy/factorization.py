@@ -88,7 +88,7 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
     steps = np.arange(1, bands)
     # to start from: the square root of A, 1, 1/2, 3/8, ...
     root = np.cumprod((2 * steps - 1) / (2 * steps))
-    found = minimize(
+    optimum = minimize(
         _log_error,
         root,
         (_workload(rounds, momentum),),
@@ -96,7 +96,7 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
         method="L-BFGS-B",
         options={"ftol": 1e-15, "gtol": 1e-9},
     )
-    c = np.concatenate([[1.0], found.x])
+    c = np.concatenate([[1.0], optimum.x])
     return c / np.linalg.norm(c)
 
 

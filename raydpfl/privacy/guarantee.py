@@ -42,7 +42,7 @@ KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": 
 
 
 class Observer(StrEnum):
-    """Against whom a guarantee holds: what the observer sees, besides what is public."""
+    """Against whom a guarantee holds: what the observer sees next to what is public."""
 
     AGGREGATES = "every aggregate"
     UPDATES = "every single update"
@@ -240,7 +240,7 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
     that holds.
     """
     least = holding(guarantees)
-    found = []
+    texts = []
     for one in guarantees:
         alike = [
             other.accountant
@@ -250,19 +250,19 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
         text = one.sentence()
         if len(alike) > 1 and one in least:
             text += f" This holds, the smallest by {' and '.join(alike)}."
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> list[str]:
     """As `sentences`; what is not accounted for is listed once for all, at the end, but for
     what a guarantee takes from user-defined classes.
     """
-    found = sentences([one.brief() for one in guarantees])
+    texts = sentences([one.brief() for one in guarantees])
     excluded = dict.fromkeys(
         words for one in guarantees for words in one.exclusions if words not in one.declared
     )
-    return found + [f"Not accounted for: {each}." for each in excluded]
+    return texts + [f"Not accounted for: {exclusion}." for exclusion in excluded]
 
 
 def loose(delta: float, size: int, unit: str) -> str | None:

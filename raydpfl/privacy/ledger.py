@@ -252,13 +252,13 @@ def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
 
 
 def _segments(entries: Sequence[dict[str, Any]]) -> tuple[Segment, ...]:
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for entry in entries:
-        last = _with(found[-1] if found else None, entry)
-        if found and found[-1].restart == last.restart:
-            found.pop()
-        found.append(last)
-    return tuple(found)
+        last = _with(segments[-1] if segments else None, entry)
+        if segments and segments[-1].restart == last.restart:
+            segments.pop()
+        segments.append(last)
+    return tuple(segments)
 
 
 def _with(last: Segment | None, entry: dict[str, Any]) -> Segment:

@@ -117,7 +117,7 @@ class Place:
 
 
 class CentralNoise(Place):
-    """The server, once on the sum: nobody sees a single update with noise."""
+    """The server, once on the sum: no one sees a single update with noise."""
 
 
 class DistributedNoise(Place):

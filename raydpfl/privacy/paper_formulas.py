@@ -322,8 +322,8 @@ def budget_epsilons(
         asked = budget_variance(np.exp(log_epsilon), delta, batch=batch, samples=samples)
         return np.sqrt(asked) > root
 
-    found = halved(asks, np.full(root.shape, -500.0), np.full(root.shape, 500.0), times=60)
-    return np.where(root > 0, np.exp(found), math.inf)[()]
+    log_epsilon = halved(asks, np.full(root.shape, -500.0), np.full(root.shape, 500.0), times=60)
+    return np.where(root > 0, np.exp(log_epsilon), math.inf)[()]
 
 
 def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:

@@ -114,17 +114,17 @@ class LossDistribution:
         first: int,
         last: int,
         every: int = 1,
-        beside: LossDistribution | None = None,
+        also: LossDistribution | None = None,
         once: bool = False,
     ) -> np.ndarray:
         """Epsilon at `delta` after first, first + every, ..., last rounds.
 
         Args:
             delta: that epsilon is at.
-            first: the smallest number of rounds, a multiple of `every` with `beside`.
+            first: the smallest number of rounds, a multiple of `every` with `also`.
             last: the largest.
             every: the step from one number to the next.
-            beside: the loss of what is released once in `every` rounds in addition, on the same
+            also: the loss of what is released once in `every` rounds in addition, on the same
                 grid; None: nothing is.
             once: whether that is released once in all, however many rounds there are.
 
@@ -134,7 +134,7 @@ class LossDistribution:
         return np.array(
             [
                 _epsilon_at(delta, self.step, tail)
-                for tail in self._tails(first, last, every, beside, once)
+                for tail in self._tails(first, last, every, also, once)
             ]
         )
 
@@ -143,11 +143,11 @@ class LossDistribution:
         epsilon: float,
         rounds: int,
         every: int = 1,
-        beside: LossDistribution | None = None,
+        also: LossDistribution | None = None,
         once: bool = False,
     ) -> float:
         """Delta at `epsilon` after `rounds` rounds; the others as for `epsilons`."""
-        (deltas,) = self._tails(rounds, rounds, every, beside, once)
+        (deltas,) = self._tails(rounds, rounds, every, also, once)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])
@@ -165,25 +165,25 @@ class LossDistribution:
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
     def _tails(
-        self, first: int, last: int, every: int, beside: LossDistribution | None, once: bool
+        self, first: int, last: int, every: int, also: LossDistribution | None, once: bool
     ) -> Iterator[np.ndarray]:
         """For each number of rounds, delta at epsilon = 0, step, 2 step, ..., up to where only the
         infinite mass is left.
         """
         from scipy.fft import irfft, next_fast_len
 
-        other = beside or LossDistribution(self.step, np.ones(1), 0.0)
+        other = also or LossDistribution(self.step, np.ones(1), 0.0)
         half = len(self.masses) // 2
         other_half = len(other.masses) // 2
         rounds = np.arange(first, last + 1, every)
         times = 0 * rounds
-        if beside:
+        if also:
             times = times + 1 if once else rounds // every
         upper, lower = self._window(rounds, other, times)
         longest = max((upper - lower).max() + 1, len(self.masses), len(other.masses))
         powers = _Powers.of(self, int(first), int(every), next_fast_len(int(longest), real=True))
-        if beside:
-            powers = powers.times(beside, int(times[0]), again=not once)
+        if also:
+            powers = powers.times(also, int(times[0]), each_hop=not once)
         recursion = _recursion(int(upper.sum()))
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
@@ -256,15 +256,15 @@ class _Powers:
             fade = modulus**every
         return cls(size, transform**first, modulus ** (first - 1), hop, fade)
 
-    def times(self, loss: LossDistribution, count: int, again: bool) -> _Powers:
-        """Together with `count` rounds of another loss; `again`: each hop adds one."""
+    def times(self, loss: LossDistribution, count: int, each_hop: bool) -> _Powers:
+        """Together with `count` rounds of another loss; `each_hop`: each hop adds one."""
         transform, modulus = _transform(loss, self.size)
         together = replace(
             self,
             power=self.power * transform**count,
             fading=self.fading * modulus ** (count - 1),
         )
-        if not again:
+        if not each_hop:
             return together
         return replace(together, hop=self.hop * transform, fade=self.fade * modulus)
 
@@ -304,11 +304,11 @@ def _recursion(steps: int) -> Recursion:
 
 def _plain_recursion(values: np.ndarray, gain: float, decay: float) -> np.ndarray:
     last = 0.0
-    found = []
+    sums = []
     for value in (values * gain).tolist():
         last = value + decay * last
-        found.append(last)
-    return np.array(found)
+        sums.append(last)
+    return np.array(sums)
 
 
 def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
@@ -323,8 +323,8 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
     @cache
     def bound(i: int) -> np.ndarray:
         order = orders[i]
-        found = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
-        return np.asarray((found + surprise) / order)
+        exponent = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
+        return np.asarray((exponent + surprise) / order)
 
     def best(place: int) -> int:
         """For one of the numbers of rounds."""
@@ -492,12 +492,12 @@ def and_gaussian(
         1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)),
     )
     step = max(loss.step, suits, reach / _MOST_POINTS)
-    beside = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
+    also = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
     if step == loss.step:
         rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
-        return tuple((each, beside) for each in (loss, *rest))
+        return tuple((each, also) for each in (loss, *rest))
     n = math.ceil(max(_reach(up), _reach(down)) / step)
-    return tuple((_on_grid(*pair, step, n), beside) for pair in pairs)
+    return tuple((_on_grid(*pair, step, n), also) for pair in pairs)
 
 
 def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:

@@ -83,15 +83,15 @@ def epsilons(
         one_step: divergences of one step at `ORDERS`, float64 [orders].
         delta: the delta that epsilon is at.
         counts: numbers of steps, [...].
-        once: what is spent once besides, float64 [orders].
+        once: what is also spent, once in all, float64 [orders].
 
     Returns:
         float64 [...].
     """
     spent = np.asarray(counts, float)[..., None] * one_step + once
-    found = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
+    epsilon = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
     # The total variation distance is at most sqrt(1 - e^-KL), and KL is at most any of these.
-    return np.where(-np.expm1(-spent) < delta**2, 0.0, found).min(axis=-1).clip(min=0.0)
+    return np.where(-np.expm1(-spent) < delta**2, 0.0, epsilon).min(axis=-1).clip(min=0.0)
 
 
 def _even_moments(mu: float) -> np.ndarray:

@@ -98,16 +98,16 @@ class Budget:
         """
         query = self.mechanism.queries[0]
         place = place_of(self.mechanism.placement)
-        found = {
+        noise = {
             "noise_multiplier": self.mechanism.noise_multiplier,
             "bound": query.bound,
             "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
             "std_of_the_sum": query.std,
         }
         if place.draw:
-            found[f"std_of_{place.draw}"] = query.std / place.draws(self.mechanism.sampling)
+            noise[f"std_of_{place.draw}"] = query.std / place.draws(self.mechanism.sampling)
         per_client = (other for other in self.mechanism.queries if other.per_client)
-        return found | {f"std_of_the_{other.name}": other.std for other in per_client}
+        return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
         """What the first guarantee's epsilon means: the largest power of any test at a false-alarm

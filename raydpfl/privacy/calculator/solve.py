@@ -17,7 +17,7 @@ from raydpfl.privacy.observers import ObserverView, place_of, views
 from raydpfl.privacy.paper_formulas import FormulaValue
 
 MOST_ROUNDS = 1 << 20  # where `privacy.rounds_for` stops looking
-LARGE = 1e12  # a noise multiplier beside which the sums of rounds tell nothing
+LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 _COUNTS = range(1, MOST_ROUNDS + 1)
 RIGOROUS = ("pld", "rdp")
 
@@ -66,8 +66,7 @@ class Question:
 
     def answers(self) -> list[Answer]:
         """By the rigorous accountants, each against every observer, and by the papers' formulas."""
-        found = [answer for name in RIGOROUS for answer in self.counted(name)]
-        return [*found, *self.printed()]
+        return [*(each for name in RIGOROUS for each in self.counted(name)), *self.printed()]
 
     @property
     def rounds(self) -> int:

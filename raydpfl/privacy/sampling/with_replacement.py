@@ -31,11 +31,8 @@ class SamplingWithReplacement(SamplingScheme):
         p = sampling.p_max
         least = 1 / sampling.population
         if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
-            raise ConfigError(
-                "p_max",
-                p,
-                f"a number from 1/{sampling.population} to 1, for draws with replacement",
-            )
+            expected = f"a number from 1/{sampling.population} to 1, for draws with replacement"
+            raise ConfigError("p_max", p, expected)
 
     def everyone(self, sampling):
         return False
