@@ -47,11 +47,13 @@ def of_clients(
     auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
     constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
     """
-    given = _place(placement)
+    if placement not in ("auto", "client", "server"):
+        raise ConfigError("placement", placement, "client or server")
     size = scheme_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
-    # the clients, unless their share of the noise would depend on a secret
-    place = given or ("client" if who.coins is None else "server")
+    place = cast(Placement, placement)
+    if placement == "auto":  # the clients, unless their part of the noise would depend on a secret
+        place = "client" if who.coins is None else "server"
     z = _multiplier(noise_multiplier, std, bound, place_of(place).draws(who))
     unknown = _unknown(z, epsilon, rounds, "rounds")
     query = Query("updates", bound or 1.0, 0.0)
@@ -129,14 +131,6 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _place(asked: str) -> Placement | None:
-    """The placement that was asked for; None: the usual one."""
-    choices: dict[str, Placement | None] = {"auto": None, "client": "client", "server": "server"}
-    if asked not in choices:
-        raise ConfigError("placement", asked, "client or server")
-    return choices[asked]
 
 
 def _relation(asked: str, sampling: Sampling) -> Relation:

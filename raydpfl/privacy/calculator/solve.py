@@ -157,19 +157,6 @@ class Question:
         return next((each for each in spent if math.isfinite(each)), math.inf)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What a formula says about noise of `std` on the mean gradient, after `rounds`
-    participations.
-    """
-
-    std: float
-    rounds: int
-    epsilon: float
-    delta: float
-    failed: tuple[str, ...]
-
-
 class SampleQuestion(Question):
     """The same about one client's local steps, `steps` of them in each participation."""
 
@@ -177,54 +164,50 @@ class SampleQuestion(Question):
 
     def printed(self) -> Iterator[Answer]:
         """By the papers' formulas for local steps."""
-        for formula in FORMULAS.values():
-            yield self._by(formula)
+        yield from map(self._by, FORMULAS.values())
 
     def _by(self, formula: Formula) -> Answer:
         batches = self.mechanism.sampling
-        fits = batches.cohort <= batches.population
-        said = self._said(formula) if fits else self._too_large()
-        z = batches.cohort * said.std / self.mechanism.queries[0].bound
-        truth = None
-        if fits and math.isfinite(said.std):
-            truth = self.truth(z, said.rounds, said.delta)
-        failed = said.failed
+        fits = batches.cohort <= batches.population  # draws with replacement may be more
+        query = self.mechanism.queries[0]
+        std = query.std / batches.cohort
+        rounds = self.rounds
+        epsilon, delta = math.inf, self.delta
+        if not fits:
+            std = math.inf if self.unknown == "noise" else std
+            rounds = 0 if self.unknown == "rounds" else rounds
+            samples = f"from at least as many samples (here: {batches.population})"
+            failed: tuple[str, ...] = (f"a batch of {batches.cohort} {samples}",)
+        elif self.unknown == "noise":
+            noise = formula.noise(self.target, self.delta, **self._arguments(rounds))
+            std, failed = noise.value, noise.conditions_failed
+            if math.isfinite(std):
+                epsilon = self.target
+                delta = self._value(formula, std, rounds)[1]
+        else:
+            if self.unknown == "rounds":
+                rounds = bisect_right(
+                    _COUNTS, self.target, key=lambda t: self._value(formula, std, t)[0].value
+                )
+            value, delta = self._value(formula, std, rounds)
+            epsilon, failed = value.value, value.conditions_failed
+        z = batches.cohort * std / query.bound
+        truth = self.truth(z, rounds, delta) if fits and math.isfinite(std) else None
         if not batches.scheme.as_in_the_papers(batches):
             failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
-        if said.delta != self.delta:
-            alone = f"the formula gives its epsilon at delta {said.delta:.3g} alone"
+        if delta != self.delta:
+            alone = f"the formula gives its epsilon at delta {delta:.3g} alone"
             failed += (f"delta = {self.delta:g} ({alone})",)
         (view,) = self.seen(1)
-        guarantee = replace(
-            view.guarantee(formula.name, said.epsilon, said.delta, failed),
-            kind="paper",
-            relation=formula.relation,
-        )
-        return Answer(guarantee, z, said.rounds, truth)
+        guarantee = view.guarantee(formula.name, epsilon, delta, failed)
+        guarantee = replace(guarantee, kind="paper", relation=formula.relation)
+        return Answer(guarantee, z, rounds, truth)
 
-    def _said(self, formula: Formula) -> Claim:
-        std = self.mechanism.queries[0].std / self.mechanism.sampling.cohort
-        rounds = self.rounds
-        if self.unknown == "noise":
-            noise = formula.noise(self.target, self.delta, **self._client(rounds))
-            std = noise.value
-            delta = self.delta
-            if math.isinf(std):
-                return Claim(std, rounds, math.inf, delta, noise.conditions_failed)
-            delta = self._printed(formula, std, rounds)[1]
-            return Claim(std, rounds, self.target, delta, noise.conditions_failed)
-        if self.unknown == "rounds":
-            rounds = bisect_right(
-                _COUNTS, self.target, key=lambda t: self._printed(formula, std, t)[0].value
-            )
-        printed, delta = self._printed(formula, std, rounds)
-        return Claim(std, rounds, printed.value, delta, printed.conditions_failed)
+    def _value(self, formula: Formula, std: float, rounds: int) -> tuple[FormulaValue, float]:
+        return formula.printed(std, self.delta, **self._arguments(max(rounds, 1)))
 
-    def _printed(self, formula: Formula, std: float, rounds: int) -> tuple[FormulaValue, float]:
-        return formula.printed(std, self.delta, **self._client(max(rounds, 1)))
-
-    def _client(self, rounds: int) -> dict[str, Any]:
-        """The arguments of the papers' formulas."""
+    def _arguments(self, rounds: int) -> dict[str, Any]:
+        """What the papers' formulas read of the client."""
         batches = self.mechanism.sampling
         return {
             "bound": self.mechanism.queries[0].bound,
@@ -232,20 +215,6 @@ class SampleQuestion(Question):
             "samples": batches.population,
             "steps": rounds * self.steps,
         }
-
-    def _too_large(self) -> Claim:
-        """For a batch larger than the samples, which only draws with replacement allow."""
-        batches = self.mechanism.sampling
-        batch = batches.cohort
-        std = self.mechanism.queries[0].std / batch
-        samples = f"from at least as many samples (here: {batches.population})"
-        return Claim(
-            std=math.inf if self.unknown == "noise" else std,
-            rounds=0 if self.unknown == "rounds" else self.rounds,
-            epsilon=math.inf,
-            delta=self.delta,
-            failed=(f"a batch of {batch} {samples}",),
-        )
 
 
 def _notes(mechanism: Mechanism, delta: float) -> Iterator[str]:
