@@ -1,6 +1,4 @@
-"""Budgets per client, and the accounting of noise at local steps: each client as if it were alone,
-and what was promised it.
-"""
+"""Noise at local steps: each client as if it were alone, and what was promised to it."""
 
 from __future__ import annotations
 
@@ -15,8 +13,6 @@ from conftest import experiment
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
-from pyarrow import csv, feather, parquet
-from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 
 from raydpfl import run
 from raydpfl.core import prng
@@ -37,7 +33,6 @@ from raydpfl.privacy import (
     report_of,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
-from raydpfl.privacy.budgets import BudgetDistribution, parse
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.minibatches import batches
@@ -50,187 +45,6 @@ FEW_STEPS = {"batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5}
 MNIST_002 = {"batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "budgets": 0.3}
 ONE_002 = {**MNIST_002, "samples": [600], "participations": [1]}
 SMALL_002 = {**MNIST_002, "samples": [600, 90, 800, 50, 70]}
-
-
-def mixture(low: float, high: float) -> BudgetDistribution:
-    """0.3 N(low, 0.04) + 0.7 N(high, 1), second arguments variances (003 sec. VI-D2)."""
-    parts = [{"weight": 0.3, "mean": low, "std": 0.2}, {"weight": 0.7, "mean": high, "std": 1}]
-    return parse({"kind": "normal_mixture", "components": parts})
-
-
-# Laws of budgets.
-
-
-def test_uniform_budgets_have_their_law_above_the_floor():
-    drawn = parse({"kind": "uniform", "low": 0.5, "high": 2}).draw(seed=1, clients=20_000)
-    assert kstest(drawn, uniform(0.5, 1.5).cdf).pvalue > FALSE_ALARM
-    unit = parse({"kind": "uniform"}).draw(seed=1, clients=20_000)  # 003: U(0, 1)
-    assert (
-        unit.min() == 0.01
-        and binomtest(int((unit == 0.01).sum()), 20_000, 0.01).pvalue > FALSE_ALARM
-    )
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.5, 10), (2, 8)])
-def test_the_mixtures_of_003_have_the_law_of_drawing_again_while_negative(low, high):
-    drawn = mixture(low, high).draw(seed=2, clients=20_000)
-
-    generator = prng.stream(3, prng.Purpose.BUDGET, step=1)
-    which = generator.random(200_000) < 0.3
-    slow = np.where(which, generator.normal(low, 0.2, 200_000), generator.normal(high, 1, 200_000))
-    assert ks_2samp(drawn, np.maximum(slow[slow >= 0], 0.01)).pvalue > FALSE_ALARM
-    assert drawn.min() >= 0.01
-
-
-def test_a_component_that_is_nearly_always_negative_is_drawn_from_its_tail():
-    tail = parse(
-        {
-            "kind": "normal_mixture",
-            "floor": 1e-9,
-            "components": [{"weight": 1, "mean": -4, "std": 0.5}],
-        }
-    )
-    drawn = tail.draw(seed=4, clients=2000)
-    law = norm(-4, 0.5)
-    assert (drawn > 0).all() and kstest(
-        drawn, lambda x: 1 - law.sf(x) / law.sf(0)
-    ).pvalue > FALSE_ALARM
-
-
-@pytest.mark.parametrize(
-    "law", [parse(0.3), parse({"kind": "uniform", "public": 0.3}), mixture(0.5, 10)]
-)
-def test_a_clients_budget_depends_on_its_number_and_the_seed_alone(law):
-    many = law.draw(seed=5, clients=1000)
-    for count in (1, 7, 999):
-        assert (law.draw(seed=5, clients=count) == many[:count]).all()
-    if law.kind != "constant":
-        assert (law.draw(seed=6, clients=1000) != many).mean() > 0.5
-
-
-def test_a_share_of_the_clients_is_public_whatever_the_law():
-    law = {"kind": "uniform", "low": 1, "high": 2, "public": 0.25}
-    drawn = parse(law).draw(seed=7, clients=20_000)
-    assert binomtest(int(np.isinf(drawn).sum()), 20_000, 0.25).pvalue > FALSE_ALARM
-    private = parse(law | {"public": 0}).draw(seed=7, clients=20_000)
-    # nobody else's budget moved
-    assert (drawn[np.isfinite(drawn)] == private[np.isfinite(drawn)]).all()
-    assert (
-        np.isinf(drawn)
-        == np.isinf(parse({"kind": "constant", "epsilon": 3, "public": 0.25}).draw(7, 20_000))
-    ).all()
-
-
-@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "npz"])
-def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, tmp_path, caplog):
-    columns = {"epsilon": np.array([0.5, math.inf, 0.001, 4.0]), "who": np.array([30, 10, 20, 40])}
-    path = tmp_path / f"budgets.{suffix}"
-    table = pa.table(columns)
-    write = {
-        "csv": csv.write_csv,
-        "parquet": parquet.write_table,
-        "arrow": feather.write_feather,
-        "npz": lambda *_: np.savez(path, **columns),
-    }
-    write[suffix](table, path)
-    law = {"kind": "column", "path": str(path)}
-    assert parse(law).draw(0, 4).tolist() == [0.5, math.inf, 0.01, 4.0]
-    assert (
-        "below noise.epsilon.floor are raised to 0.01: 1 of" in caplog.text
-        and "the first in row 2, which asks for 0.001" in caplog.text
-    )
-    assert parse(law | {"client": "who"}).draw(0, 4).tolist() == [math.inf, 0.01, 0.5, 4.0]
-    assert parse({**law, "path": path.name}).draw(0, 4, root=tmp_path).tolist() == [
-        0.5,
-        math.inf,
-        0.01,
-        4.0,
-    ]
-
-
-def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
-    parquet.write_table(
-        pa.table({"name": list("bab"), "epsilon": [1.0, 2.0, 1.0], "torn": [1.0, 2.0, 3.0]}),
-        tmp_path / "t.parquet",
-    )
-    law = {"kind": "column", "path": "t.parquet", "client": "name"}
-    assert parse(law).draw(0, 2, root=tmp_path).tolist() == [2.0, 1.0]
-    with pytest.raises(ConfigError, match="one budget for each client; client b has several"):
-        parse(law | {"column": "torn"}).draw(0, 2, root=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("law", "message"),
-    [
-        (0, "noise.epsilon = 0: expected a positive finite number"),
-        (math.inf, "noise.epsilon = inf: expected a positive finite number"),
-        (
-            {"kind": "normal"},
-            "noise.epsilon.kind = 'normal': expected one of constant, uniform, "
-            "normal_mixture, column",
-        ),
-        (
-            {"kind": "uniform", "low": 2, "high": 1},
-            "noise.epsilon.high = 1.0: expected above noise.epsilon.low = 2",
-        ),
-        (
-            {"kind": "uniform", "high": 0.005},
-            "noise.epsilon.high = 0.005: expected above noise.epsilon.low "
-            "= 0 and noise.epsilon.floor = 0.01",
-        ),
-        ({"kind": "uniform", "floor": 0}, "noise.epsilon.floor = 0: expected "),
-        ({"kind": "uniform", "public": 1.5}, "noise.epsilon.public = 1.5: expected "),
-        (
-            {"kind": "constant", "epsilon": 0.001},
-            "noise.epsilon.epsilon = 0.001: expected at least the floor of 0.01",
-        ),
-        ({"kind": "normal_mixture", "components": []}, "noise.epsilon.components = []: expected "),
-        (
-            {"kind": "normal_mixture", "components": [{"weight": 1, "mean": 1, "std": 0}]},
-            "noise.epsilon.components.0",
-        ),
-        (
-            {"kind": "column", "path": "none.csv"},
-            "noise.epsilon.path = 'none.csv': expected a file",
-        ),
-        (
-            {"kind": "column", "path": "broken.parquet"},
-            "noise.epsilon.path = 'broken.parquet': expected a CSV, JSON lines, Parquet, "
-            "Arrow or NPZ",
-        ),
-        (
-            {"kind": "column", "path": "t.csv"},
-            "noise.epsilon.column = 'epsilon': expected a column of t.csv: a, text, bad",
-        ),
-        (
-            {"kind": "column", "path": "t.csv", "column": "a", "client": "who"},
-            "noise.epsilon.client = 'who': expected a column of t.csv",
-        ),
-        (
-            {"kind": "column", "path": "t.csv", "column": "text"},
-            "noise.epsilon.column = 'text': expected a column of numbers",
-        ),
-        (
-            {"kind": "column", "path": "t.csv", "column": "bad"},
-            "noise.epsilon.column = 'bad': expected positive numbers, inf for a public "
-            "client; row 1 has 0",
-        ),
-        (
-            {"kind": "column", "path": "t.csv", "column": "a"},
-            "noise.epsilon.path = 't.csv': expected a budget for each of the 3 clients; it has 2",
-        ),
-    ],
-)
-def test_a_law_that_cannot_be_is_refused_in_one_line(law, message, tmp_path):
-    (tmp_path / "t.csv").write_text("a,text,bad\n1,x,1\n2,y,0\n")
-    (tmp_path / "broken.parquet").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError) as refused:
-        parse(law).draw(0, 3, root=tmp_path)
-    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
-
-
-def test_a_plain_number_has_no_floor_above_it():
-    assert parse(0.001).draw(0, 2).tolist() == [0.001, 0.001]
 
 
 # Noise at local steps, held against one client at a time.
@@ -304,16 +118,6 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
         report_of(found).epsilons(accountant, dict(enumerate(counts.tolist())))
         == report_of(found).epsilons(accountant, counts)
     ).all()
-
-
-@pytest.mark.slow
-def test_a_search_takes_few_evaluations_and_a_second_question_none(monkeypatch):
-    calls = counted(monkeypatch)
-    given = clients(40, seed=10)
-    first = calibrate_local_steps(**given)
-    assert len(calls) < 6 * (given["participations"] > 0).sum()
-    calls.clear()
-    assert (calibrate_local_steps(**given).stds == first.stds).all() and not calls
 
 
 def test_clients_that_are_alike_are_accounted_for_once(monkeypatch):
@@ -474,18 +278,6 @@ def test_no_formula_covers_what_is_released_beside_the_steps():
     )
 
 
-def test_002_on_mnist_needs_an_eighth_of_what_its_formula_asks_for():
-    """PRIVACY.md sec. 4: 2.14 G by tCDP, 0.343 G exactly; 2.14 G truly gives 0.0025."""
-    tcdp, exact = (
-        calibrate_local_steps(**ONE_002, calibration=name) for name in ("tcdp", "rigorous")
-    )
-    assert tcdp.stds[0] == pytest.approx(2.14, abs=5e-3) and exact.stds[0] == pytest.approx(
-        0.343, abs=1e-3
-    )
-    assert report_of(tcdp).epsilons("pld", [1])[0] == pytest.approx(0.0025, abs=2e-4)
-    report_of(tcdp).check_claims([1])
-
-
 def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
     counts = [1, 1, 1, 1, 0]
     given = {**SMALL_002, "participations": counts}
@@ -532,26 +324,6 @@ def test_who_takes_no_part_is_not_asked_for_002s_conditions():
     given = {**SMALL_002, "participations": [1, 0, 1, 0, 0]}
     found = calibrate_local_steps(**given, calibration="tcdp")
     assert not found.calibration.unfit and found.stds[[1, 3, 4]].tolist() == [0, 0, 0]
-
-
-def test_003_claims_one_where_the_truth_is_less():
-    """PRIVACY.md sec. 5: n 500, B 128, 50 steps claims 1, truth 0.395."""
-    given = {
-        "samples": [500],
-        "batch": 128,
-        "steps": 10,
-        "bound": 3.0,
-        "delta": 1e-5,
-        "participations": [5],
-        "budgets": [1.0],
-    }
-    found = calibrate_local_steps(**given, calibration="paper")
-    assert found.stds[0] == pytest.approx(
-        paper_formulas.budget_noise(1.0, 1e-5, batch=128, samples=500, steps=50, bound=3.0).value
-    )
-    assert report_of(found).epsilons("pld", [5])[0] == pytest.approx(0.395, abs=1e-3)
-    assert report_of(found).epsilons("Xu 2026", [5])[0] == pytest.approx(1.0)
-    report_of(found).check_claims([5])
 
 
 def test_003_fails_loudly_by_name_where_it_claims_less_than_the_truth():
@@ -896,24 +668,6 @@ def test_a_delta_that_pld_cannot_resolve_is_refused_soon_and_rdp_takes_it(monkey
     assert report_of(calibrate_local_steps(**asked, accountant="rdp")).epsilons("rdp", [1])[0] <= 1
 
 
-def test_batches_by_share_are_accounted_at_each_clients_own_rate():
-    """As each client with that batch alone: q_k = b_k / n_k."""
-    samples = np.array([100, 505, 20, 60])
-    batches = Sgd(batch={"share": 0.1}).batch_sizes(samples)
-    stds = np.array([0.2, 0.3, 0.4, 1.0])
-    counts = [4, 1, 3, 30]
-    together = LocalSteps(samples, batches, 5, 1.0, 1e-5, stds)
-    assert together.batches.tolist() == [10, 50, 2, 6]
-    for accountant in ("pld", "rdp"):
-        found = report_of(together).epsilons(accountant, counts)
-        for k in range(4):
-            alone = LocalSteps(samples[[k]], int(batches[k]), 5, 1.0, 1e-5, stds[[k]])
-            assert found[k] == pytest.approx(
-                report_of(alone).epsilons(accountant, [counts[k]])[0], rel=1e-9
-            )
-    assert together.digest() != LocalSteps(samples, 10, 5, 1.0, 1e-5, stds).digest()
-
-
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("batches", [[10, 200], [200, 10]])
 def test_clients_alike_but_for_their_batches_each_spend_their_own(accountant, batches):
@@ -992,16 +746,6 @@ def test_steps_that_depend_on_who_else_is_in_a_chunk_are_refused():
     """
     with pytest.raises(ConfigError, match=r"local\.kind = .*AsTheLeast.* step_counts .*own rows"):
         Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:AsTheLeast", "batch": 2}))
-
-
-def test_one_number_for_all_clients_is_the_same_as_one_for_each():
-    samples = np.array([100, 505, 20])
-    stds = np.array([0.2, 0.3, 0.4])
-    one = LocalSteps(samples, 30, 5, 1.0, 1e-5, stds)
-    each = LocalSteps(samples, np.array([30, 30, 20]), 5, 1.0, 1e-5, stds)
-    assert np.array_equal(
-        report_of(one).epsilons("rdp", [2, 2, 2]), report_of(each).epsilons("rdp", [2, 2, 2])
-    )
 
 
 @pytest.mark.parametrize("batch", [np.array([3, 3]), np.array([3, 0, 1]), np.array([1.5, 1, 1])])

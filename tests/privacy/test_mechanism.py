@@ -6,8 +6,7 @@ import json
 import math
 import operator
 from collections import Counter
-from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from raydpfl.privacy import (
     Query,
     Sampling,
     Terms,
-    accountants,
     covers,
     epsilon,
     guarantees,
@@ -30,10 +28,8 @@ from raydpfl.privacy import (
     pld,
     report_of,
 )
-from raydpfl.privacy import sampling as schemes
-from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.guarantee import Observer, Scope
-from raydpfl.privacy.sampling import SCHEMES, Participations, SamplingScheme
+from raydpfl.privacy.sampling import Participations, SamplingScheme
 from raydpfl.simulation.plan import Plan
 
 MECHANISM = Mechanism(
@@ -172,11 +168,6 @@ def test_guarantees_cannot_be_ordered_or_added():
             operation(GUARANTEE, GUARANTEE)
 
 
-def test_a_guarantee_cannot_be_changed():
-    with pytest.raises(FrozenInstanceError):
-        GUARANTEE.epsilon = 0.1
-
-
 def test_a_guarantee_has_exactly_the_fields_of_the_summary_and_survives_json():
     names = [
         "kind",
@@ -272,18 +263,6 @@ def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
         ("rdp", True),
     ]
     assert mine.digest() != fixed.digest()
-
-
-def test_accountants_and_laws_are_found_by_looking():
-    assert set(SCHEMES) == {path.stem for path in Path(schemes.__file__).parent.glob("*.py")} - {
-        "__init__",
-        "base",
-    }
-    modules = {path.stem for path in Path(accountants.__file__).parent.glob("*.py")} - {
-        "__init__",
-        "base",
-    }
-    assert len(ACCOUNTANTS) == len(modules)
 
 
 LOSSES_TOO = replace(
