@@ -40,9 +40,10 @@ from raydpfl.methods.local import Sgd
 from raydpfl.runtime import launcher
 from raydpfl.runtime.worker import Started, ready
 from raydpfl.sections import Client
-from raydpfl.simulation.client import actor
+from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.data_cache import Resident
+from raydpfl.simulation.client.contribution import Contribution, Full
+from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
@@ -86,8 +87,8 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)
-        patch.setattr(actor, "_scales", lambda _: False)
-        patch.setattr(ClientActor, "_lengths", lambda _, vectors: device.norms(vectors))
+        patch.setattr(actor, "choose", lambda state, training: Full)
+        patch.setattr(contribution, "vector_norms", lambda vectors: device.norms(vectors).numpy())
         return numbers_of(plan, out)
 
 
@@ -191,15 +192,15 @@ def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
 @pytest.mark.slow
 @needs_none
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
-    contribute = ClientActor._contribute
+    made = Full.vectors
 
-    def waiting(self, tally, chunk, block):
-        vectors = contribute(self, tally, chunk, block)
+    def waiting(self, state, block):
+        vectors = made(self, state, block)
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         return vectors
 
-    monkeypatch.setattr(ClientActor, "_contribute", waiting)
+    monkeypatch.setattr(Full, "vectors", waiting)
     with pytest.raises(AssertionError, match=r"waits"):
         check_path("clip", tmp_path, monkeypatch)
 
@@ -433,7 +434,7 @@ def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, mon
             monkeypatch.setattr(device, "memory", lambda *_: 1000)
         found = numbers_of(plan, tmp_path / "gpu")
         shards = Shards.open(plan.shards)
-        rows = Resident(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
+        rows = GpuRows(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
         x, y, sizes = rows.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         read = rows.shards.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         assert ("_stored" in vars(rows)) == held
@@ -445,13 +446,13 @@ def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, mon
 @needs_none
 def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
     threads = set()
-    draw = ClientActor._draw
+    draw = Contribution.noise
 
     def watched(self, *given):
         threads.add(threading.current_thread() is threading.main_thread())
         return draw(self, *given)
 
-    monkeypatch.setattr(ClientActor, "_draw", watched)
+    monkeypatch.setattr(Contribution, "noise", watched)
     plan = on_gpu()
     with device.settings_kept(), pretended(monkeypatch):
         numbers_of(plan, tmp_path)

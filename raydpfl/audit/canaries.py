@@ -32,7 +32,10 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.simulation import adaptive_bound, histogram_survey
-from raydpfl.simulation.client.actor import ClientActor, Tally
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
+from raydpfl.simulation.client.chunk_training import ChunkTraining
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
@@ -105,63 +108,83 @@ class Canaries:
         return drawn / torch.linalg.vector_norm(drawn, dtype=torch.float64).float()
 
 
-class PlantedClient(ClientActor):
-    """The client actor, with canaries among its clients."""
+class CanaryTraining(ChunkTraining):
+    """Trains chunks in which canaries take the place of some clients."""
 
-    adds = False
+    record: Record
 
-    def __init__(self, plan: Plan, record: Record):
-        super().__init__(plan.experiment, str(plan.shards))
-        self.record = record
-
-    def _train(
+    def train(
         self,
-        tally: Tally,
+        actor: ActorRound,
         chunk: Chunk,
         members: np.ndarray,
         clipped: np.ndarray | None = None,
         into: Sum | None = None,
     ) -> Iterator[Block]:
-        assert into is None  # as `adds` says
+        """See `ChunkTraining.train`."""
+        assert into is None  # as `CanaryActor.contribution` is none of compiled code
         places = self.record.canaries.places
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)
-        blocks = super()._train(tally, chunk, others, clipped) if (others >= 0).any() else ()
-        trained = (each for block in blocks for each in block.apart())
+        blocks = super().train(actor, chunk, others, clipped) if (others >= 0).any() else ()
+        trained = (single for block in blocks for single in block.apart())
         for slot in np.flatnonzero(members >= 0).tolist():
-            yield self._planted(tally, chunk, slot) if planted[slot] else next(trained)
+            yield self._canary(actor, chunk, slot) if planted[slot] else next(trained)
 
-    def _planted(self, tally: Tally, chunk: Chunk, slot: int) -> Block:
+    def _canary(self, actor: ActorRound, chunk: Chunk, slot: int) -> Block:
         """The update of a canary, such that the vector to be bounded is its direction."""
         bounding = self.experiment.bounding
         canaries = self.record.canaries
         place = canaries.places[int(chunk.clients[slot])]
         far = FAR * self.record.reach + bounding.far
         vector = canaries.direction(place).to(self.device) * (canaries.sign(place) * far)
-        alone = np.array([slot])
-        view = self._view(tally, chunk, "bounding", alone)
-        return Block(alone, bounding.invert(vector[None], view).float(), NO_LOSS)
+        slots = np.array([slot])
+        view = actor.view(chunk, "bounding", slots)
+        return Block(slots, bounding.invert(vector[None], view).float(), NO_LOSS)
 
-    def _send(self, tally: Tally, chunk: Chunk, block: Block, total: torch.Tensor) -> None:
-        """As the client's, with a record of what each client adds to the sum, and of what it must
-        add if everything that follows its training is right.
-        """
-        for alone in block.apart():
-            expected = self._expected(tally, chunk, alone)
-            added = torch.zeros_like(total)
-            super()._send(tally, chunk, alone, added)
-            total += added
-            client = int(chunk.clients[alone.slots[0]])
-            self.record.sent(client, expected, added.cpu().numpy())
 
-    def _expected(self, tally: Tally, chunk: Chunk, alone: Block) -> np.ndarray:
-        """What the client of a block must add to the sum, its noise left out, float64 [d]."""
-        bounding = self.experiment.bounding
-        view = self._view(tally, chunk, "bounding", alone.slots)
-        sent = bounding.send(alone.updates.double(), view)[0]
+class ObservedContribution(Contribution):
+    """Another contribution, client by client, with a record of what each client adds to the sum and
+    of what it must add if everything that follows its training is right.
+    """
+
+    def __init__(self, observed: Contribution, record: Record):
+        super().__init__(observed.training)
+        self.observed = observed
+        self.record = record
+
+    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
+        """See `Contribution.add`."""
+        for single in block.apart():
+            expected = self._expected(state, single)
+            sent = torch.zeros_like(total)
+            self.observed.add(state, single, sent)
+            total += sent
+            client = int(state.chunk.clients[single.slots[0]])
+            self.record.sent(client, expected, sent.cpu().numpy())
+
+    def _expected(self, state: ChunkRound, single: Block) -> np.ndarray:
+        """What the client of a block must add to the sum, without its noise, float64 [d]."""
+        view = state.view("bounding", single.slots)
+        sent = self.bounding.send(single.updates.double(), view)[0]
         norm = float(torch.linalg.vector_norm(sent))
-        factor = bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
-        return (sent * (factor * float(chunk.weights[alone.slots[0]]))).cpu().numpy()
+        factor = self.bounding.factor(norm, self.record.bound) if math.isfinite(norm) else 0.0
+        return (sent * (factor * float(state.chunk.weights[single.slots[0]]))).cpu().numpy()
+
+
+class CanaryActor(ClientActor):
+    """A client actor with canaries among its clients."""
+
+    training_class = CanaryTraining
+
+    def __init__(self, plan: Plan, record: Record):
+        super().__init__(plan.experiment, str(plan.shards))
+        self.record = record
+        cast(CanaryTraining, self.training).record = record
+
+    def contribution(self, state: ChunkRound) -> Contribution:
+        """See `ClientActor.contribution`."""
+        return ObservedContribution(super().contribution(state), self.record)
 
 
 class Written:
@@ -231,7 +254,7 @@ class PlantedCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.client = PlantedClient(self.plan, self.seen)
+        self.pool.client = CanaryActor(self.plan, self.seen)
         self.record.survey = self._survey
         # of draws that no run makes, which are not held against those of its rounds
         self.more = Drawing(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)

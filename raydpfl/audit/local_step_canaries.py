@@ -34,7 +34,7 @@ from raydpfl.audit import observers
 from raydpfl.audit.canaries import Written
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
-from raydpfl.core.messages import Chunk, ChunkResult
+from raydpfl.core.messages import ChunkResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Buffers, RowRequest, Shards
 from raydpfl.errors import ConfigError
@@ -44,7 +44,9 @@ from raydpfl.privacy import Guarantee, rigorous
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.release_report import LocalStepsReport, scope_of
-from raydpfl.simulation.client.actor import ClientActor, Tally
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.actor_round import ChunkRound
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
@@ -134,7 +136,7 @@ class SampleCanaries:
         return samples, np.where(inside, y, target)
 
 
-class PlantedRows:
+class CanaryRows:
     """A reader of rows, with canaries for those of some clients."""
 
     def __init__(self, shards: Shards, canaries: SampleCanaries):
@@ -156,42 +158,50 @@ class PlantedRows:
                 into[slot, : request.counts[slot]] = values[request.rows(slot)]
 
 
-class StepClient(ClientActor):
-    """The client actor, on planted rows."""
+class ObservedSteps(Contribution):
+    """Another contribution, client by client, with a record of what clients with canaries send."""
 
-    adds = False
+    def __init__(self, observed: Contribution, record: StepRecord):
+        super().__init__(observed.training)
+        self.observed = observed
+        self.record = record
+
+    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
+        """See `Contribution.add`."""
+        for single in block.apart():
+            sent = torch.zeros_like(total)
+            self.observed.add(state, single, sent)
+            total += sent
+            if self.record.canaries.part(int(state.chunk.clients[single.slots[0]])) is not None:
+                self._note(state, single.slots, sent[None])
+
+    def _note(self, state: ChunkRound, slots: np.ndarray, sent: torch.Tensor) -> None:
+        """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
+        actor = state.actor
+        chunk = state.chunk
+        slot = int(slots[0])
+        correction = self.experiment.local.correction(state.view("local", slots))
+        if correction is None:
+            correction = torch.zeros_like(actor.model)[None]
+        moved = self.bounding.moved(sent, state.view("bounding", slots))[0]
+        # in units of a gradient: minus the sum of the steps' gradients
+        steps = -moved.cpu() / (float(chunk.weights[slot]) * actor.lr)
+        who = (state.work.t, int(chunk.clients[slot]), int(chunk.draws[slot]))
+        update = StepUpdate(*who, actor.model.cpu(), correction[0].cpu().double(), steps)
+        self.record.sent(update)
+
+
+class StepActor(ClientActor):
+    """A client actor on rows with canaries."""
 
     def __init__(self, plan: Plan, record: StepRecord):
         super().__init__(plan.experiment, str(plan.shards))
-        self.shards.reader = PlantedRows(self.shards, record.canaries)
+        self.shards.reader = CanaryRows(self.shards, record.canaries)
         self.record = record
 
-    def _send(self, tally: Tally, chunk: Chunk, block: Block, total: torch.Tensor) -> None:
-        for alone in block.apart():
-            added = torch.zeros_like(total)
-            super()._send(tally, chunk, alone, added)
-            total += added
-            client = int(chunk.clients[alone.slots[0]])
-            if self.record.canaries.part(client) is not None:
-                self._note(tally, chunk, alone.slots, added[None])
-
-    def _note(self, tally: Tally, chunk: Chunk, alone: np.ndarray, sent: torch.Tensor) -> None:
-        """Records what the client at a slot, int64 [1], has sent, float64 [1, d]."""
-        slot = int(alone[0])
-        local = self.experiment.local
-        correction = local.correction(self._view(tally, chunk, "local", alone))
-        if correction is None:
-            correction = torch.zeros_like(tally.model)[None]
-        view = self._view(tally, chunk, "bounding", alone)
-        moved = self.experiment.bounding.moved(sent, view)[0]
-        # In units of a gradient: minus the sum of the steps' gradients.
-        steps = -moved.cpu() / (float(chunk.weights[slot]) * tally.lr)
-        client = int(chunk.clients[slot])
-        draw = int(chunk.draws[slot])
-        t = tally.work.t
-        self.record.sent(
-            Sent(t, client, draw, tally.model.cpu(), correction[0].cpu().double(), steps)
-        )
+    def contribution(self, state: ChunkRound) -> Contribution:
+        """See `ClientActor.contribution`."""
+        return ObservedSteps(super().contribution(state), self.record)
 
 
 class StepCoordinator(Coordinator):
@@ -206,7 +216,7 @@ class StepCoordinator(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.client = StepClient(self.plan, self.seen)
+        self.pool.client = StepActor(self.plan, self.seen)
         self.written = Written(self.ledger.path)
         return started
 
@@ -217,7 +227,7 @@ class StepCoordinator(Coordinator):
 
 
 @dataclass(frozen=True, eq=False)
-class Sent:
+class StepUpdate:
     """What a client with canaries has sent."""
 
     t: int
@@ -250,7 +260,7 @@ class StepRecord:
         self.shape = shards.shape
         self.classes = shards.classes
         module = models.build(e.model, shards.form(e.data.task), e.seed)
-        self.gradients = Gradients(module, e.data.task, _sample_bound(self.plan))
+        self.gradients = SampleGradients(module, e.data.task, _sample_bound(self.plan))
         linear = e.local.linear()
         if linear is None:
             expected = (
@@ -273,7 +283,7 @@ class StepRecord:
         steps = int(self.plan.experiment.local.step_counts(np.array([rows]))[0])
         return np.array([sum(beta**j for j in range(steps - q)) for q in range(steps)])
 
-    def sent(self, sent: Sent) -> None:
+    def sent(self, sent: StepUpdate) -> None:
         """Adds the evidence that an update gives about its client's canaries."""
         part = self.canaries.part(sent.client)
         n = int(self.plan.population.sizes[sent.client])
@@ -318,7 +328,7 @@ class StepRecord:
             ),
         )
 
-    def _off(self, sent: Sent, std: float) -> float:
+    def _off(self, sent: StepUpdate, std: float) -> float:
         """By how much an update differs from what it should be, beyond what rounding explains, in
         norms of what its clipped gradients come to.
         """
@@ -329,7 +339,7 @@ class StepRecord:
         least = 1e-3 * self.gradients.bound
         return float((norm(again - sent.steps) - rounding).clamp(min=0) / max(norm(clipped), least))
 
-    def _replay(self, sent: Sent, std: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _replay(self, sent: StepUpdate, std: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the steps' gradients, float64 [d], by the definition of a local step
         (`raydpfl.methods.local`), and what of it the clipped gradients of samples are.
         """
@@ -368,7 +378,12 @@ class StepRecord:
         return total, clipped
 
     def _noises(
-        self, sent: Sent, std: float, samples: np.ndarray, index: np.ndarray, sizes: np.ndarray
+        self,
+        sent: StepUpdate,
+        std: float,
+        samples: np.ndarray,
+        index: np.ndarray,
+        sizes: np.ndarray,
     ) -> torch.Tensor:
         """The noise of each local step, float64 [Q, d]."""
         taken, _ = picked(index, sizes, np.array([len(samples)]), self.plan.experiment.local)
@@ -483,7 +498,7 @@ class StepRecord:
         return ""
 
 
-class Gradients:
+class SampleGradients:
     """Clipped gradients of single samples, float32 [n, d], for a module of any kind."""
 
     def __init__(self, module: torch.nn.Module, task: Task, bound: float):
@@ -558,7 +573,7 @@ def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
         raise ConfigError("data.kind", e.data.kind, expected)
     module = models.build(e.model, shards.form(e.data.task), e.seed)
     bound = _sample_bound(plan)
-    gradients = Gradients(module, e.data.task, bound)
+    gradients = SampleGradients(module, e.data.task, bound)
     flat = models.flatten(module)
     reached = {}
     for relabel in (False, True)[: 1 + (shards.classes > 1)]:

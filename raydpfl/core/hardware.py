@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,3 +93,9 @@ def single_blas() -> Iterator[None]:
             del os.environ[BLAS]
         else:
             os.environ[BLAS] = before
+
+
+def peak_rss_mb() -> float:
+    """The largest resident set this process has had, in MB (10^6 bytes)."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6

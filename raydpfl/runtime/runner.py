@@ -27,7 +27,7 @@ from raydpfl import models, storage, tracking
 from raydpfl.config.registry import choose
 from raydpfl.config.yaml import read
 from raydpfl.core import device, signals
-from raydpfl.core.hardware import single_blas
+from raydpfl.core.hardware import peak_rss_mb, single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.experiment import Experiment, flat
@@ -39,7 +39,6 @@ from raydpfl.runtime.launcher import Call, Launcher
 from raydpfl.simulation import export
 from raydpfl.simulation.plan import FREE, SHOWS, Plan
 from raydpfl.simulation.provenance import KEPT, keep, versions
-from raydpfl.simulation.worker import peak_rss_mb
 from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log

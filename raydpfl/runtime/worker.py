@@ -14,7 +14,7 @@ from raydpfl.models.linear_stack import NoStack
 from raydpfl.runtime import file_transfer
 from raydpfl.runtime.session import place
 from raydpfl.simulation import provenance
-from raydpfl.simulation.worker import Process
+from raydpfl.simulation.client.actor import ClientActor
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Started:
 
 
 def ready(
-    process: Process,
+    process: ClientActor,
     pickled: bytes,
     shards: str,
     path: Sequence[str],
@@ -73,7 +73,7 @@ def ready(
     return Started(os.getpid(), host, node, process.progress.path, gpu)
 
 
-def _make(process: Process, experiment: Experiment, shards: str, host: str) -> None:
+def _make(process: ClientActor, experiment: Experiment, shards: str, host: str) -> None:
     try:
         process.make(experiment, shards)
     except ConfigError as error:  # where the run was started it was none

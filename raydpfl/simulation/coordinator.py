@@ -8,8 +8,11 @@ function of (experiment, seed, t) alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,6 @@ from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.preparation import problem_of
 from raydpfl.simulation.recorder import Record, joined
 from raydpfl.simulation.run_state import Position, take_up
-from raydpfl.simulation.worker import heard
 from raydpfl.storage.run_files import Clock
 
 
@@ -58,7 +60,7 @@ class Coordinator:
         """Takes up the run where it stands and starts its clients; the id of this process, and what
         that warned of. Raises `RunError` for a run directory that contradicts itself.
         """
-        with heard() as warnings:
+        with captured_warnings() as warnings:
             self._take_up()
         return os.getpid(), warnings
 
@@ -203,3 +205,17 @@ class Coordinator:
     def position(self) -> int:
         """How many rounds are done."""
         return self.at.t
+
+
+@contextmanager
+def captured_warnings() -> Iterator[list[str]]:
+    """The package's warnings within, which the log of an actor would keep to itself."""
+    messages: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("raydpfl")
+    log.addHandler(listener)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(listener)

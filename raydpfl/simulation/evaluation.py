@@ -22,8 +22,8 @@ from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric, Total
 from raydpfl.simulation.client.data_cache import check
-from raydpfl.simulation.client.personalization import FineTuning, Personal
-from raydpfl.simulation.worker import own_code
+from raydpfl.simulation.client.personalization import FineTuning, LocalParameters
+from raydpfl.simulation.user_code import in_training
 
 SHARE = 8  # of the device's memory that is the actor's, batches may take one part in so many
 
@@ -142,13 +142,17 @@ class Evaluator:
     """
 
     def __init__(
-        self, experiment: Experiment, shards: Shards, module: torch.nn.Module, clients: Personal
+        self,
+        experiment: Experiment,
+        shards: Shards,
+        module: torch.nn.Module,
+        clients: LocalParameters,
     ):
         self.seed = experiment.seed
         self.form = shards.form(experiment.data.task)
         self.metrics = experiment.metrics
         self.per_client = experiment.evaluate.per_client
-        self.own = own_code(experiment)
+        self.own = in_training(experiment)
         self.shards = shards
         self.module = module
         self.personal = clients
@@ -212,7 +216,7 @@ class Evaluator:
             outputs = self._outputs(x)
             return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
         rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
-        if self.personal.own or self._tuning:
+        if self.personal.count or self._tuning:
             outputs, y, rows = self._of_own(batch.clients, rows, x, y, given)
         else:
             outputs = self._outputs(x)
@@ -234,7 +238,7 @@ class Evaluator:
         """Whether these are clients of whom none has a model of its own, so that nobody reads their
         rows.
         """
-        if not clients or not self.personal.own or self._tuning:
+        if not clients or not self.personal.count or self._tuning:
             return False
         return not any(client in given.own for client in clients)
 
@@ -269,7 +273,7 @@ class Evaluator:
         for client in clients:
             if client in given.own:
                 part = sent(torch.tensor(given.own[client]), self.device)
-                yield client, self.personal.whole(given.model, part)
+                yield client, self.personal.whole_model(given.model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl import storage
+from raydpfl.core.hardware import peak_rss_mb
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
@@ -29,7 +30,6 @@ from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account
 from raydpfl.simulation.provenance import capability
 from raydpfl.simulation.run_state import Position
-from raydpfl.simulation.worker import peak_rss_mb
 from raydpfl.storage.run_files import Clock, Dropped, Pace
 from raydpfl.storage.tables import Table, schema
 

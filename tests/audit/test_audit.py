@@ -41,7 +41,8 @@ from raydpfl.privacy import epsilon as accounted
 from raydpfl.privacy import pld as accounting_pld
 from raydpfl.simulation import adaptive_bound
 from raydpfl.simulation.adaptive_bound import next_bound
-from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.chunk_training import ChunkTraining
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.recorder import joined
@@ -358,26 +359,29 @@ def half_the_servers_noise(patch):
 
 
 def one_clip_skipped(patch):
-    factors = ClientActor._factors
+    bounded = Contribution.bounded
 
-    def unbounded(self, tally, chunk, slots, lengths):
-        work = tally.work
-        work = replace(work, bound=1e9) if 7 in chunk.clients[slots] else work
-        return factors(self, replace(tally, work=work), chunk, slots, lengths)
+    def unbounded(self, state, slots, norms):
+        work = state.work
+        if 7 in state.chunk.clients[slots]:
+            state.work = replace(work, bound=1e9)
+        factors = bounded(self, state, slots, norms)
+        state.work = work
+        return factors
 
-    patch.setattr(ClientActor, "_factors", unbounded)
+    patch.setattr(Contribution, "bounded", unbounded)
 
 
 def one_clip_skipped_slightly(patch):
     """By so little that the norm of the sum does not show it."""
-    factors = ClientActor._factors
+    bounded = Contribution.bounded
 
-    def longer(self, tally, chunk, slots, lengths):
-        found = factors(self, tally, chunk, slots, lengths)
-        found[torch.from_numpy(chunk.clients[slots] == 7)] *= 1.5
-        return found
+    def longer(self, state, slots, norms):
+        return bounded(self, state, slots, norms) * np.where(
+            state.chunk.clients[slots] == 7, 1.5, 1
+        )
 
-    patch.setattr(ClientActor, "_factors", longer)
+    patch.setattr(Contribution, "bounded", longer)
 
 
 def last_round_uncounted(patch):
@@ -797,28 +801,28 @@ def half_the_noise_of_steps(patch):
 
 
 def one_rounds_samples_unclipped(patch):
-    train = ClientActor._train
+    train = ChunkTraining.train
 
-    def careless(self, tally, chunk, *rest):
+    def careless(self, actor, *rest):
         clip = self.trainer.clip
-        self.trainer.clip = self.trainer.clip if tally.work.t else 1e9
-        yield from train(self, tally, chunk, *rest)
+        self.trainer.clip = self.trainer.clip if actor.work.t else 1e9
+        yield from train(self, actor, *rest)
         self.trainer.clip = clip
 
-    patch.setattr(ClientActor, "_train", careless)
+    patch.setattr(ChunkTraining, "train", careless)
 
 
 def the_last_rounds_samples_unclipped(patch):
     """Those alone that are a hundred times longer than the bound."""
-    train = ClientActor._train
+    train = ChunkTraining.train
 
-    def careless(self, tally, chunk, *rest):
+    def careless(self, actor, *rest):
         clip = self.trainer.clip
-        self.trainer.clip = clip * (100 if tally.work.t == 2 else 1)
-        yield from train(self, tally, chunk, *rest)
+        self.trainer.clip = clip * (100 if actor.work.t == 2 else 1)
+        yield from train(self, actor, *rest)
         self.trainer.clip = clip
 
-    patch.setattr(ClientActor, "_train", careless)
+    patch.setattr(ChunkTraining, "train", careless)
 
 
 def samples_clipped_a_little_late(patch):

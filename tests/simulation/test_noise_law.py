@@ -23,6 +23,7 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.adaptive_bound import next_bound
+from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.trainer import Trainer
@@ -119,11 +120,12 @@ def test_noise_that_leaves_clients(tmp_path):
         draws = np.append(np.zeros(30, int), 1)
         chunk = Chunk(clients, draws, plan.weights(clients), rows=int(plan.population.sizes.max()))
         work = Work(t, plan.seed, plan.noise_seed, 0.5, std, Grid.of(31, 0.5, std))
-        tally = actor._tally(Broadcast(np.zeros(plan.d, np.float32)), work)
-        for block in actor._trained(tally, chunk):
-            for alone in block.apart():
+        began = actor.begin(Broadcast(np.zeros(plan.d, np.float32)), work)
+        state = ChunkRound(began, chunk, torch.zeros(31, 0))
+        for block in actor.training.blocks(state):
+            for single in block.apart():
                 sent = torch.zeros(plan.d, dtype=torch.float64)
-                actor._send(tally, chunk, alone, sent)
+                actor.contribution(state).add(state, single, sent)
                 rows.append(sent.numpy() / std)
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_law(np.stack(rows))

@@ -334,7 +334,7 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
     optimizer = torch.optim.SGD(net.parameters(), lr=e.personal.lr)
     for t, flat in enumerate(received):
         models.load(model, flat)
-        drawn, _ = batches(e.seed, t, [client], [personalization.BESIDE], sizes, e.personal)
+        drawn, _ = batches(e.seed, t, [client], [personalization.PERSONAL], sizes, e.personal)
         for rows in drawn[0]:
             optimizer.zero_grad()
             scores = net(torch.tensor(x[0][rows]))

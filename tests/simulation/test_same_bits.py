@@ -33,7 +33,9 @@ from raydpfl.data.sizes import Sizes
 from raydpfl.methods.bounding import FAMILY
 from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import Result
+from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.contribution import Full
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.scheduler import chunks
 from raydpfl.training.backends import BACKENDS
@@ -576,13 +578,13 @@ def test_chunks_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
         BACKENDS[backend], "calls", 0
     )  # so that a chunk is of clients that cost the same
     cut = []
-    joined = ClientActor._joined
+    joined = ClientActor.joined
 
     def noted(actor, given):
         cut.extend(len(chunk.clients) for chunk in given)
         return joined(actor, given)
 
-    monkeypatch.setattr(ClientActor, "_joined", noted)
+    monkeypatch.setattr(ClientActor, "joined", noted)
     changes = {
         **TINY,
         "data": LOGNORMAL,
@@ -853,17 +855,8 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
     plan = Plan.make(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
     scaled = carried_out(plan, tmp_path / "scaled")
-    taken = []
-    contribute = ClientActor._contribute
-
-    def noted(*given):
-        taken.append(None)
-        return contribute(*given)
-
-    monkeypatch.setattr("raydpfl.simulation.client.actor._scales", lambda experiment: False)
-    monkeypatch.setattr(ClientActor, "_contribute", noted)
+    monkeypatch.setattr(actor, "choose", lambda state, training: Full)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
-    assert taken
 
 
 @pytest.mark.parametrize(("backend", "joined"), [("fused", 2), ("compiled", 1)])
@@ -873,7 +866,7 @@ def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(
     sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
     clients = np.arange(len(sizes))
     cut = chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)
-    found = list(ClientActor(plan.experiment, str(plan.shards))._joined(cut))
+    found = list(ClientActor(plan.experiment, str(plan.shards)).joined(cut))
     together = np.concatenate([chunk.clients for chunk in found])
     assert np.array_equal(np.sort(together[together >= 0]), clients)
     assert all((sizes[chunk.members[chunk.members >= 0]] <= chunk.rows).all() for chunk in found)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -26,7 +27,9 @@ from raydpfl.methods.bounding import FAMILY, Bounding, Clip
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import plan, preparation, scheduler
+from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.contribution import InKernel, Scaled
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.trainer import Trainer
 
@@ -301,14 +304,14 @@ def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_d
     trained = Trained(**ADDED[name])
     native.use(1)
     with monkeypatch.context() as alone:
-        alone.setattr(ClientActor, "adds", False)
+        alone.setattr(actor, "choose", lambda state, training: Scaled)
         expected = trained.share()
     assert [who for who, _ in expected[2]] == [trained.hurt] * (trained.hurt >= 0)
 
     def never(*_):
         raise AssertionError("Python adds up")
 
-    monkeypatch.setattr(ClientActor, "_scale", never)
+    monkeypatch.setattr(Scaled, "add", never)
     for count in (1, 2, 5):
         native.use(count)
         assert trained.share() == expected
@@ -320,16 +323,12 @@ def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, 
     of = Grid.of
     monkeypatch.setattr(Grid, "of", lambda *given: replace(of(*given), most=most))
     trained = Trained(noise={"kind": "none"})
-    monkeypatch.setattr(ClientActor, "adds", False)
-    if fits:
-        expected = trained.share()
-        monkeypatch.setattr(ClientActor, "adds", True)
-        assert trained.share() == expected
-        return
-    for adds in (False, True):
-        monkeypatch.setattr(ClientActor, "adds", adds)
-        with pytest.raises(RunError, match="diverged"):
-            trained.share()
+    results = []
+    for kind in (Scaled, InKernel):
+        monkeypatch.setattr(actor, "choose", lambda state, training, kind=kind: kind)
+        with nullcontext() if fits else pytest.raises(RunError, match="diverged"):
+            results.append(trained.share())
+    assert len(results) == 2 * fits and results[:1] == results[1:]
 
 
 def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
@@ -347,7 +346,9 @@ def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(backen
     made = Plan.make(experiment(client={"backend": backend}))
     actor = ClientActor(made.experiment, str(made.shards))
     native.use(5)
-    assert actor._zeros(9).shape == (sums, native.VECTOR)
+    work = Work(0, 1, 1, None, 0.0, Grid.of(1, None))
+    began = actor.begin(Broadcast(np.zeros(9, np.float32)), work)
+    assert began.totals.shape == (sums, native.VECTOR)
 
 
 CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed is not Bounding.closed}

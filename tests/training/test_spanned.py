@@ -15,7 +15,7 @@ from test_noise_law import check_law
 from torch import nn
 
 from raydpfl import models
-from raydpfl.audit.local_step_canaries import Gradients
+from raydpfl.audit.local_step_canaries import SampleGradients
 from raydpfl.core import native
 from raydpfl.methods.local import Sgd
 from raydpfl.training.backends.fused import responses
@@ -83,7 +83,7 @@ def trainer_of(module: nn.Module, local: Sgd, y: torch.Tensor, clip: float) -> T
     return Trainer(module, local, backend="compiled", seed=SEED, clip=clip, task=task_of(y))
 
 
-def plainly(gradients: Gradients, start, local: Sgd, x, y, index, noises) -> torch.Tensor:
+def plainly(gradients: SampleGradients, start, local: Sgd, x, y, index, noises) -> torch.Tensor:
     """A client's update by its noises, step by step, in float64."""
     start = start.double()
     now = start.clone()
@@ -107,7 +107,7 @@ def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method
     keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS}
     chunk = trainer.chunk(start, x, y, SIZES, **keyed, stds=STDS)
     index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    gradients = Gradients(module, task_of(y), CLIP)
+    gradients = SampleGradients(module, task_of(y), CLIP)
     for slot, update, _ in (each for block in chunk for each in block.clients()):
         own = int(local.step_counts(np.array(SIZES))[slot])
         who = {"client": CLIENTS[slot], "draw": DRAWS[slot], "std": STDS[slot], "steps": own}
@@ -137,7 +137,7 @@ def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     who = {"client": 3, "draw": 0, "std": 1.0, "steps": 70}
     noises = trainer.noises(x[0].numpy(), d=len(start), t=ROUND, **who)
     expected = plainly(
-        Gradients(module, task_of(y), CLIP), start, local, x[0], y[0], index[0], noises
+        SampleGradients(module, task_of(y), CLIP), start, local, x[0], y[0], index[0], noises
     )
     assert (update - expected).norm() <= 2e-6 * expected.norm()
 
@@ -220,7 +220,7 @@ def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     start = models.flatten(module)
     d = len(start)
     index, _ = batches(SEED, ROUND, [7], [0], [4], local)
-    gradients = Gradients(module, task_of(y), 1e6)
+    gradients = SampleGradients(module, task_of(y), 1e6)
 
     def loop(z: np.ndarray) -> np.ndarray:
         return plainly(gradients, start, local, x, y, index[0], z).numpy()
@@ -273,7 +273,7 @@ def test_the_share_clipped_counts_samples_and_steps():
     local = LOCALS["plain"]
     start = models.flatten(module)
     index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    each = Gradients(module, task_of(y), 1e9)(start, x[0], y[0]).norm(dim=1)
+    each = SampleGradients(module, task_of(y), 1e9)(start, x[0], y[0]).norm(dim=1)
     clip = float(each.median())
     one = local.model_copy(update={"steps": 1})
     clipped = np.empty(5)

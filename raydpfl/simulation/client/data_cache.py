@@ -13,15 +13,15 @@ from raydpfl.core import device
 from raydpfl.data import Buffers, Shards
 from raydpfl.models.tasks import Form
 
-SHARE = 4  # of the device's memory that is the actor's, rows may take one part in so many
+SHARE = 4  # rows may take 1 / SHARE of the actor's share of the device's memory
 PIECE = 1 << 26  # bytes that are copied there at once
 
 Array = np.ndarray | torch.Tensor
 
 
 def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
-    """Raises IndexError for tokens and labels of rows that a model does not know, before they reach
-    a GPU (`device.check_numbers`).
+    """Raises IndexError for tokens and labels that the model does not know, before they reach a GPU
+    (`device.check_numbers`).
     """
     if form.tokens:
         device.check_numbers(there, x, form.tokens, "token")
@@ -45,9 +45,8 @@ class Rows:
         picked: Sequence[np.ndarray | None] | None = None,
         again: bool = False,
     ) -> tuple[Array, Array, np.ndarray]:
-        """See `Shards.chunk`, which this gives, as arrays or tensors of the device that trains.
-
-        What an earlier call gave is overwritten, unless it is asked `again`.
+        """See `Shards.chunk`, with arrays or tensors of the device that trains. The next call
+        overwrites them, unless it is asked `again`.
 
         Raises:
             IndexError: on a GPU, a client has a label or a token that the model does not know.
@@ -55,10 +54,9 @@ class Rows:
         return self.shards.chunk(clients, rows, picked, None if again else self._buffers)
 
 
-class Resident(Rows):
-    """Keeps all rows in a GPU's memory, where they take little of it: they go there once, through
-    memory that is pinned, and a chunk picks out its own. Where they take more, each chunk's go
-    there when it trains.
+class GpuRows(Rows):
+    """Keeps all rows in a GPU's memory, if they take little of it: they are copied there once, and
+    a chunk picks out its rows. Otherwise each chunk's rows are copied when it trains.
     """
 
     def __init__(self, shards: Shards, form: Form, there: torch.device, num_gpus: float):
@@ -81,27 +79,25 @@ class Resident(Rows):
         """See `Rows.chunk`."""
         members = np.asarray(clients, np.int64)
         if int(self._first[-1] + 1) * self._row > self._bytes:
-            read, labels, counts = self.shards.chunk(members, rows, picked)
-            for slot in np.flatnonzero(counts).tolist():
-                own = slice(int(counts[slot]))
-                check(self.device, self.form, read[slot, own], labels[slot, own])
-            return self._there(read), self._there(labels), counts
+            read_x, read_y, n = self.shards.chunk(members, rows, picked)
+            for slot in np.flatnonzero(n).tolist():
+                check(self.device, self.form, read_x[slot, : n[slot]], read_y[slot, : n[slot]])
+            return self._there(read_x), self._there(read_y), n
         stored_x, stored_y = self._stored
-        for client in members[members >= 0].tolist():
-            if client in self._wrong:
-                raise IndexError(self._wrong[client])
         index = np.full((len(members), rows), self._first[-1])  # the last row is of zeros
         n = np.zeros(len(members), np.int64)
         for slot in np.flatnonzero(members >= 0).tolist():
             client = int(members[slot])
-            some = None if picked is None else picked[slot]
-            if some is None:
-                some = np.arange(self.shards.sizes[client])
-            n[slot] = len(some)
-            index[slot, : n[slot]] = self._first[client] + some
-        place = self._there(index.ravel())
-        x = stored_x.index_select(0, place).view(*index.shape, *stored_x.shape[1:])
-        y = stored_y.index_select(0, place).view(*index.shape, *stored_y.shape[1:])
+            if client in self._wrong:
+                raise IndexError(self._wrong[client])
+            wanted = None if picked is None else picked[slot]
+            if wanted is None:
+                wanted = np.arange(self.shards.sizes[client])
+            n[slot] = len(wanted)
+            index[slot, : n[slot]] = self._first[client] + wanted
+        places = self._there(index.ravel())
+        x = stored_x.index_select(0, places).view(*index.shape, *stored_x.shape[1:])
+        y = stored_y.index_select(0, places).view(*index.shape, *stored_y.shape[1:])
         return x, y, n
 
     def _there(self, array: np.ndarray) -> torch.Tensor:
@@ -115,23 +111,22 @@ class Resident(Rows):
         form = self.form
         sizes = np.asarray(self.shards.sizes)
         total = int(self._first[-1])
-        kinds = [
+        dtypes = [
             torch.int64 if whole else torch.float32 for whole in (form.tokens, form.target.classes)
         ]
-        x = torch.zeros(total + 1, *form.shape, dtype=kinds[0], device=self.device)
-        y = torch.zeros(total + 1, *form.target.shape, dtype=kinds[1], device=self.device)
+        x = torch.zeros(total + 1, *form.shape, dtype=dtypes[0], device=self.device)
+        y = torch.zeros(total + 1, *form.target.shape, dtype=dtypes[1], device=self.device)
         first = 0
         while first < len(sizes):
             end = first + 1
-            while end < len(sizes) and self._padded(sizes[first : end + 1]) <= PIECE:
+            # padded to the client with most rows
+            while end < len(sizes) and (
+                self._row * (end + 1 - first) * int(sizes[first : end + 1].max()) <= PIECE
+            ):
                 end += 1
             self._store(x, y, np.arange(first, end), sizes[first:end])
             first = end
         return x, y
-
-    def _padded(self, sizes: np.ndarray) -> int:
-        """Bytes of the rows of clients that are padded to the largest."""
-        return self._row * len(sizes) * int(sizes.max())
 
     def _store(
         self, x: torch.Tensor, y: torch.Tensor, clients: np.ndarray, sizes: np.ndarray
@@ -139,15 +134,14 @@ class Resident(Rows):
         most = int(sizes.max(initial=0))
         if not most:
             return
-        some_x, some_y, _ = self.shards.chunk(clients, most, buffers=self._buffers)
-        for place, client in enumerate(clients.tolist()):
-            own = slice(int(sizes[place]))
+        read_x, read_y, _ = self.shards.chunk(clients, most, buffers=self._buffers)
+        for place, (client, size) in enumerate(zip(clients.tolist(), sizes.tolist(), strict=True)):
             try:
-                check(self.device, self.form, some_x[place, own], some_y[place, own])
+                check(self.device, self.form, read_x[place, :size], read_y[place, :size])
             except IndexError as error:
                 self._wrong[client] = str(error)
         real = np.arange(most) < sizes[:, None]
-        part = slice(int(self._first[clients[0]]), int(self._first[clients[-1] + 1]))
-        # what is wrong is never trained on: its client is refused
-        x[part] = self._there(some_x[real])
-        y[part] = self._there(some_y[real])
+        rows = slice(int(self._first[clients[0]]), int(self._first[clients[-1] + 1]))
+        # wrong rows are never trained on: their client is refused
+        x[rows] = self._there(read_x[real])
+        y[rows] = self._there(read_y[real])

@@ -1,11 +1,10 @@
-"""Personal models, where clients train: what of a model is a client's own, a model that it trains
-beside (Ditto), and fine-tuning.
+"""Personalization: local parameters of a model, personal models (Ditto) and fine-tuning.
 
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
 >>> models.shared_and_local.set_local(net, {"1.bias"})
->>> personal = Personal(net)
+>>> local = LocalParameters(net)
 >>> chunk = Chunk(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
->>> _, starts = personal.begun(torch.zeros(4), chunk)
+>>> _, starts = local.starts(torch.zeros(4), chunk)
 >>> starts.begun[1]
 tensor([0., 0., 0., 0., 1.])
 """
@@ -28,21 +27,21 @@ from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Local
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.simulation.client.data_cache import check
-from raydpfl.simulation.worker import own_code
+from raydpfl.simulation.user_code import in_training
 from raydpfl.training.backends import REFERENCE, lacking
 from raydpfl.training.backends.base import Block, Starts
 from raydpfl.training.minibatches import batches, picked
 from raydpfl.training.trainer import Trainer
 
-# draws that no cohort has: of what is trained beside a round, and before an evaluation
-BESIDE = 1 << 30
-TUNED = 1 << 31
+# draws that no cohort has: of personal models, and of fine-tuning before an evaluation
+PERSONAL = 1 << 30
+FINE_TUNED = 1 << 31
 STACKS = ("compiled", "fused")  # the backends of modules that vmap trains too
 
 
-class Personal:
-    """The parts of a model that are clients' own (`raydpfl.models.shared_and_local`). `module` has
-    their initial values, which a client has before its first round.
+class LocalParameters:
+    """The parameters of a model that each client keeps (`raydpfl.models.shared_and_local`).
+    `module` has their initial values, which a client has before its first round.
     """
 
     def __init__(self, module: nn.Module):
@@ -50,97 +49,95 @@ class Personal:
         self.initial = self.split.kept(models.trained(module)[None])[0]
 
     @property
-    def own(self) -> int:
-        """Numbers that each client keeps; 0: nothing."""
+    def count(self) -> int:
+        """Numbers that each client keeps; 0: none."""
         return len(self.initial)
 
-    def had(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
-        """What the clients at these slots had of their own before the round, float32 [k, own]."""
-        found = self.initial.expand(len(slots), -1).clone()
+    def before(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
+        """What the clients at these slots kept before the round, float32 [k, count]."""
+        values = self.initial.expand(len(slots), -1).clone()
         stored = chunk.memory.get(OWN, {})
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
         if places:
-            given = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
-            at = device.index(np.array(places), found.device)
-            found[at] = device.sent(given, found.device).to(found)
-        return found
+            rows = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
+            index = device.index(np.array(places), values.device)
+            values[index] = device.sent(rows, values.device).to(values)
+        return values
 
-    def begun(self, model: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, Starts | None]:
-        """What a chunk trains of a model, float32 [d]: all that is trained, float32 [D], and where
-        each client begins, if parts are its own.
+    def starts(self, model: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, Starts | None]:
+        """All trained parameters, float32 [D], from the shared ones, float32 [d], and where each
+        client of a chunk starts, if it has local parameters.
         """
         if not self.split.own:
             return model, None
-        every = self.split.joined(model, self.initial[None])[0]
-        own = self.had(chunk, np.arange(len(chunk.clients)))
-        return every[: self.split.parameters], Starts.at(self.split.joined(model, own))
+        whole = self.split.joined(model, self.initial[None])[0]
+        before = self.before(chunk, np.arange(len(chunk.clients)))
+        return whole[: self.split.parameters], Starts.at(self.split.joined(model, before))
 
-    def corrections(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        """Corrections of gradients by what travels, [k, d], as those by all that is trained."""
-        return self.split.spread(given) if self.split.own and given is not None else given
+    def corrections(self, shared: torch.Tensor | None) -> torch.Tensor | None:
+        """Corrections of all gradients from those of the shared parameters, [k, d]."""
+        return self.split.spread(shared) if self.split.own and shared is not None else shared
 
-    def parted(self, block: Block, starts: Starts | None) -> Block:
-        """A block of a chunk that began there, of which what travels and what stays is apart. A
-        client whose own part is not finite has an update that is not.
+    def split_block(self, block: Block, starts: Starts | None) -> Block:
+        """A trained block with its local parameters apart from the update. A client whose local
+        parameters are not finite has an update that is not.
         """
         if starts is None:
             return block
         updates = self.split.shared(block.updates)
         ended = starts.ended[device.index(block.slots, starts.ended.device)]
-        own = self.split.kept(ended)
-        updates[~own.isfinite().all(1)] = math.nan
-        return Block(block.slots, updates, block.losses, own)
+        local = self.split.kept(ended)
+        updates[~local.isfinite().all(1)] = math.nan
+        return Block(block.slots, updates, block.losses, local)
 
-    def beside(
+    def train(
         self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
     ) -> torch.Tensor | None:
-        """What the chunk's clients have of their own after the round, float32 [C, own], where they
-        train it beside the model, float32 [d]; None: they do not. Only `members` of them train,
-        int64 [C], -1 for all others.
+        """Trains the personal models of `members` (int64 [C], -1 for all others) after the model,
+        float32 [d]. Returns those of the chunk's clients, float32 [C, count]; None: they have none.
         """
         return None
 
-    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """The numbers of a client's model, float32 [D + b] (`raydpfl.models.trained`), from the
-        model, [d], and its own, [own].
+        shared ones, [d], and those that it keeps, [count].
         """
-        return self.split.joined(model, own[None])[0]
+        return self.split.joined(model, local[None])[0]
 
 
-class Ditto(Personal):
-    """A model of each client's own, which it trains in the rounds that it is part of, by a rule
-    that draws it to the model as it was received (Li, Hu, Beirami and Smith 2021, Alg. 1). What it
-    sends is as without.
+class Ditto(LocalParameters):
+    """A personal model per client, trained in the rounds that it takes part in, by a rule that
+    draws it to the received model (Li, Hu, Beirami and Smith 2021, Alg. 1). What the client sends
+    does not depend on it.
     """
 
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         super().__init__(module)
         self.initial = models.trained(module)
         every = ParameterSplit(torch.zeros(len(self.initial), dtype=torch.bool), 0)
-        self.training = Training(experiment, rule, shards, module, every)
+        self.training = PersonalTraining(experiment, rule, shards, module, every)
 
-    def beside(
+    def train(
         self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
     ) -> torch.Tensor | None:
-        """See `Personal.beside`."""
-        own = self.had(chunk, np.arange(len(chunk.clients)))
-        starts = Starts.at(own, drawn=True)
-        apart = replace(chunk, draws=chunk.draws + BESIDE)
-        return self.training.train(model, apart, members, starts, t, seed)
+        """See `LocalParameters.train`."""
+        starts = Starts.at(self.before(chunk, np.arange(len(chunk.clients))), drawn=True)
+        personal = replace(chunk, draws=chunk.draws + PERSONAL)
+        return self.training.train(model, personal, members, starts, t, seed)
 
-    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """See `Personal.whole`."""
-        return own
+    def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """See `LocalParameters.whole_model`."""
+        return local
 
 
-def of(experiment: Experiment, shards: Shards, module: nn.Module) -> Personal:
-    """What clients have of their own. `module`: as it is before the first round."""
+def local_parameters(experiment: Experiment, shards: Shards, module: nn.Module) -> LocalParameters:
+    """What clients keep of the model. `module`: as it is before the first round."""
     rule = experiment.personal
-    return Ditto(experiment, rule, shards, module) if rule else Personal(module)
+    return Ditto(experiment, rule, shards, module) if rule else LocalParameters(module)
 
 
-class Training:
-    """Trains clients by a rule apart from the run: nothing of it is sent."""
+class PersonalTraining:
+    """Trains clients by a rule other than the run's. Nothing of it is sent."""
 
     def __init__(
         self,
@@ -155,15 +152,15 @@ class Training:
         self.shards = shards
         self.form = shards.form(experiment.data.task)
         backends = [client.backend, *(["vmap"] if client.backend in STACKS else [])]
-        asked = (rule, None, client.precision, split)
-        able = [backend for backend in backends if not lacking(backend, *asked)]
+        needs = (rule, None, client.precision, split)
+        able = [backend for backend in backends if not lacking(backend, *needs)]
         self.trainer = Trainer(
             module,
             rule,
             backend=able[0] if able else REFERENCE,
             seed=experiment.seed,
             device=next(module.parameters()).device,
-            own=own_code(experiment),
+            own=in_training(experiment),
             task=experiment.data.task,
             precision=client.precision,
         )
@@ -181,17 +178,17 @@ class Training:
 
         Args:
             model: all that is trained, float32 [D].
-            chunk: of clients, whose draws are no cohort's.
+            chunk: of clients, with draws that no cohort has.
             members: those that train, int64 [C], -1 for all others.
-            starts: where each begins; None: at the model.
-            t: by which, and by the seed, what is drawn is keyed.
+            starts: where each starts; None: at the model.
+            t: by which, and by the seed, randomness is keyed.
         """
         self.trainer.seed = seed
         parts = []
         for first in range(0, len(chunk.clients), chunk.width):
-            some = slice(first, first + chunk.width)
-            begun = starts and Starts.at(starts.begun[some], starts.drawn)
-            who = chunk.clients[some], members[some], chunk.draws[some]
+            part = slice(first, first + chunk.width)
+            begun = starts and Starts.at(starts.begun[part], starts.drawn)
+            who = chunk.clients[part], members[part], chunk.draws[part]
             parts.append(self._chunk(model, *who, begun, t))
         return torch.cat(parts)
 
@@ -204,15 +201,15 @@ class Training:
         starts: Starts | None,
         t: int,
     ) -> torch.Tensor:
-        """As `train`, of one chunk; only `members` of its clients train, int64 [C], -1 for others.
-        Its shape is that of all clients.
-        """
+        """As `train`, of one chunk, whose shape is that of all `clients`."""
         sizes = np.where(clients < 0, 0, self.shards.sizes[clients])
         rows = max(1, int(self.rule.rows_used(sizes).max()))
-        held = np.where(members < 0, 0, sizes)
-        drawn = batches(self.trainer.seed, t, members, draws, held, self.rule, rows=rows)
-        taken, index = picked(*drawn, held, self.rule)
-        x, y, n = self.shards.chunk(members, rows, taken)
+        present = np.where(members < 0, 0, sizes)
+        index, batch_sizes = batches(
+            self.trainer.seed, t, members, draws, present, self.rule, rows=rows
+        )
+        wanted, index = picked(index, batch_sizes, present, self.rule)
+        x, y, n = self.shards.chunk(members, rows, wanted)
         for slot in np.flatnonzero(n).tolist():
             check(self.trainer.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
         trained = self.trainer.chunk(
@@ -221,27 +218,27 @@ class Training:
             t=t,
             clients=members,
             draws=draws,
-            drawn=(index, drawn[1], self.rule.step_counts(held)),
+            drawn=(index, batch_sizes, self.rule.step_counts(present)),
             starts=starts,
             planned=self.rule.step_counts(sizes),
         )
-        moved = {int(slot): update for block in trained for slot, update, _ in block.clients()}
+        updates = {int(slot): update for block in trained for slot, update, _ in block.clients()}
         if starts is not None:
             return starts.ended
         still = torch.zeros_like(model)
-        return torch.stack([model + moved.get(slot, still) for slot in range(len(clients))])
+        return torch.stack([model + updates.get(slot, still) for slot in range(len(clients))])
 
 
 class FineTuning:
-    """Trains the model further for each client alone, on the rows that it trains on, as
-    `evaluate.fine_tune` says. Nothing of it lasts.
+    """Trains the model further for each client alone, on its training rows, as `evaluate.fine_tune`
+    says. Nothing of it is kept.
     """
 
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
-        self.personal = Personal(module)
-        self.training = Training(experiment, rule, shards, module, self.personal.split)
+        self.local = LocalParameters(module)
+        self.training = PersonalTraining(experiment, rule, shards, module, self.local.split)
         width = experiment.client.chunk
-        assert isinstance(width, int)  # the plan has settled "auto"
+        assert isinstance(width, int)  # resolved in the plan
         self.width = width
         self.seed = experiment.seed
 
@@ -253,15 +250,15 @@ class FineTuning:
         Args:
             clients: some of them.
             model: after t rounds, float32 [d].
-            own: by client, what it has of its own, float32 [own]; absent: its initial values.
+            own: local parameters by client, float32 [count]; absent: the initial values.
             t: by which batches are keyed.
         """
         for first in range(0, len(clients), self.width):
             some = np.array(clients[first : first + self.width], np.int64)
-            held = {slot: own[client] for slot, client in enumerate(some.tolist()) if client in own}
-            draws = np.full(len(some), TUNED)
-            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: held})
+            kept = {slot: own[client] for slot, client in enumerate(some.tolist()) if client in own}
+            draws = np.full(len(some), FINE_TUNED)
+            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: kept})
             with torch.inference_mode(False):
-                every, starts = self.personal.begun(model, chunk)
-                trained = self.training.train(every, chunk, some, starts, t, self.seed)
+                whole, starts = self.local.starts(model, chunk)
+                trained = self.training.train(whole, chunk, some, starts, t, self.seed)
             yield from zip(some.tolist(), trained, strict=True)

@@ -1,0 +1,387 @@
+"""What clients send: their updates bounded, weighted and noised, added up on a grid.
+
+There are three implementations of one algorithm, which give the same bits. `choose` says which one
+takes a chunk.
+
+| class      | how                                                             | takes a chunk if |
+| ---------- | --------------------------------------------------------------- | ---------------- |
+| `InKernel` | compiled code adds each update while it is in the cache         | 1 and 2          |
+| `Scaled`   | float32 updates are bounded and noised while they are added     | 1                |
+| `Full`     | makes the float64 vectors that clients send; the reference      | always           |
+
+1. The CPU trains, clients send their updates times a factor, and no probe, bounding or local rule
+   reads the vectors that they send.
+2. The backend adds, no user-defined code takes part, the model has no local parameters, noise is
+   not user-defined, all clients have rows, and the factors have a closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import chain
+from traceback import clear_frames
+
+import numpy as np
+import torch
+
+from raydpfl.core import device, exact_sum, native
+from raydpfl.core.prng import keyed_globals
+from raydpfl.errors import RAISED, RunError
+from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.probes import Sent
+from raydpfl.simulation.client.actor_round import ChunkRound, check_shape
+from raydpfl.simulation.client.chunk_training import ChunkTraining
+from raydpfl.simulation.user_code import in_run
+from raydpfl.training.backends.base import Block, Sum
+
+LEAST_NORM = 2.0**-450  # squares of such numbers are far from the least of float64
+PREFETCHED = 1 << 31  # bytes of noise that are drawn before they are needed
+
+
+class Contribution:
+    """Base of the implementations. It trains the clients of a chunk and adds up what they send."""
+
+    def __init__(self, training: ChunkTraining):
+        self.training = training
+        self.experiment = training.experiment
+        self.bounding = self.experiment.bounding
+        self.device = training.device
+
+    def add_chunk(self, state: ChunkRound) -> None:
+        """Trains the clients of a chunk and adds what they send to the actor's total."""
+        for trained in self.training.blocks(state):
+            if trained.own is not None:
+                state.local_parameters[state.index(trained.slots)] = trained.own
+            # what user-defined code computes or draws for a client must not depend on others
+            for block in trained.apart() if self.bounding.is_user_defined else (trained,):
+                self.add(state, block, state.actor.total)
+
+    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
+        """Adds what the clients of a block send to `total`, float64 [d]."""
+        raise NotImplementedError
+
+    def bounded(self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray) -> np.ndarray:
+        """The factors of vectors of these norms, float64 [k] both. Raises `RunError` where a vector
+        times its factor is longer than the bound.
+        """
+        work = state.work
+        first = int(slots[0])
+        key = {
+            "t": work.t,
+            "client": int(state.chunk.clients[first]),
+            "draw": int(state.chunk.draws[first]),
+        }
+        keyed = self.training.trainer.own
+        with keyed_globals(work.seed, **key, step=2) if keyed else nullcontext():
+            # a copy, as user-defined code may write to it
+            bound = math.inf if work.bound is None else work.bound
+            factors = self.bounding.factors(torch.from_numpy(norms.copy()), bound)
+        check_shape(f"bounding.kind {self.bounding.kind} gives factors", factors, norms.shape)
+        self.check_factors(state, slots, norms, factors.numpy())
+        return factors.numpy()
+
+    def check_factors(
+        self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray, factors: np.ndarray
+    ) -> None:
+        """Raises `RunError` where vectors of these norms, times the factors, pass the bound."""
+        bound = state.work.bound
+        if bound is None:
+            return
+        lengths = factors * norms
+        most = bound * (1 + 1e-12)
+        if not (lengths.min() >= 0 and lengths.max() <= most):
+            place = int(np.argmin((lengths >= 0) & (lengths <= most)))
+            raise RunError(
+                f"bounding.kind {self.bounding.kind} lets client "
+                f"{state.chunk.clients[slots[place]]} send norm {norms[place]:g} times factor "
+                f"{factors[place]:g} in round {state.work.t}, above its bound of {bound:g}"
+            )
+
+    def noise(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
+        """The noise of clients on what they send, float64 [k, d]; None: they draw none. Raises
+        `RunError` where noise was accounted for and none is drawn.
+        """
+        work = state.work
+        if work.client_std == 0:
+            return None
+        member = self.experiment.noise
+        clients = state.chunk.clients[slots]
+        drawn = member.on_clients(
+            work.noise_seed, work.t, clients, state.chunk.draws[slots], work.client_std,
+            state.actor.d,
+        )  # fmt: skip
+        if drawn is None:
+            raise RunError(
+                f"noise.kind {member.kind} draws no noise of client {clients[0]} in round "
+                f"{work.t}, where N(0, {work.client_std:.6g}^2) was accounted for"
+            )
+        check_shape(f"noise.kind {member.kind} draws", drawn, (len(slots), state.actor.d))
+        return np.ascontiguousarray(drawn, np.float64)
+
+    def monitor_noise(
+        self, state: ChunkRound, slots: np.ndarray, noise: np.ndarray | None, sent: torch.Tensor
+    ) -> None:
+        """Records statistics of user-defined noise, and of what it hides, for the coordinator."""
+        if noise is None or not self.experiment.noise.is_user_defined:
+            return
+        from raydpfl.simulation.noise_monitor import numbers  # loads scipy
+
+        exact = sent.cpu().numpy().astype(np.float64)
+        values = {**numbers(noise, state.work.client_std, [exact]), "sum": noise.sum(0)}
+        values["client"] = state.chunk.clients[slots]
+        for name, array in values.items():
+            state.actor.noise.setdefault(name, []).append(array)
+
+
+class Full(Contribution):
+    """Makes the vectors that clients send, float64 [k, d]."""
+
+    def __init__(self, training: ChunkTraining):
+        super().__init__(training)
+        self._user_defined = in_run(self.experiment)
+        self._buffer = np.zeros((0, 0))
+        # the slots of the chunk in training, and their noise, which a thread draws
+        self._prefetched: tuple[np.ndarray, Future[np.ndarray | None]] | None = None
+
+    def add_chunk(self, state: ChunkRound) -> None:
+        """See `Contribution.add_chunk`. On a GPU a thread draws the clients' noise meanwhile."""
+        small = 8 * state.actor.d * len(state.members) <= PREFETCHED
+        if self.device.type == "cpu" or state.work.client_std == 0 or not small:
+            super().add_chunk(state)
+            return
+        with ThreadPoolExecutor(1) as thread:
+            drawn = thread.submit(super().noise, state, state.members)
+            self._prefetched = state.members, drawn
+            try:
+                super().add_chunk(state)
+            finally:
+                self._prefetched = None
+
+    def noise(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
+        """See `Contribution.noise`."""
+        if self._prefetched is None:
+            return super().noise(state, slots)
+        members, drawn = self._prefetched
+        noise = drawn.result()
+        return None if noise is None else noise[np.searchsorted(members, slots)]
+
+    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
+        """See `Contribution.add`. Where the device's memory does not hold the vectors of all
+        clients, it takes one half of the block after the other.
+        """
+        vectors = None
+        try:
+            vectors = self.vectors(state, block)
+        except RuntimeError as error:
+            alone = len(block.slots) == 1
+            if alone or self.device.type == "cpu" or not device.exhausted(error):
+                raise
+            clear_frames(error.__traceback__)
+        if vectors is None:
+            device.freed(self.device)
+            half = len(block.slots) // 2
+            self.add(state, block.part(slice(half)), total)
+            self.add(state, block.part(slice(half, None)), total)
+        elif self.device.type == "cpu":
+            exact_sum.add(total.numpy(), vectors.contiguous().numpy(), state.work.grid)
+        else:
+            vectors, largest = exact_sum.snapped(vectors, state.work.grid)
+            total += vectors.sum(0)
+            state.actor.largest.append(largest)
+
+    def vectors(self, state: ChunkRound, block: Block) -> torch.Tensor:
+        """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
+        slots = block.slots
+        bounding = self.bounding
+        local = self.experiment.local
+        view = state.view("bounding", slots)
+        vectors, norms, lengths = self._unbounded(state, block)
+        factors = self.bounded(state, slots, lengths)
+        scale = torch.from_numpy(factors * state.chunk.weights[slots])
+        unbounded = vectors.clone() if bounding.remembers else vectors
+        vectors *= device.sent(scale, self.device)[:, None]
+        noise = self.noise(state, slots)
+        columns = self._measured(state, block, vectors, noise)
+        residual = bounding.remember(unbounded, vectors, view)
+        if self._user_defined:
+            self._check_sent(state, slots, vectors)
+        exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
+        if noise is not None:
+            vectors += device.sent(torch.from_numpy(noise), self.device)
+        local_state = None
+        if local.remembers:
+            moved = bounding.moved(vectors.clone() if self._user_defined else vectors, view)
+            local_state = local.remember(moved, state.view("local", slots))
+        # at last, as what comes before is repeated where memory is short
+        state.record(slots, norms, factors, block.losses)
+        self.monitor_noise(state, slots, noise, exact)
+        state.actor.add_columns(columns)
+        shape = (len(slots), state.actor.d)
+        state.actor.add_client_states("bounding", residual, shape)
+        state.actor.add_client_states("local", local_state, shape)
+        return vectors
+
+    def _unbounded(
+        self, state: ChunkRound, block: Block
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """What a block's clients would send unbounded, float64 [k, d], and its norms twice, [k].
+
+        A client whose norm is not finite counts as one that has not moved: the first norms have NaN
+        for it, the second that of what it then sends.
+        """
+        bounding = self.bounding
+        shape = (len(block.slots), state.actor.d)
+        vectors = bounding.send(
+            self._float64(block.updates), state.view("bounding", block.slots)
+        ).double()
+        check_shape(f"bounding.kind {bounding.kind} sends", vectors, shape)
+        lengths = vector_norms(vectors)
+        norms = lengths.copy()
+        for place in np.flatnonzero(~np.isfinite(norms)).tolist():
+            slot = block.slots[place : place + 1]
+            state.actor.drop_not_finite(state.chunk, int(slot[0]), float(norms[place]))
+            idle = self.training.idle(state.actor, state.chunk, slot)[None]
+            vectors[place] = bounding.send(idle.double(), state.view("bounding", slot))[0]
+            lengths[place] = vector_norms(vectors[place : place + 1])[0]
+            norms[place] = math.nan
+        return vectors, norms, lengths
+
+    def _float64(self, updates: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return updates.double()
+        k, d = updates.shape
+        if self._buffer.shape[1] != d or self._buffer.shape[0] < k:
+            self._buffer = np.zeros((k, d))  # the same memory every time
+        return torch.from_numpy(self._buffer[:k]).copy_(updates)
+
+    def _measured(
+        self, state: ChunkRound, block: Block, vectors: torch.Tensor, noise: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        """The probes' columns of a block's clients, float64 [k] each."""
+
+        def again(times: int) -> tuple[torch.Tensor, np.ndarray]:
+            if state.repeated is None:  # once for all blocks of the chunk
+                state.repeated = self.training.repeat(state, times)
+            sums, squares = state.repeated
+            return sums[state.index(block.slots)], squares[block.slots]
+
+        columns: dict[str, np.ndarray] = {}
+        for probe in self.experiment.measure:
+            told = state.actor.told.get(f"measure.{probe.kind}", {})
+            columns |= probe.chunk(Sent(block.updates, vectors, noise, told, again))
+        return columns
+
+    def _check_sent(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:
+        """Raises `RunError` where what clients send, weighted and without noise, float64 [k, d], is
+        longer than the bound: user-defined code that was given it may have changed it.
+        """
+        bound = state.work.bound
+        if bound is None:
+            return
+        lengths = vector_norms(vectors)
+        weights = np.abs(state.chunk.weights[slots])
+        within = lengths <= bound * weights * (1 + 1e-9)
+        if not within.all():
+            place = int(np.argmin(within))
+            raise RunError(
+                f"client {state.chunk.clients[slots[place]]} sends norm "
+                f"{lengths[place] / weights[place]:g} in round {state.work.t}, above "
+                f"the bound of {bound:g} of bounding.kind {self.bounding.kind}"
+            )
+
+
+class Scaled(Contribution):
+    """Bounds and noises float32 updates while it adds them, without a float64 copy."""
+
+    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
+        """See `Contribution.add`. It may change the updates of the block."""
+        slots = block.slots
+        lengths = native.norms(block.updates) if block.norms is None else block.norms
+        norms = lengths.copy()
+        for place in np.flatnonzero(~np.isfinite(norms)).tolist():
+            slot = slots[place : place + 1]
+            state.actor.drop_not_finite(state.chunk, int(slot[0]), float(norms[place]))
+            block.updates[place] = self.training.idle(state.actor, state.chunk, slot)
+            lengths[place] = native.norms(block.updates[place : place + 1])[0]
+            norms[place] = math.nan
+        factors = self.bounded(state, slots, lengths)
+        state.record(slots, norms, factors, block.losses)
+        noise = self.noise(state, slots)
+        self.monitor_noise(state, slots, noise, block.updates)
+        scale = factors * state.chunk.weights[slots]
+        exact_sum.add(total.numpy(), block.updates.numpy(), state.work.grid, scale, noise)
+
+
+class InKernel(Scaled):
+    """Compiled code bounds, noises and adds each update while it is in the cache."""
+
+    def add_chunk(self, state: ChunkRound) -> None:
+        """See `Contribution.add_chunk`."""
+        chunk = state.chunk
+        work = state.work
+        closed = closed_form(state, self.bounding)
+        assert closed is not None  # as `choose` says
+        into = Sum(
+            closed,
+            np.ascontiguousarray(chunk.weights, np.float64),
+            *(work.client_std, work.noise_seed, work.t, chunk.clients, chunk.draws),
+            *(work.grid, state.actor.totals.numpy()),
+            factors=np.empty(len(chunk.clients)),
+            fits=np.ones(1, bool),
+        )
+        blocks = self.training.train(state.actor, chunk, chunk.members, state.clipped, into)
+        try:
+            first = next(blocks)
+        except RAISED:  # before anything is trained; `Scaled` names the client
+            super().add_chunk(state)
+            return
+        for block in chain([first], blocks):
+            assert block.norms is not None
+            finite = np.isfinite(block.norms)
+            for place in np.flatnonzero(~finite).tolist():
+                state.actor.drop_not_finite(
+                    chunk, int(block.slots[place]), float(block.norms[place])
+                )
+            norms = np.where(finite, block.norms, np.nan)
+            state.record(block.slots, norms, into.factors[block.slots], block.losses)
+        if not into.fits[0]:
+            exact_sum.check_range(math.inf, work.grid)
+        norms = np.nan_to_num(state.norms[state.members])
+        self.check_factors(state, state.members, norms, state.factors[state.members])
+
+
+def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
+    """The fastest implementation that takes this chunk; see the table above."""
+    experiment = training.experiment
+    bounding = experiment.bounding
+    noise = experiment.noise
+    read = any(probe.looks for probe in experiment.measure)
+    read = read or bounding.remembers or experiment.local.remembers
+    if training.device.type != "cpu" or read or not bounding.scales:
+        return Full
+    clients = state.chunk.clients[state.members]
+    in_kernel = (
+        training.trainer.adds
+        and not (training.trainer.own or training.personal.count)
+        and (state.work.client_std == 0 or not noise.is_user_defined)
+        and len(clients)
+        and training.shards.sizes[clients].all()
+        and closed_form(state, bounding) is not None
+    )
+    return InKernel if in_kernel else Scaled
+
+
+def closed_form(state: ChunkRound, bounding: Bounding) -> tuple[float, float, float] | None:
+    """See `Bounding.closed`."""
+    return bounding.closed(math.inf if state.work.bound is None else state.work.bound)
+
+
+def vector_norms(vectors: torch.Tensor) -> np.ndarray:
+    """The L2 norms of vectors, float64 [k, d]: float64 [k]. One below `LEAST_NORM`, where squares
+    underflow, is given as `LEAST_NORM` unless it is 0, so that none is too small.
+    """
+    on_cpu = vectors.device.type == "cpu"
+    norms = native.norms(vectors) if on_cpu else device.norms(vectors).numpy()
+    return np.where((norms > 0) & (norms < LEAST_NORM), LEAST_NORM, norms)

@@ -1,0 +1,67 @@
+"""Checks that user-defined code keeps nothing from one client to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from raydpfl.core.messages import Chunk
+from raydpfl.errors import RunError
+from raydpfl.models.hidden_state import changed, kept
+from raydpfl.simulation.client.actor_round import ActorRound
+from raydpfl.simulation.client.chunk_training import ChunkTraining
+
+
+class UserCodeWatch:
+    """After 1, 2, 4, 8, ... rounds of an actor, looks for Python state that has changed, and trains
+    the first client of the round a second time, which must give the same bits.
+    """
+
+    def __init__(self, training: ChunkTraining):
+        experiment = training.experiment
+        self._training = training
+        self._members = {
+            "model": experiment.model,
+            "local": experiment.local,
+            "bounding": experiment.bounding,
+        }
+        self._rounds = 0
+        self._state = self._python_state()
+
+    def _python_state(self) -> dict[str, bytes]:
+        module = self._training.trainer.module
+        members = [self._members["local"], self._members["bounding"]]
+        return kept(*members) if module is None else kept(module, *members)
+
+    def check(self, actor: ActorRound) -> None:
+        """Raises `RunError` if user-defined code keeps something from one client to the next."""
+        self._rounds += 1
+        if self._rounds & (self._rounds - 1):
+            return
+        before = self._state
+        self._state = self._python_state()
+        what = ", ".join(changed(before, self._state)[:5])
+        if not what and actor.sample:
+            what = self._difference(actor, *actor.sample)
+        if what:
+            names = " or ".join(
+                f"{name}.kind {member.kind}"
+                for name, member in self._members.items()
+                if member.is_user_defined
+            )
+            raise RunError(
+                f"{names} keeps something from one client to the next ({what}), so that "
+                "the bits would depend on who trains whom; a model may use its parameters, its "
+                "buffers and its input alone, another member what it is given"
+            )
+
+    def _difference(self, actor: ActorRound, chunk: Chunk, slot: int, update: torch.Tensor) -> str:
+        """What differs when the client at this slot is trained a second time; empty: nothing."""
+        alone = replace(chunk, slot=slot)
+        for block in self._training.train(actor, alone, alone.members):
+            repeated = block.updates[0].cpu().numpy()
+            if not np.array_equal(repeated, update.cpu().numpy(), equal_nan=True):
+                return f"client {chunk.clients[slot]}, trained again, gives another update"
+        return ""
