@@ -82,9 +82,9 @@ def exited(error: SystemExit) -> str:
 
 @contextmanager
 def contained(where: str = "") -> Iterator[None]:
-    """Turns what a user's own code raises within into a `RunError` that shows their frames first
-    (`told`), and a SystemExit, which nobody else raises. Errors of memory stay what they are, and
-    those of files that no module of the user's has raised (`is_theirs`).
+    """Turns what user-defined code raises within, SystemExit too, into a `RunError` that shows its
+    frames first (`traceback_text`). Errors of memory stay what they are, and those of files that no
+    user-defined module has raised (`is_theirs`).
 
     Args:
         where: in which part of a run, in words.
@@ -98,7 +98,7 @@ def contained(where: str = "") -> Iterator[None]:
     except Exception as error:
         if not (is_theirs(error) if isinstance(error, OSError) else frames_of_user(error)):
             raise
-        raise RunError(told(error, where)) from error
+        raise RunError(traceback_text(error, where)) from error
 
 
 class DeviceError(RunError):
@@ -133,7 +133,7 @@ class BudgetError(RunError):
     """
 
 
-ALL = "\nall frames:\n"  # in what `told` says, before them
+ALL = "\nall frames:\n"  # in what `traceback_text` says, before them
 MORE = "all frames: the same with --debug"
 
 
@@ -169,7 +169,7 @@ def is_theirs(error: BaseException) -> bool:
     return not _THEIRS.isdisjoint(within)
 
 
-def told(error: BaseException, where: str = "") -> str:
+def traceback_text(error: BaseException, where: str = "") -> str:
     """An exception and where it was raised, in several lines: the place in the user's own code,
     what was raised, the hook that it was raised in, then all frames.
 
@@ -192,7 +192,7 @@ def told(error: BaseException, where: str = "") -> str:
 
 
 def brief(text: str) -> str:
-    """What `told` said, without all frames."""
+    """What `traceback_text` said, without all frames."""
     shown, more, _ = text.partition(ALL)
     return f"{shown}\n{MORE}" if more else shown
 

@@ -178,7 +178,7 @@ class Experiment(Section):
         """What its members may know of each other, of the section `noise`."""
         members = dict(self._every_member())
         rule = self.local.linear()
-        stateful = [name for name in ("local", "bounding") if getattr(self, name).remembers]
+        stateful = [name for name in ("local", "bounding") if getattr(self, name).stateful]
         return Setting(
             section="noise",
             kinds={section: member.kind for section, member in members.items()},
@@ -300,7 +300,7 @@ class Experiment(Section):
         """The member by which clients keep something from one of their rounds to the next; at most
         one does.
         """
-        return next((member for member in (self.local, self.bounding) if member.remembers), None)
+        return next((member for member in (self.local, self.bounding) if member.stateful), None)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

@@ -44,17 +44,20 @@ def _factors(case: Case, given: torch.Tensor, bound: float) -> torch.Tensor:
 def _view(case: Case, k: int = TOGETHER, t: int = 2) -> View:
     """The round as k clients know it, who remember something."""
     member = case.member
-    told = {name: torch.tensor(each) for name, each in member.tells(member.start(case.d)).items()}
+    told = {
+        name: torch.tensor(each)
+        for name, each in member.broadcast_state(member.start(case.d)).items()
+    }
     own = tensor(TOGETHER, case.d, step=1).float()[:k]
     model = tensor(case.d, step=2).float()
     lr = case.plan.experiment.local.learning_rate(t)
-    return View(t, lr, member.initial_bound, model, told, lambda: own)
+    return View(t, lr, member.initial_bound, model, broadcast, lambda: own)
 
 
 def _alone(view: View, place: int) -> View:
     """The round as one of them knows it."""
-    own = view.own[place : place + 1]
-    return replace(view, remembered=lambda: own)
+    own = view.state[place : place + 1]
+    return replace(view, load_state=lambda: own)
 
 
 def _bounds(case: Case) -> list[float]:
@@ -156,14 +159,14 @@ def each_alone(case: Case) -> str:
     updates = tensor(TOGETHER, case.d)
     together = case.member.send(updates.clone(), view)
     hold(together.shape == updates.shape, f"send gives {list(together.shape)}")
-    kept = case.member.remember(together.clone(), together * 0.5, view)
+    kept = case.member.next_state(together.clone(), together * 0.5, view)
     for place in (0, 7, TOGETHER - 1):
         alone = _alone(view, place)
         sent = case.member.send(updates[place : place + 1].clone(), alone)
         hold(close(sent[0], together[place]), f"client {place} alone sends something else")
         if kept is not None:
             one = together[place : place + 1]
-            mine = case.member.remember(one.clone(), one * 0.5, alone)
+            mine = case.member.next_state(one.clone(), one * 0.5, alone)
             hold(close(mine[0], kept[place]), f"client {place} alone remembers something else")
     for most in _bounds(case):
         given = norms(most)
@@ -208,13 +211,13 @@ def memory(case: Case) -> str:
     view = _view(case)
     sent = tensor(TOGETHER, case.d) * 0.1
     given = sent.clone()
-    kept = case.member.remember(3 * sent, given, view)
+    kept = case.member.next_state(3 * sent, given, view)
     hold(torch.equal(given, sent), "remember changes what is sent")
     if kept is None:
         return "clients remember nothing"
     hold(kept.shape == sent.shape, f"remember gives {list(kept.shape)}, for {list(sent.shape)}")
     hold(torch.isfinite(kept).all(), "it is not finite")
-    hold(case.member.remembers, "remembers is False")
+    hold(case.member.stateful, "remembers is False")
     return "a vector for each client"
 
 
@@ -238,7 +241,7 @@ def receive(case: Case) -> str:
         found.append(mean)
         member.receive(-3 * released, copied(start), facts)
     hold(np.array_equal(found[0], found[1]), "asked again, it is another")
-    told = member.tells(member.start(case.d))
+    told = member.broadcast_state(member.start(case.d))
     hold(all(each.dtype == np.float32 for each in told.values()), "what is told is not float32")
     return f"keeps {', '.join(start) or 'nothing'}"
 

@@ -131,9 +131,12 @@ def numbers(case: Case) -> str:
 
 def _view(case: Case, k: int) -> View:
     member = case.member
-    told = {name: torch.tensor(each) for name, each in member.tells(member.start(case.d)).items()}
+    told = {
+        name: torch.tensor(each)
+        for name, each in member.broadcast_state(member.start(case.d)).items()
+    }
     own = tensor(K, case.d, step=1).float()[:k]
-    return View(1, member.learning_rate(1), 1.0, tensor(case.d).float(), told, lambda: own)
+    return View(1, member.learning_rate(1), 1.0, tensor(case.d).float(), broadcast, lambda: own)
 
 
 def memory(case: Case) -> str:
@@ -149,8 +152,8 @@ def memory(case: Case) -> str:
         ("correction", member.correction(view), member.correction(_view(case, 1))),
         (
             "remember",
-            member.remember(moved.clone(), view),
-            member.remember(moved[:1].clone(), _view(case, 1)),
+            member.next_state(moved.clone(), view),
+            member.next_state(moved[:1].clone(), _view(case, 1)),
         ),
     ):
         if found is None:
@@ -161,7 +164,7 @@ def memory(case: Case) -> str:
     correction = member.correction(view)
     if correction is not None:
         hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
-    return "clients remember" if member.remembers else "clients remember nothing"
+    return "clients remember" if member.stateful else "clients remember nothing"
 
 
 def receive(case: Case) -> str:

@@ -106,7 +106,7 @@ def epsilon(case: Case) -> str:
         plan.experiment.rounds,
         placement=plan.experiment.noise.drawn_by(),
         stateful=plan.experiment.stateful.kind if plan.experiment.stateful else "",
-        noise_in_state=plan.experiment.local.remembers
+        noise_in_state=plan.experiment.local.stateful
         and plan.experiment.noise.drawn_by() == "client",
     )
     terms = plan.terms

@@ -27,7 +27,7 @@ from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.wrong_command import directed
 from raydpfl.core import fast_import, kernel_build, signals
-from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, told
+from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
 
 if TYPE_CHECKING:
     from raydpfl.experiment import Experiment
@@ -956,7 +956,7 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
         said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
         return None if said else (f"code that the config names {exited(error)}", 1)
     if isinstance(error, Exception) and frames_of_user(error):
-        return told(error), 1
+        return traceback_text(error), 1
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return f"code that the config names raised {what}", 1

@@ -164,7 +164,7 @@ class Broadcast:
     """What all clients are sent: the model, and what members tell them of their state."""
 
     model: np.ndarray  # float32 [d]
-    told: Mapping[str, State] = field(default_factory=dict)  # by the member that tells it
+    states: Mapping[str, State] = field(default_factory=dict)  # by member
 
 
 @dataclass
@@ -198,21 +198,21 @@ class View:
         lr: the local learning rate of all their steps in this round.
         bound: the bound in force, an L2 norm; None: nothing is bounded.
         model: float32 [d], the round's model, as broadcast.
-        told: what the member itself tells clients of its state (`tells`), float32 by name.
-        remembered: gives `own`.
+        broadcast: what the member's `broadcast_state` gave, float32 by name.
+        load_state: gives `state`.
     """
 
     t: int
     lr: float
     bound: float | None
     model: torch.Tensor
-    told: Mapping[str, torch.Tensor]
-    remembered: Callable[[], torch.Tensor]
+    broadcast: Mapping[str, torch.Tensor]
+    load_state: Callable[[], torch.Tensor]
 
     @cached_property
-    def own(self) -> torch.Tensor:
-        """What each of them remembers, float32 [k, d]; zeros before its first round."""
-        return self.remembered()
+    def state(self) -> torch.Tensor:
+        """The state of each of them, float32 [k, d]; zeros before its first round."""
+        return self.load_state()
 
 
 @dataclass(frozen=True)

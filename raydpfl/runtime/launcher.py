@@ -30,7 +30,7 @@ import torch
 
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import cores, threads
-from raydpfl.errors import ConfigError, FileError, RunError, contained, told
+from raydpfl.errors import ConfigError, FileError, RunError, contained, traceback_text
 from raydpfl.experiment import Experiment
 from raydpfl.runtime.capacity import wanted
 from raydpfl.runtime.session import LOOK, Session, at_work, free
@@ -339,7 +339,7 @@ def _inline(coordinator: Coordinator) -> Call:
         except (RunError, ConfigError, MemoryError, OSError):
             raise
         except Exception as error:  # a user-defined member may raise anything
-            raise RunError(f"the run failed: {told(error)}") from error
+            raise RunError(f"the run failed: {traceback_text(error)}") from error
 
     call("start")
     return call

@@ -153,7 +153,7 @@ class Coordinator:
         e = self.experiment
         tellers: dict[str, Any] = {"bounding": e.bounding, "local": e.local}
         tellers |= {f"measure.{probe.kind}": probe for probe in e.measure}
-        told = {name: each.tells(self.at.states[name]) for name, each in tellers.items()}
+        told = {name: each.broadcast_state(self.at.states[name]) for name, each in tellers.items()}
         return Broadcast(self.at.model, {name: state for name, state in told.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:

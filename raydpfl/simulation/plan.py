@@ -159,7 +159,7 @@ class Plan:
             found = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
             return f"{found.hexdigest()[:16]} of {rounds}"
 
-        return self.population.remember(("cohorts", e.seed, rounds), compute)
+        return self.population.cached(("cohorts", e.seed, rounds), compute)
 
     def _clients(self) -> str:
         """A digest of what the plan holds of each client."""

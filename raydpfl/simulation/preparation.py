@@ -254,7 +254,7 @@ def weights(experiment: Experiment, population: Population) -> np.ndarray:
         return found if corrections is None else found * corrections
 
     members = (experiment.weights, experiment.selection)
-    return population.remember(tuple(member.model_dump_json() for member in members), compute)
+    return population.cached(tuple(member.model_dump_json() for member in members), compute)
 
 
 def _largest(values: np.ndarray) -> float:

@@ -121,7 +121,7 @@ def _most(plan: Plan) -> int:
     e = plan.experiment
     clients = len(plan.population)
     arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
-    remembered = clients * (e.local.remembers + e.bounding.remembers)
+    remembered = clients * (e.local.stateful + e.bounding.stateful)
     numbers = plan.d * (4 + 8 * arrays + 4 * remembered) + 4 * clients * plan.own
     return (1 << 22) + numbers + 32 * clients
 

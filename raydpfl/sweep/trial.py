@@ -22,7 +22,7 @@ from ray import tune
 
 from raydpfl import storage
 from raydpfl.data import prepare
-from raydpfl.errors import ConfigError, RunError, told
+from raydpfl.errors import ConfigError, RunError, traceback_text
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.runtime import runner
@@ -122,7 +122,7 @@ class TrialActor(tune.Trainable):
         except RunError as error:
             end["failed"] = str(error)
         except BaseException as error:
-            end["failed"] = told(error)
+            end["failed"] = traceback_text(error)
         self._reports.put({**self._report, **end})
 
     def _away(self) -> bool:

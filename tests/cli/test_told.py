@@ -17,7 +17,7 @@ from conftest import SMALL, experiment
 from raydpfl import run
 from raydpfl.cli import app
 from raydpfl.config.registry import load
-from raydpfl.errors import ConfigError, RunError, brief, contained, told
+from raydpfl.errors import ConfigError, RunError, brief, contained, traceback_text
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.storage import files
@@ -254,8 +254,12 @@ def test_an_error_without_frames_of_the_users_shows_all():
     try:
         torch.zeros(2) @ torch.zeros(3)
     except RuntimeError as error:
-        assert told(error).splitlines()[0].startswith("RuntimeError: inconsistent tensor size")
-    assert told(RunError("x")).startswith("raydpfl.errors.RunError: x\nall frames:")
+        assert (
+            traceback_text(error)
+            .splitlines()[0]
+            .startswith("RuntimeError: inconsistent tensor size")
+        )
+    assert traceback_text(RunError("x")).startswith("raydpfl.errors.RunError: x\nall frames:")
 
 
 RELATIONS = {

@@ -121,7 +121,7 @@ def test_a_sound_bound_is_held_with_the_resolution_of_the_search():
 class Growing(Clip):
     """Keeps what it sent, and sends ten times of it in round 1."""
 
-    def remember(self, vectors: torch.Tensor, sent: torch.Tensor, view: Any) -> torch.Tensor:
+    def next_state(self, vectors: torch.Tensor, sent: torch.Tensor, view: Any) -> torch.Tensor:
         if view.t == 1:
             sent *= 10
         return sent.clone()

@@ -873,7 +873,7 @@ class Shapeless(bounding.Clip):
 
     kind: str = "shapeless"
 
-    def remember(self, vectors, sent, view):
+    def next_state(self, vectors, sent, view):
         return sent[:, :1]
 
 

@@ -210,7 +210,7 @@ LOCALS = {
 
 class Corrected(Sgd):
     def correction(self, view):
-        return view.own
+        return view.state
 
 
 CORRECTED = {
@@ -1296,7 +1296,7 @@ def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
         sent = generator.normal(size=(len(cohort), 5))
         lr = 0.1 / (t + 1)
         share = len(cohort) / 12
-        after = local.remember(torch.from_numpy(sent), known(own[cohort], shared, lr)).numpy()
+        after = local.next_state(torch.from_numpy(sent), known(own[cohort], shared, lr)).numpy()
         by_change = shared + share * (after - own[cohort]).mean(axis=0)
         state = {"c": shared}
         local.receive(sent.mean(axis=0) * share, state, Facts(t, lr, None, 12, len(cohort), 12))
@@ -1321,7 +1321,7 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(backend):
             [part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))]
         )
         view = known(own[slot], shared, local.learning_rate(2))
-        variate = local.remember(delta.double(), view)
+        variate = local.next_state(delta.double(), view)
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -1352,8 +1352,8 @@ def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not
             more = {"corrections": local.correction(view)}
             blocks = trainer.chunk(model, x, y, [8] * 4, t=t, **everyone, **more)
             sent = torch.cat([block.updates for block in blocks]).double()
-            if local.remembers:
-                own = local.remember(sent, view)
+            if local.stateful:
+                own = local.next_state(sent, view)
                 local.receive(sent.mean(0).numpy(), state, Facts(t, lr, None, 4, 4, 4))
             model = model + sent.mean(0)
         return (model - optimum).norm() / optimum.norm()

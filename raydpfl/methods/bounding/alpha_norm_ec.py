@@ -35,16 +35,16 @@ class AlphaNormEC(SmoothNormalize):
 
     def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
         vectors = super().send(updates, view)
-        vectors -= view.own
+        vectors -= view.state
         return vectors
 
     def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
-        return super().invert(vectors + view.own, view)
+        return super().invert(vectors + view.state, view)
 
-    def remember(
+    def next_state(
         self, vectors: torch.Tensor, sent: torch.Tensor, view: View
     ) -> torch.Tensor | None:
-        return view.own + self.beta * sent
+        return view.state + self.beta * sent
 
     def start(self, d: int) -> State:
         return {"h": np.zeros(d)}

@@ -110,7 +110,7 @@ class Bounding(Member):
         if self.queries() and not self.adapts:
             expected = "a class with adapt, which takes up the answers to its queries"
             raise ConfigError("bounding.kind", self.kind, expected)
-        if not self.remembers:
+        if not self.stateful:
             return
         if "local" in setting.stateful:
             expected = (
@@ -128,9 +128,9 @@ class Bounding(Member):
         return type(self).send is Bounding.send and self.scaling == "update"
 
     @property
-    def remembers(self) -> bool:
+    def stateful(self) -> bool:
         """Whether clients keep a vector from one round to their next."""
-        return type(self).remember is not Bounding.remember
+        return type(self).next_state is not Bounding.next_state
 
     @property
     def adapts(self) -> bool:
@@ -216,10 +216,10 @@ class Bounding(Member):
         """
         return (factors < 1.0).astype(np.float64)
 
-    def remember(
+    def next_state(
         self, vectors: torch.Tensor, sent: torch.Tensor, view: View
     ) -> torch.Tensor | None:
-        """What clients keep for their next round; before it they had `view.own`.
+        """What clients keep for their next round; before it they had `view.state`.
 
         Args:
             vectors: as `send` made them, float64 [k, d].
@@ -244,9 +244,9 @@ class Bounding(Member):
         """
         return {}
 
-    def tells(self, state: State) -> State:
-        """What clients are told of that state in every round, float32 arrays by name
-        (`View.told`).
+    def broadcast_state(self, state: State) -> State:
+        """What of that state every round broadcasts, float32 arrays by name
+        (`View.broadcast`).
         """
         return {}
 

@@ -343,9 +343,9 @@ class Local(Schedule, Member):
     # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
 
     @property
-    def remembers(self) -> bool:
+    def stateful(self) -> bool:
         """Whether clients keep a vector from one of their rounds to the next."""
-        return type(self).remember is not Local.remember
+        return type(self).next_state is not Local.next_state
 
     @property
     def corrects(self) -> bool:
@@ -356,8 +356,8 @@ class Local(Schedule, Member):
         """The server's part of the memory before the first round, float64 arrays by name."""
         return {}
 
-    def tells(self, state: State) -> State:
-        """What clients are told of that in every round, float32 arrays by name (`View.told`)."""
+    def broadcast_state(self, state: State) -> State:
+        """What of it every round broadcasts, float32 arrays by name (`View.broadcast`)."""
         return {}
 
     def correction(self, view: View) -> torch.Tensor | None:
@@ -368,8 +368,8 @@ class Local(Schedule, Member):
         """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
         return torch.zeros_like(view.model)
 
-    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
-        """What clients keep for their next round, [k, d], where `view.own` is what they had.
+    def next_state(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+        """What clients keep for their next round, [k, d], where `view.state` is what they had.
 
         `moved` float64 [k, d] is what each of them moved by: what it sent, bounded and noised, in
         units of updates.
@@ -398,7 +398,7 @@ def _check_personal(local: Local, setting: Setting) -> None:
     """Raises `ConfigError` for a rule of variates, which no personal model has, and for what a
     model of each client's own that is trained beside cannot be.
     """
-    if local.remembers or local.corrects:
+    if local.stateful or local.corrects:
         expected = "a rule without variates, as it is for one client's own model"
         raise ConfigError(f"{setting.section}.kind", local.kind, expected)
     if setting.section != "personal":

@@ -2,11 +2,11 @@
 
 >>> local = Scaffold(steps=2, lr=0.1)
 >>> own, told = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
->>> view = View(0, 0.1, None, torch.zeros(1), told, remembered=lambda: own)
+>>> view = View(0, 0.1, None, torch.zeros(1), told, load_state=lambda: own)
 >>> local.correction(view).ravel()
 tensor([ 1., -1.])
 >>> moved = torch.tensor([[-0.4], [-1.0]], dtype=torch.float64)
->>> local.remember(moved, view).ravel()
+>>> local.next_state(moved, view).ravel()
 tensor([1., 6.], dtype=torch.float64)
 >>> state, facts = {"c": np.array([2.0])}, Facts(0, 0.1, np.zeros(1), 2, cohort=2, population=2)
 >>> local.receive(moved.mean(0).numpy(), state, facts)
@@ -100,20 +100,20 @@ class Scaffold(Sgd):
     def start(self, d: int) -> State:
         return {"c": np.zeros(d)}
 
-    def tells(self, state: State) -> State:
+    def broadcast_state(self, state: State) -> State:
         return {"c": state["c"].astype(np.float32)}
 
     def correction(self, view: View) -> torch.Tensor | None:
         """c - c_i, which a client adds to every gradient of a round."""
-        return view.told["c"] - view.own
+        return view.broadcast["c"] - view.state
 
     def idle(self, view: View) -> torch.Tensor:
-        """The update after which `remember` gives a client its c_i as it was."""
-        return -view.told["c"] * self._path(view.lr)
+        """The update after which `next_state` gives a client its c_i as it was."""
+        return -view.broadcast["c"] * self._path(view.lr)
 
-    def remember(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+    def next_state(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
         """c_i+ of clients that trained with `correction` and moved by this."""
-        return view.own.double() - view.told["c"].double() - moved / self._path(view.lr)
+        return view.state.double() - view.broadcast["c"].double() - moved / self._path(view.lr)
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """c+ from the mean of what the cohort moved by, each client with the same weight."""

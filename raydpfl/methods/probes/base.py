@@ -33,7 +33,7 @@ class Sent:
         updates: float32 [k, d].
         vectors: float64 [k, d]: bounded and weighted, without noise.
         noise: float64 [k, d]: what each has drawn on it; None: nothing.
-        told: what the probe itself tells clients of its state (`tells`), float32 by name.
+        broadcast: what the probe's `broadcast_state` gave, float32 by name.
         again: of so many more trainings of each client, with batches and noise of their own: the
             sum of what it would send unbounded, float64 [k, d], and that of its squared norms,
             float64 [k].
@@ -42,7 +42,7 @@ class Sent:
     updates: torch.Tensor
     vectors: torch.Tensor
     noise: np.ndarray | None
-    told: Mapping[str, torch.Tensor]
+    broadcast: Mapping[str, torch.Tensor]
     again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
 
 
@@ -187,8 +187,8 @@ class Probe(Member):
         """What the probe keeps from round to round, before the first; arrays by name."""
         return {}
 
-    def tells(self, state: State) -> State:
-        """What clients are told of that in every round, float32 arrays by name (`Sent.told`)."""
+    def broadcast_state(self, state: State) -> State:
+        """What of it every round broadcasts, float32 arrays by name (`Sent.broadcast`)."""
         return {}
 
     def values(self) -> tuple[str, ...]:

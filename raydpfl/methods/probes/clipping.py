@@ -77,7 +77,7 @@ class BoundingProbe(Probe):
         spread = np.maximum(squares / self.repeats - mean, 0.0) / max(self.repeats - 1, 1)
         return np.sqrt(np.maximum(mean - spread, 0.0))
 
-    def tells(self, state: State) -> State:
+    def broadcast_state(self, state: State) -> State:
         return state
 
     def values(self) -> tuple[str, ...]:
@@ -96,10 +96,10 @@ class BoundingProbe(Probe):
 
 def _angles(sent: Sent) -> np.ndarray:
     """In degrees, float64 [k]; NaN before there is a global update."""
-    if "previous" not in sent.told:
+    if "previous" not in sent.broadcast:
         return np.full(len(sent.updates), np.nan)
     updates = sent.updates.double()
-    last = sent.told["previous"].double()
+    last = sent.broadcast["previous"].double()
     lengths = torch.linalg.vector_norm(updates, dim=1) * torch.linalg.vector_norm(last)
     cosines = ((updates * last).sum(1) / lengths).cpu().numpy()
     return np.degrees(np.arccos(np.clip(cosines, -1.0, 1.0)))

@@ -129,7 +129,7 @@ class _Parabolas:
         lr = problem.local.learning_rate(0)
         bound = bounding.initial_bound
         state = bounding.start(1)
-        told = {name: torch.tensor(each) for name, each in bounding.tells(state).items()}
+        told = {name: torch.tensor(each) for name, each in bounding.broadcast_state(state).items()}
         moved = _moved(lr * self.curvature, problem.local.step_counts(clients.sizes))
         own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
 

@@ -81,7 +81,7 @@ class Population:
             return Population.balanced, (len(self),)
         return Population, (self.sizes, self.privacy_cost, self.table)
 
-    def remember(self, name: Hashable, compute: Callable[[], Any]) -> Any:
+    def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, which is called once for every `name`."""
         if name not in self._memo:
             self._memo[name] = compute()
@@ -90,7 +90,7 @@ class Population:
     @property
     def shares(self) -> np.ndarray:
         """p^u, the share of each client in all samples, n_k / sum n: float64 [N]."""
-        return self.remember("shares", lambda: self.sizes / self.samples)
+        return self.cached("shares", lambda: self.sizes / self.samples)
 
 
 @dataclass(frozen=True)

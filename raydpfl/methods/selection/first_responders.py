@@ -81,7 +81,7 @@ class FirstResponders(Sized):
         )
         times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), asked)
         if self.spread:
-            normals = population.remember(
+            normals = population.cached(
                 ("scales", seed),
                 lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count),
             )

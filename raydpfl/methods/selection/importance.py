@@ -75,7 +75,7 @@ class Importance(WithReplacement):
             p = self.probabilities(population)
             return np.divide(population.shares, p, out=np.zeros_like(p), where=p > 0)
 
-        return population.remember((self, "corrections"), ratio)
+        return population.cached((self, "corrections"), ratio)
 
     def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
         if self.path is None or self.column is None:

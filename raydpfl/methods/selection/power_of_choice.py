@@ -190,7 +190,7 @@ def successive(
 
     Raises `ConfigError` if fewer clients have data.
     """
-    sums = population.remember("sums of sizes", lambda: np.cumsum(population.sizes))
+    sums = population.cached("sums of sizes", lambda: np.cumsum(population.sizes))
     drawn = np.empty(0, np.int64)
     for _ in range(attempts):
         drawn = np.concatenate(

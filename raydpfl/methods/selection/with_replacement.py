@@ -38,20 +38,18 @@ class WithReplacement(Selection):
 
     def probabilities(self, population: Population) -> np.ndarray:
         """`draw_probabilities`, float64 [N], computed once for a population."""
-        return population.remember((self, "p"), lambda: self.draw_probabilities(population))
+        return population.cached((self, "p"), lambda: self.draw_probabilities(population))
 
     def weighs_data(self) -> bool:
         return True
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
-        sums = population.remember(
-            (self, "sums"), lambda: np.cumsum(self.probabilities(population))
-        )
+        sums = population.cached((self, "sums"), lambda: np.cumsum(self.probabilities(population)))
         places = stream(seed, Purpose.COHORT, t=t).random(self.cohort) * sums[-1]
         return Cohort.of(np.searchsorted(sums, places, side="right"))
 
     def sampling(self, population: Population) -> Sampling:
-        largest = population.remember(
+        largest = population.cached(
             (self, "largest"), lambda: float(self.probabilities(population).max())
         )
         uniform = largest * len(population) <= 1 + 1e-9

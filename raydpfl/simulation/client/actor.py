@@ -159,7 +159,7 @@ class ClientActor:
 
         told = {
             member: {name: copied(array) for name, array in state.items()}
-            for member, state in broadcast.told.items()
+            for member, state in broadcast.states.items()
         }
         model = copied(broadcast.model)
         # rows of whole vectors, one per thread that adds

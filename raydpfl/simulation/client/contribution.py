@@ -200,20 +200,20 @@ class Full(Contribution):
         vectors, norms, lengths = self._unbounded(state, block)
         factors = self.bounded(state, slots, lengths)
         scale = torch.from_numpy(factors * state.chunk.weights[slots])
-        unbounded = vectors.clone() if bounding.remembers else vectors
+        unbounded = vectors.clone() if bounding.stateful else vectors
         vectors *= device.sent(scale, self.device)[:, None]
         noise = self.noise(state, slots)
         columns = self._measured(state, block, vectors, noise)
-        residual = bounding.remember(unbounded, vectors, view)
+        residual = bounding.next_state(unbounded, vectors, view)
         if self._user_defined:
             self._check_sent(state, slots, vectors)
         exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local_state = None
-        if local.remembers:
+        if local.stateful:
             moved = bounding.moved(vectors.clone() if self._user_defined else vectors, view)
-            local_state = local.remember(moved, state.view("local", slots))
+            local_state = local.next_state(moved, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short
         state.record(slots, norms, factors, block.losses)
         self.monitor_noise(state, slots, noise, exact)
@@ -358,7 +358,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     bounding = experiment.bounding
     noise = experiment.noise
     read = any(probe.looks for probe in experiment.measure)
-    read = read or bounding.remembers or experiment.local.remembers
+    read = read or bounding.stateful or experiment.local.stateful
     if training.device.type != "cpu" or read or not bounding.scales:
         return Full
     clients = state.chunk.clients[state.members]

@@ -9,7 +9,7 @@ import numpy as np
 
 from raydpfl.core import device
 from raydpfl.core.messages import Chunk
-from raydpfl.errors import exited, told
+from raydpfl.errors import exited, traceback_text
 from raydpfl.simulation.client.actor_round import ActorRound
 from raydpfl.training.backends.base import Block
 
@@ -29,5 +29,5 @@ def failures(train: Train, actor: ActorRound, chunk: Chunk) -> dict[int, str]:
         except Exception as error:
             device.blame(actor.model.device, error)
             where = f"the training of client {chunk.clients[slot]} in round {actor.work.t}"
-            details[slot] = told(error, where)
+            details[slot] = traceback_text(error, where)
     return details

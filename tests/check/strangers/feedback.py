@@ -17,13 +17,13 @@ class Feedback(Bounding):
     decay: float = Field(default=1.0, gt=0, le=1)
 
     def send(self, updates, view):
-        return super().send(updates, view) + view.own
+        return super().send(updates, view) + view.state
 
     def invert(self, vectors, view):
-        return super().invert(vectors - view.own, view)
+        return super().invert(vectors - view.state, view)
 
     def factor(self, norm, bound):
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
-    def remember(self, vectors, sent, view):
+    def next_state(self, vectors, sent, view):
         return self.decay * (vectors - sent)
