@@ -41,19 +41,6 @@ def _factors(case: Case, given: torch.Tensor, bound: float) -> torch.Tensor:
         return case.member.factors(given.clone(), bound)
 
 
-def _view(case: Case, k: int = TOGETHER, t: int = 2) -> View:
-    """The round as k clients know it, who remember something."""
-    member = case.member
-    told = {
-        name: torch.tensor(each)
-        for name, each in member.broadcast_state(member.start(case.d)).items()
-    }
-    own = tensor(TOGETHER, case.d, step=1).float()[:k]
-    model = tensor(case.d, step=2).float()
-    lr = case.plan.experiment.local.learning_rate(t)
-    return View(t, lr, member.initial_bound, model, broadcast, lambda: own)
-
-
 def _alone(view: View, place: int) -> View:
     """The round as one of them knows it."""
     own = view.state[place : place + 1]
@@ -155,7 +142,7 @@ def bound(case: Case) -> str:
 
 def each_alone(case: Case) -> str:
     """What one client gets does not depend on the others of its block."""
-    view = _view(case)
+    view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
     together = case.member.send(updates.clone(), view)
     hold(together.shape == updates.shape, f"send gives {list(together.shape)}")
@@ -184,7 +171,7 @@ def each_alone(case: Case) -> str:
 def no_hidden_state(case: Case) -> str:
     """It keeps nothing but what it says: asked again, it answers the same."""
     copy = pickle.loads(pickle.dumps(case.member))
-    view = _view(case)
+    view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
     first = case.member.send(updates.clone(), view)
     for most in _bounds(case):
@@ -198,7 +185,7 @@ def no_hidden_state(case: Case) -> str:
 
 def inverse(case: Case) -> str:
     """`invert` undoes `send`, as an audit needs."""
-    view = _view(case)
+    view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
     back = case.member.invert(case.member.send(updates.clone(), view), view)
     off = float((back.double() - updates).abs().max())
@@ -208,7 +195,7 @@ def inverse(case: Case) -> str:
 
 def memory(case: Case) -> str:
     """What clients remember is a vector for each, and finite."""
-    view = _view(case)
+    view = case.view(TOGETHER)
     sent = tensor(TOGETHER, case.d) * 0.1
     given = sent.clone()
     kept = case.member.next_state(3 * sent, given, view)

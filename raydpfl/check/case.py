@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from raydpfl import experiment, models
-from raydpfl.check.contract import Untaken, Untried
+from raydpfl.check.contract import Untaken, Untried, tensor
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.config.registry import Member, choose
+from raydpfl.core.messages import View
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.experiment import Experiment, Spec, overridden
 from raydpfl.simulation.plan import Plan
@@ -187,6 +189,18 @@ class Case:
     def d(self) -> int:
         """Parameters of its model."""
         return self.plan.d
+
+    def view(self, k: int) -> View:
+        """Round 2 as k clients know it that keep a state each; the first of them are the same for
+        every k.
+        """
+        states = self.member.broadcast_state(self.member.start(self.d))
+        broadcast = {name: torch.tensor(state) for name, state in states.items()}
+        experiment = self.plan.experiment
+        lr = experiment.local.learning_rate(2)
+        model = tensor(self.d, step=2).float()
+        state = tensor(k, self.d, step=1).float()
+        return View(2, lr, experiment.bounding.initial_bound, model, broadcast, lambda: state)
 
     def ran(self, name: str, **how: Any) -> Watched:
         """A run of the experiment, in a directory of this name: see `carried_out`. Raises `Untried`

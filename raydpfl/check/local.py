@@ -9,7 +9,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
-from raydpfl.core.messages import Facts, View
+from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
 from raydpfl.methods.local.base import Step
 from raydpfl.models.tasks import Classification, Form, Target
@@ -129,31 +129,21 @@ def numbers(case: Case) -> str:
     return f"learning rate {member.learning_rate(0):g} in round 0"
 
 
-def _view(case: Case, k: int) -> View:
-    member = case.member
-    told = {
-        name: torch.tensor(each)
-        for name, each in member.broadcast_state(member.start(case.d)).items()
-    }
-    own = tensor(K, case.d, step=1).float()[:k]
-    return View(1, member.learning_rate(1), 1.0, tensor(case.d).float(), broadcast, lambda: own)
-
-
 def memory(case: Case) -> str:
     """What corrects gradients and what clients remember is a vector for each, of that client
     alone.
     """
     member = case.member
-    view = _view(case, K)
+    view = case.view(K)
     moved = tensor(K, case.d, step=2)
-    idle = member.idle(_view(case, 1))
+    idle = member.idle(case.view(1))
     hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
     for name, found, first in (
-        ("correction", member.correction(view), member.correction(_view(case, 1))),
+        ("correction", member.correction(view), member.correction(case.view(1))),
         (
             "remember",
             member.next_state(moved.clone(), view),
-            member.next_state(moved[:1].clone(), _view(case, 1)),
+            member.next_state(moved[:1].clone(), case.view(1)),
         ),
     ):
         if found is None:

@@ -74,7 +74,7 @@ class SomeOften(Selection):
 
 
 def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
-    follows = next(promise for promise in check(SomeOften) if promise.name == "follows_sampling")
+    follows = next(promise for promise in check(SomeOften) if promise.name == "follows sampling")
     assert not follows.kept and "hardly ever gives" in follows.finding
 
 
@@ -400,7 +400,7 @@ LIARS = {
     Shared: "independent",
     Stinting: "as accounted",
     Uneven: "mean",
-    Favouring: "follows_sampling",
+    Favouring: "follows sampling",
     Unrepeatable: "cohorts",
     Boasting: "no more private than a lone client",
     Boasted: "accounted",

@@ -524,10 +524,10 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
     said = {each.accountant: each for each in result.guarantees}
     for name in ("pld", "rdp"):
         assert said[name].kind == "rigorous"
-        assert said[name].epsilon == plan.mechanism.epsilons(name, candidates).max() > 2.0
+        assert said[name].epsilon == plan.report.epsilons(name, candidates).max() > 2.0
         alone = said[f"{name} of the chosen"]
         assert alone.kind == "unproven"
-        assert alone.epsilon == plan.mechanism.epsilons(name, took_part).max()
+        assert alone.epsilon == plan.report.epsilons(name, took_part).max()
         assert any("losses choose, is not counted" in each for each in alone.exclusions)
         assert not any("losses choose" in each for each in said[name].exclusions)
     assert said["Xu 2026 of the chosen"].kind == "paper"

@@ -388,7 +388,7 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
     counts = np.zeros(len(plan.population), np.int64)
     for t in (*range(5), *range(3, 8)):  # cohorts are no secret here, and stay
         counts[plan.experiment.selection.draw(3, t, plan.population).clients] += 1
-    worst = float(plan.mechanism.epsilons("rdp", counts).max())
+    worst = float(plan.report.epsilons("rdp", counts).max())
     assert result.guarantees[0].epsilon == pytest.approx(worst, rel=1e-9)
     assert result.rounds["epsilon_rdp"].to_pylist()[-1] == pytest.approx(worst, rel=1e-9)
 

@@ -46,60 +46,60 @@ class Liar(Selection):
         )
 
     def select(self, seed, t, population, ask):
-        return Cohort.of(self.drawn(stream(seed, Purpose.COHORT, t=t), t, len(population)))
+        return Cohort.of(self.members(stream(seed, Purpose.COHORT, t=t), t, len(population)))
 
 
 class TheSame(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.arange(self.cohort)
 
 
 class AFavourite(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         others = 1 + generator.choice(count - 1, self.cohort - 1, replace=False)
         return np.append(others, 0)
 
 
 class Turns(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return (np.arange(self.cohort) + self.cohort * t) % count
 
 
 class TwoHalves(Liar):
     """Each half by turns, from which a part is drawn: every client as often as it should be."""
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(count // 2, self.cohort, replace=False) + (t % 2) * (count // 2)
 
 
 class Crowded(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(
             count, int(generator.binomial(count, 1.5 * self.cohort / count)), replace=False
         )
 
 
 class Sparse(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(
             count, int(generator.binomial(count, 0.5 * self.cohort / count)), replace=False
         )
 
 
 class Short(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(count, self.cohort - (t == 3), replace=False)
 
 
 class Twice(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.append(
             generator.choice(count, self.cohort - 1, replace=False), [7] if t else [8]
         ).clip(0, 9)
 
 
 class Beyond(Liar):
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         drawn = generator.choice(count, self.cohort, replace=False)
         return np.append(np.sort(drawn)[:-1], count) if t == 2 else drawn
 
@@ -110,7 +110,7 @@ class OftenerThanItSays(Liar):
     def composed_rounds(self, seed, rounds, population):
         return np.minimum(np.arange(1, rounds + 1), 3)
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.arange(self.cohort)
 
 
@@ -119,14 +119,14 @@ class AllTheSameSize(Liar):
     would.
     """
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
 class Families(Liar):
     """Ten clients share a coin, so that whoever takes part brings nine others."""
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         first = generator.choice(count // 10, self.cohort // 10, replace=False)
         if self.declares == "poisson":
             first = np.flatnonzero(generator.random(count // 10) < self.cohort / count)
@@ -255,7 +255,7 @@ class Favouring(Liar):
     few: int = 100
     odds: float = 1.5
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         odds = np.where(np.arange(count) < self.few, self.odds, 1.0)
         if self.declares == "poisson":
             return np.flatnonzero(generator.random(count) < odds * self.cohort / odds.sum())
@@ -267,7 +267,7 @@ class Favouring(Liar):
 class InPairs(Liar):
     """Clients 2 k and 2 k + 1 come together; as many as by independent chances, but for one."""
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         size = self.cohort
         if self.declares == "poisson":
             size = int(generator.binomial(count, size / count))
@@ -278,7 +278,7 @@ class InPairs(Liar):
 class Doubled(Liar):
     """Whoever is drawn is drawn twice."""
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.repeat(generator.integers(count, size=self.cohort // 2), 2)
 
 
@@ -339,7 +339,7 @@ class Restless(Liar):
     def separation(self) -> int:
         return 3
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.arange(self.cohort) + self.cohort * (t % (3 if t < 4 else 2))
 
 
@@ -378,7 +378,7 @@ class Wavering(Liar):
         few = Sampling("fixed", len(population), 1)
         return few if CALLS["sampling"] < CALLS["lies"] else super().sampling(population)
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
@@ -405,7 +405,7 @@ class SeldomAvailable(Liar):
     def composed_rounds(self, seed, rounds, population):
         return self.declared
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return generator.choice(count, self.cohort, replace=False)
 
 
@@ -485,7 +485,7 @@ def test_separation_is_remembered_when_a_run_goes_on():
 class QuietlyPoisson(AllTheSameSize):
     """By coins of their own, which it says by its sampling scheme alone."""
 
-    def drawn(self, generator, t, count):
+    def members(self, generator, t, count):
         return np.flatnonzero(generator.random(count) < self.cohort / count)
 
 
