@@ -18,8 +18,7 @@ from PIL import Image
 from raydpfl import data
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import embedded
-from raydpfl.data.sources.fashion_mnist import FashionMnist
-from raydpfl.data.sources.mnist import Mnist
+from raydpfl.data.sources.torchvision import FashionMnist, Mnist
 from raydpfl.errors import ConfigError
 
 needs_data = pytest.mark.skipif(

@@ -133,6 +133,7 @@ class Data(Member):
     """Base of the family; a user's own source derives from it, or from `InMemoryData`."""
 
     newer: ClassVar[frozenset[str]] = frozenset({"task"})
+    location: ClassVar[str] = "given by its class"  # see `located`
 
     clients: int | None = Field(
         default=None, ge=1, le=10**9, description="N; None: as many as the data have"
@@ -198,7 +199,7 @@ class Data(Member):
     def located(cls, root: Path) -> str:
         """Where its samples would be read from, in words, with `root` for data (`raydpfl data
         list`)."""
-        return "given by its class"
+        return cls.location
 
     @classmethod
     def fetch(cls, root: Path) -> Path | None:

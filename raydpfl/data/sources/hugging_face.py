@@ -29,14 +29,11 @@ class HuggingFaceData(Tabular):
     named: ClassVar[frozenset[str]] = Tabular.named | {"path"}
 
     kind: str = "hugging_face"
+    location: ClassVar[str] = "your own folder, or its hub"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a data set
     path: str
     train: str = "train"
     test: str | None = None
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "your own folder, or its hub"
 
     def sources(self, root: Path | None) -> list:
         folder = self.folder(root)

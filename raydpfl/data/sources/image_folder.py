@@ -32,15 +32,12 @@ class ImageFolder(Tabular):
     newer: ClassVar[frozenset[str]] = Tabular.newer | {"channels"}
 
     kind: str = "image_folder"
+    location: ClassVar[str] = "your own folder"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a folder
     train: str
     test: str | None = None
     size: int | None = Field(default=None, ge=1, le=1 << 12)
     channels: Literal[1, 3] | None = None
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "your own folder"
 
     def sources(self, root: Path | None) -> list:
         found = []

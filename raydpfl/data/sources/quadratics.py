@@ -32,6 +32,7 @@ class Quadratics(Data):
     """
 
     kind: str = "quadratics"
+    location: ClassVar[str] = "generated"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 6, "dimension": 7, "rank": 3},)
     task: SerializeAsAny[Task] = Regression()
     clients: int = Field(default=100, ge=1, le=10**9)
@@ -40,10 +41,6 @@ class Quadratics(Data):
     variance: float | None = Field(default=None, gt=0)
     optima: Literal["normal", "uniform"] = "normal"
     heterogeneity: float = Field(default=1.0, ge=0)
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "generated"
 
     def split(self, seed: int, root: Path | None) -> Split:
         d = self.dimension

@@ -25,6 +25,7 @@ class ScalarQuadratics(Data):
     """
 
     kind: str = "scalar_quadratics"
+    location: ClassVar[str] = "generated"
     task: SerializeAsAny[Task] = Regression()
     a: tuple[float, ...] = Field(min_length=1)
     b: tuple[float, ...] = Field(min_length=1)
@@ -39,10 +40,6 @@ class ScalarQuadratics(Data):
                 "data.clients", self.clients, f"{len(self.a)}, one for each of data.a, or none"
             )
         return self
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "generated"
 
     def split(self, seed: int, root: Path | None) -> Split:
         a = np.array(self.a)

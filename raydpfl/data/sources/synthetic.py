@@ -47,6 +47,7 @@ class Synthetic(SizedData):
     """
 
     kind: str = "synthetic"
+    location: ClassVar[str] = "generated"
     clients: int = Field(ge=1, le=10**9)
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 10},)
     samples: int = Field(default=100, ge=1)
@@ -57,10 +58,6 @@ class Synthetic(SizedData):
     sizes: SerializeAsAny[Sizes] = PowerLaw()
     features: int = Field(default=60, ge=1)
     classes: int = Field(default=10, ge=2)
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "generated"
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = self.sizes.counts(

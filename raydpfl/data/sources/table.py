@@ -31,13 +31,10 @@ class TableFile(Tabular):
     named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
 
     kind: str = "table"
+    location: ClassVar[str] = "your own file"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
     train: str
     test: str | None = None
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "your own file"
 
     def sources(self, root: Path | None) -> list:
         files = {"train": self.train} | ({"test": self.test} if self.test else {})

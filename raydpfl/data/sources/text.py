@@ -36,6 +36,7 @@ class Text(InMemoryData):
     named: ClassVar[frozenset[str]] = frozenset({"path"})
 
     kind: str = "text"
+    location: ClassVar[str] = "your own file"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
     path: str
     length: int = Field(default=80, ge=1)
@@ -56,10 +57,6 @@ class Text(InMemoryData):
         except re.error as error:
             raise ValueError(f"a regular expression ({error})") from None
         return value
-
-    @classmethod
-    def located(cls, root: Path) -> str:
-        return "your own file"
 
     def knows_clients(self) -> bool:
         return True

@@ -1,0 +1,208 @@
+"""Data sets that torchvision downloads and reads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raydpfl.data.sources.base import Samples
+from raydpfl.data.sources.image_sets import CIFAR10_MEAN, CIFAR10_STD, ImageSet
+from raydpfl.errors import ConfigError
+from raydpfl.storage.files import data_root, digest, impatient
+
+
+class TorchvisionImages(ImageSet):
+    """A data set that torchvision can download and read; `stored` are its files, relative to the
+    root, in torchvision's layout.
+    """
+
+    dataset: ClassVar[str]  # name in torchvision.datasets
+    stored: ClassVar[tuple[str, ...]]
+
+    def images(self, root: Path | None) -> Samples:
+        folder = self.ensure(root)
+        try:
+            return Samples(*self._read(folder, True), *self._read(folder, False))
+        except Exception as error:  # torchvision raises what its unpicklers and parsers raise
+            reason = f"{type(error).__name__}: {error}"
+            expected = f"files under {folder} that can be read; they are intact, but cannot be"
+            raise ConfigError("data.kind", self.kind, f"{expected} ({reason})") from None
+
+    def sources(self, root: Path | None) -> list:
+        folder = self.ensure(root)
+        # torchvision prefers them
+        older = sorted((folder / self.dataset / "processed").glob("*.pt"))
+        names = [*self.stored, *(str(path.relative_to(folder)) for path in older)]
+        try:
+            return [[name, digest(folder / name)] for name in names]
+        except OSError as error:
+            expected = f"files under {folder} that can be read ({error.filename}: {error.strerror})"
+            raise ConfigError("data.kind", self.kind, expected) from None
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        from torchvision import datasets
+
+        return getattr(datasets, self.dataset)(str(folder), train=train, **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        part = self._part(folder, train)
+        x = np.asarray(part.data)
+        y = np.asarray(part.targets, np.int64)
+        return (x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))), y
+
+    @classmethod
+    def located(cls, root: Path) -> str:
+        if cls.present(root):
+            return str(root)
+        return f"not under {root}; raydpfl data fetch {cls.model_fields['kind'].default}"
+
+    @classmethod
+    def fetch(cls, root: Path) -> Path | None:
+        return cls().ensure(root)
+
+    @classmethod
+    def present(cls, root: Path) -> bool:
+        return all((root / name).is_file() for name in cls.stored)
+
+    def ensure(self, root: Path | None) -> Path:
+        """The root that holds the files, downloaded first if they are missing and a network and a
+        writable folder are there.
+        """
+        folder = data_root(root)
+        if self.present(folder):
+            return folder
+        try:
+            with _new_folder(folder):
+                self._download(folder)
+        # no network, no space, a mirror's own error page: all end the same way
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            expected = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA)"
+            expected += f"; it is not, and was not downloaded ({reason})"
+            raise ConfigError("data.kind", self.kind, expected) from None
+        return folder
+
+    def _download(self, folder: Path) -> None:
+        """Downloads the files next to their places, and then moves them there."""
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("the folder is read-only")
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
+            with impatient():
+                for train in (True, False):
+                    self._part(Path(scratch), train, download=True)
+            for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+                target = folder / file.relative_to(scratch)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Within it the folder exists; afterwards what was made for it is removed, if it is empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _idx_files(folder: str, train: str, test: str) -> tuple[str, ...]:
+    return tuple(
+        f"{folder}/raw/{part}-{content}-ubyte"
+        for part in (train, test)
+        for content in ("images-idx3", "labels-idx1")
+    )
+
+
+class Mnist(TorchvisionImages):
+    """LeCun, Cortes, Burges: 60,000 + 10,000 digits, 28 x 28 grey."""
+
+    kind: str = "mnist"
+    dataset: ClassVar[str] = "MNIST"
+    stored: ClassVar[tuple[str, ...]] = _idx_files("MNIST", "train", "t10k")
+    mean: ClassVar[tuple[float, ...]] = (0.1307,)
+    std: ClassVar[tuple[float, ...]] = (0.3081,)
+
+
+class FashionMnist(TorchvisionImages):
+    """Xiao, Rasul, Vollgraf 2017: 60,000 + 10,000 articles of clothing, 28 x 28 grey."""
+
+    kind: str = "fashion_mnist"
+    dataset: ClassVar[str] = "FashionMNIST"
+    stored: ClassVar[tuple[str, ...]] = _idx_files("FashionMNIST", "train", "t10k")
+    mean: ClassVar[tuple[float, ...]] = (0.2860,)
+    std: ClassVar[tuple[float, ...]] = (0.3530,)
+
+
+class EmnistDigits(TorchvisionImages):
+    """Cohen et al. 2017, the digits: 240,000 + 40,000, 28 x 28 grey, turned upright (the files hold
+    them transposed).
+    """
+
+    kind: str = "emnist_digits"
+    dataset: ClassVar[str] = "EMNIST"
+    stored: ClassVar[tuple[str, ...]] = _idx_files(
+        "EMNIST", "emnist-digits-train", "emnist-digits-test"
+    )
+    mean: ClassVar[tuple[float, ...]] = (0.1733,)
+    std: ClassVar[tuple[float, ...]] = (0.3317,)
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        return super()._part(folder, train, split="digits", **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super()._read(folder, train)
+        return np.ascontiguousarray(x.transpose(0, 1, 3, 2)), y
+
+
+class Cifar10(TorchvisionImages):
+    """Krizhevsky 2009: 50,000 + 10,000 of 10 classes, 32 x 32 colour."""
+
+    kind: str = "cifar10"
+    dataset: ClassVar[str] = "CIFAR10"
+    stored: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-10-batches-py/{name}"
+        for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
+    )
+    mean: ClassVar[tuple[float, ...]] = CIFAR10_MEAN
+    std: ClassVar[tuple[float, ...]] = CIFAR10_STD
+
+
+class Cifar100(TorchvisionImages):
+    """Krizhevsky 2009: 50,000 + 10,000 of 100 classes, 32 x 32 colour."""
+
+    kind: str = "cifar100"
+    dataset: ClassVar[str] = "CIFAR100"
+    stored: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-100-python/{name}" for name in ("train", "test", "meta")
+    )
+    mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
+    std: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
+
+
+class Svhn(TorchvisionImages):
+    """Netzer et al. 2011, cropped: 73,257 + 26,032 house-number digits, 32 x 32 colour."""
+
+    kind: str = "svhn"
+    dataset: ClassVar[str] = "SVHN"
+    stored: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
+    mean: ClassVar[tuple[float, ...]] = (0.4377, 0.4438, 0.4728)
+    std: ClassVar[tuple[float, ...]] = (0.1980, 0.2010, 0.1970)
+
+    def _part(self, folder: Path, train: bool, **options: Any) -> Any:
+        from torchvision import datasets
+
+        return datasets.SVHN(str(folder), split="train" if train else "test", **options)
+
+    def _read(self, folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        part = self._part(folder, train)
+        return part.data, part.labels.astype(np.int64)
