@@ -811,7 +811,7 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
     other = [name for name in given if name != "data"]
     if other:
         raise ConfigError(other[0], given[other[0]], "fields of data alone, as in data.y=price")
-    found = data.understood(files, given["data"], data_root)
+    found = data.suggest(files, given["data"], data_root)
     Experiment.from_dict(found.tree)
     notes = [*found.notes, *(f"warning: {each}" for each in found.warnings)]
     return "".join(f"# {note}\n" for note in notes) + dump(found.tree)

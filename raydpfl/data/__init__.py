@@ -24,7 +24,6 @@ from typing import Any
 
 from raydpfl.config.registry import choose, is_path, own_class
 from raydpfl.data.features import FAMILY as FEATURES
-from raydpfl.data.inspect import Understood, understood
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
 from raydpfl.data.row_readers import Buffers, RowReader, RowRequest
@@ -33,13 +32,14 @@ from raydpfl.data.shards import Shards
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
 from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split
+from raydpfl.data.suggestion import Suggestion, suggest
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Buffers", "Data", "InMemoryData", "Maker",
-    "Partition", "RowReader", "RowRequest", "Samples", "Shards", "Sizes", "Split", "Understood",
-    "catalogue", "describe", "fetch", "load", "parse", "prepare", "understood",
+    "Partition", "RowReader", "RowRequest", "Samples", "Shards", "Sizes", "Split", "Suggestion",
+    "catalogue", "describe", "fetch", "load", "parse", "prepare", "suggest",
 ]  # fmt: skip
 
 

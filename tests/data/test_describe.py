@@ -200,7 +200,7 @@ def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, mo
     wide = {name: column * size for name, column in COLUMNS.items()}
     csv(tmp_path / "a.csv", {**wide, target: FLOATS.sum(1) * 1000 if target == "price" else NAMES})
     monkeypatch.chdir(tmp_path)
-    found = data.understood(["a.csv"], {}, tmp_path)
+    found = data.suggest(["a.csv"], {}, tmp_path)
     tree = {**found.tree, "rounds": 20, "client": {"actors": 0}}
     assert np.isfinite(run(Experiment.from_dict(tree), out=tmp_path / "out").summary["test_loss"])
 
@@ -208,7 +208,7 @@ def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, mo
 def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):
     csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12})
     monkeypatch.chdir(tmp_path)
-    found = data.understood(["a.csv"], {}, tmp_path)
+    found = data.suggest(["a.csv"], {}, tmp_path)
     told = found.notes[-1].removeprefix("no noise; private for each client with ")
     experiment = Experiment.from_dict(found.tree, overrides=shlex.split(told))
     assert experiment.private and experiment.noise.epsilon == 8
@@ -227,7 +227,7 @@ def test_names_of_classes_are_those_that_the_file_gives(tmp_path):
 @pytest.mark.slow
 def test_names_of_classes_are_in_the_summary_and_on_the_page(tmp_path):
     csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES})
-    tree = data.understood(["a.csv"], {}, tmp_path).tree
+    tree = data.suggest(["a.csv"], {}, tmp_path).tree
     tree |= {"rounds": 1, "client": {"actors": 0}, "measure": []}
     found = run(Experiment.from_dict(tree), out=tmp_path / "out", data_root=tmp_path)
     assert found.summary["class_names"] == ["bird", "cat", "dog"]
@@ -265,78 +265,63 @@ def cut(folder):
     (folder / "bee" / "3.png").write_bytes(whole[:80])
 
 
+def table_of(**columns):
+    return lambda file: csv(file, columns)
+
+
+def rows_of(*rows):
+    return lambda file: lines(file, rows)
+
+
+def arrays_of(**columns):
+    return lambda file: np.savez(file, **columns)
+
+
+def nothing(path):
+    """It is not there."""
+
+
+OBJECTS = np.array([{}, {}], dtype=object)
+LATIN = "a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")
+LENGTHS = ({"x": [[1.0] * size] * 2, "label": 0} for size in (2, 3))
 # How a bad file is made, and what is said of it.
 BAD = {
-    "missing.csv": (
-        lambda file: None,
-        "FILE = 'missing.csv': expected a file or folder, absolute or under",
-    ),
+    "missing.csv": (nothing, "FILE = 'missing.csv': expected a file or folder, absolute or under"),
     "empty.csv": (text_of(""), "(ArrowInvalid: Empty CSV file)"),
-    "rowless.csv": (
-        text_of("a,label\n"),
-        "data.train = 'rowless.csv': expected a table with rows; this one",
-    ),
-    "gaps.csv": (
-        lambda file: csv(file, {"a": ["1", ""] * 9, "label": [0, 1] * 9}),
-        "column a is left out: 9 gaps (fill them, or leave out these rows)",
-    ),
+    "rowless.csv": (text_of("a,label\n"), "data.train = 'rowless.csv': expected a table with rows"),
+    "gaps.csv": (table_of(a=["1", ""] * 9, label=[0, 1] * 9), "a is left out: 9 gaps (fill them"),
     "unlabelled.csv": (
-        lambda file: csv(file, {"a": range(6), "label": [0, "", 1] * 2}),
-        "data.y = 'label': expected a column without gaps; this one lacks 2 values (leave "
-        "out these rows)",
+        table_of(a=range(6), label=[0, "", 1] * 2),
+        "data.y = 'label': expected a column without gaps; this one lacks 2 values",
     ),
-    "single.csv": (
-        lambda file: csv(file, {**COLUMNS, "label": ["one"] * ROWS}),
-        "data.y = 'label': expected labels of two classes or more",
-    ),
-    "twice.csv": (text_of("a,a,label\n1,2,0\n3,4,1\n"), "the column 'a' twice"),
+    "single.csv": (table_of(**COLUMNS, label=["one"] * ROWS), "expected labels of two classes or"),
+    "twice.csv": (text_of("0,0,1\n1,2,0\n"), "the column '0' twice (is the first line a row?)"),
     "words.csv": (
-        lambda file: csv(file, {"comment": ["hello there"] * 8, "label": [0, 1] * 4}),
-        "column comment is left out: no numbers but string (encode it as numbers, "
-        "or as text: data.tokenizer)",
+        table_of(comment=["hello there"] * 8, label=[0, 1] * 4),
+        "comment is left out: no numbers but string (encode it as numbers, or as text: data.token",
     ),
-    "latin.csv": (
-        lambda file: file.write_bytes("a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")),
-        "the column 'label' is no text in UTF-8: write it as that",
-    ),
+    "latin.csv": (lambda file: file.write_bytes(LATIN), "'label' is no text in UTF-8"),
     "ragged.csv": (text_of("a,label\n1,0\n2\n3,1\n"), "Row #3: Expected 2 columns, got 1: 2"),
     "tokens.jsonl": (
-        lambda file: lines(file, [{"tokens": ["the", "cat"], "label": 0}] * 4),
-        "data.x = 'tokens': expected numbers, lists of numbers, or encoded images, not "
-        "list<item: string>",
+        rows_of(*[{"tokens": ["the", "cat"], "label": 0}] * 4),
+        "data.x = 'tokens': expected numbers, lists of numbers, or encoded images, not list<item",
     ),
-    "lengths.jsonl": (
-        lambda file: lines(file, [{"x": [[1.0] * size] * 2, "label": 0} for size in (2, 3)]),
-        "data.x = 'x': expected lists of one length without gaps (cut or pad them); the "
-        "lengths here are",
-    ),
+    "lengths.jsonl": (rows_of(*LENGTHS), "data.x = 'x': expected lists of one length without gaps"),
     "broken.parquet": (text_of("nonsense"), "this is not a parquet file"),
     "array.json": (text_of('[{"a": 1, "label": 0}]'), "give an object per line, JSON lines"),
     "half.jsonl": (text_of('{"a": 1, "label": 0}\n{"a": 2, "lab\n'), "JSON parse error"),
     "keras.npz": (
-        lambda file: np.savez(file, x_train=FLOATS, y_train=CLASS, x_test=FLOATS[:9]),
+        arrays_of(x_train=FLOATS, y_train=CLASS, x_test=FLOATS[:9]),
         "columns of as many rows each, test rows in a file of their own (x_train 120, ",
     ),
-    "objects.npz": (
-        lambda file: np.savez(file, x=np.array([{}, {}], dtype=object), label=[0, 1]),
-        "the array 'x' has objects: save numbers, rows of one length",
-    ),
+    "objects.npz": (arrays_of(x=OBJECTS, label=[0, 1]), "the array 'x' has objects: save numbers"),
     "pickled.npz": (
         lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
         "it is none that numpy.savez has written whole",
     ),
-    "sheet.xlsx": (
-        text_of("PK"),
-        "FILE = 'sheet.xlsx': expected a CSV, JSON lines, Parquet, Arrow or NPZ",
-    ),
-    "nobody.txt": (
-        text_of("no speaker\n"),
-        "data.speaker = '[A-Z][A-Za-z ]+': expected a pattern of names: no line is such a name",
-    ),
-    "plain": (
-        lambda folder: folder.mkdir(),
-        "a folder with a folder of images for each class, or one that save_to_disk wrote",
-    ),
+    "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': expected a CSV, JSON lines, Parquet"),
+    "nobody.txt": (text_of("no speaker\n"), "expected a pattern of names: no line is such a name"),
+    "plain": (lambda folder: folder.mkdir(), "a folder with a folder of images for each class, or"),
     "sizes": (sizes, "images of one size and mode (data.size and data.channels convert those of"),
     "cut": (cut, "encoded images; bee/3.png is none of PNG, JPEG"),
 }
@@ -350,63 +335,21 @@ def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, com
     assert message in complain(["data", "describe", name])
 
 
-def test_what_is_odd_is_warned_of_and_what_is_given_is_not_guessed(tmp_path):
-    columns = {
-        **COLUMNS,
-        "copy": CLASS,
-        "wide": CLASS % 2 * 1e6,
-        "huge": 2**62 + CLASS % 2,
-        "who": NAMES,
-        "label": CLASS,
-    }
-    csv(tmp_path / "a.csv", columns)
-    found = data.understood(["a.csv"], {}, tmp_path)
-    told = "column copy is left out: it says what the target label is"
-    assert told in found.warnings and "copy" not in found.tree["data"]["x"]
-    assert not any("taken as amounts" in each for each in found.warnings)
-    asked = data.understood(["a.csv"], {"x": ["f0", "copy"]}, tmp_path)
-    assert "column copy says what the target label is: leave it out" in asked.warnings
+def test_a_column_that_says_the_target_is_left_out_and_what_is_given_is_not_guessed(tmp_path):
+    csv(tmp_path / "a.csv", {**COLUMNS, "copy": CLASS, "who": NAMES, "label": CLASS})
+    found = data.suggest(["a.csv"], {}, tmp_path)
+    assert found.warnings == ["column copy is left out: it says what the target label is"]
+    assert found.tree["data"]["x"] == [*COLUMNS] and found.tree["data"]["client"] == "who"
+    asked = data.suggest(["a.csv"], {"x": ["f0", "copy"]}, tmp_path)
     assert asked.tree["data"]["x"] == ["f0", "copy"]
-    assert any("column wide has numbers up to 1e+06" in each for each in found.warnings)
-    assert "column huge is left out: numbers up to 4.61169e+18 (scale it)" in found.warnings
-    assert found.tree["data"]["x"] == [*COLUMNS, "wide"]
-    assert found.tree["data"]["client"] == "who"
     given = {"x": ["f0", "f1"], "y": "f2"}
-    found = data.understood(["a.csv"], given, tmp_path)
-    assert given.items() <= found.tree["data"].items()
-    assert found.tree["data"]["task"] == "regression"
-    with pytest.raises(
-        ConfigError, match=r"data.x = \['f0', 'label'\]: expected columns without label, "
-    ):
-        data.parse({"kind": "table", "train": "a.csv", "x": ["f0", "label"], "clients": 2})
-    with pytest.raises(
-        ConfigError, match=r"data.split_by = 'who': expected a column that says train or te"
-    ):
-        keys = {"kind": "table", "train": "a.csv", "x": "f0", "split_by": "who", "clients": 2}
-        data.parse(keys).split(0, tmp_path)
-
-
-def test_a_row_in_the_place_of_names_a_word_among_numbers_and_amounts_are_warned_of(tmp_path):
-    csv(
-        tmp_path / "a.csv", {"0.25": range(9), "-1.5": [*range(8), "none"], "7": range(0, 900, 100)}
-    )
-    lines(tmp_path / "b.jsonl", [{"x": row / 7, "zip": 1000 * row} for row in range(ROWS)])
-    warned = data.understood(["a.csv"], {"task": "regression"}, tmp_path).warnings
-    assert (
-        "a column is called 0.25: if the first line is a row, put a line of names above it"
-        in warned
-    )
-    assert any(
-        each.startswith("column -1.5 is left out: row 8 says 'none', which") for each in warned
-    )
-    found = data.understood(["b.jsonl"], {"y": "zip"}, tmp_path)
-    assert any(
-        each.startswith("zip: whole numbers taken as amounts (data.task=")
-        for each in found.warnings
-    )
-    text_of("0,0,1\n1,2,0\n")(tmp_path / "c.csv")
-    with pytest.raises(ConfigError, match=r"the column '0' twice \(is the first line a row\?\)"):
-        data.understood(["c.csv"], {}, tmp_path)
+    found = data.suggest(["a.csv"], given, tmp_path).tree["data"]
+    assert given.items() <= found.items() and found["task"] == "regression"
+    keys = {"kind": "table", "train": "a.csv", "x": ["f0", "label"], "clients": 2}
+    with pytest.raises(ConfigError, match=r"\['f0', 'label'\]: expected columns without label, "):
+        data.parse(keys)
+    with pytest.raises(ConfigError, match=r"data.split_by = 'who': expected a column that says"):
+        data.parse({**keys, "x": "f0", "split_by": "who"}).split(0, tmp_path)
 
 
 CONFIG = """

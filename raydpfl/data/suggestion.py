@@ -1,0 +1,372 @@
+"""A config that trains on given data files, suggested before anything runs.
+
+Names of columns decide first (`label`, `user`, `image`, ...), then their contents. Notes say what
+was guessed; a field of `data` replaces a guess, as in `data.y=price`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydpfl.config.registry import choose
+from raydpfl.data.columns import KINDS, READERS, Columns, is_list, labels
+from raydpfl.data.inputs import inputs
+from raydpfl.data.sources import FAMILY, Data, Split
+from raydpfl.data.sources.image_folder import SUFFIXES
+from raydpfl.errors import ConfigError
+from raydpfl.storage.files import find_file
+
+TARGETS = ("label", "labels", "target", "targets", "y", "class", "category", "outcome", "output")
+USERS = (
+    "client", "user", "author", "speaker", "who", "owner", "device", "subject", "patient",
+    "person", "writer", "customer", "account", "hospital", "site",
+)  # fmt: skip
+INPUTS = (
+    "image", "img", "images", "x", "features", "pixels", "input_ids", "tokens", "input", "data",
+)  # fmt: skip
+ROW_NUMBERS = ("id", "index", "idx", "row", "row_id", "unnamed: 0", "")
+SPLITS = ("split", "set", "subset", "partition")
+# fields that say where a source is
+LOCATION = ("kind", "train", "test", "path", "client", "size", "channels")
+# the overrides that make the suggested config private for clients
+PRIVATE = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
+CLASSES = 100  # whole numbers of at most so many values are taken for classes
+CLIENTS = 10  # among whom rows are divided where no column names a client
+LEAK = 0.9999  # correlation with the target from which on a column is left out
+LR = 0.1
+SCALED = 1e3  # inputs up to this size need no smaller learning rate for a loss of classes
+
+
+@dataclass
+class Suggestion:
+    """What was understood, line by line, warnings, and a config that trains on the data."""
+
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    tree: dict[str, Any] = field(default_factory=dict)
+
+
+def suggest(files: list[str], given: Mapping[str, Any], root: Path | None = None) -> Suggestion:
+    """A config for some files or a folder: training rows, and test rows if there are two.
+
+    Args:
+        files: their names.
+        given: fields of the `data` section that are not guessed.
+        root: where data sets lie (None: RAYDPFL_DATA).
+
+    Raises:
+        ConfigError: for what cannot be trained on.
+    """
+    suggestion = Suggestion()
+    keys = {**_source(files, root), **given}
+    location = {name: keys[name] for name in LOCATION if name in keys}
+    table = _parse(location).table(root)
+    if table is not None:
+        fields = _columns(table, keys, suggestion)
+        keys = {**({} if "kind" in fields else location), **fields, **given}
+    named = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
+    suggestion.notes.insert(0, f"data: {', '.join(named)}")
+    split = _clients(keys, root, suggestion)
+    counts = _parse(keys).counted(root)
+    suggestion.notes += [f"{name}: {count:,}" for name, count in counts.items()]
+    suggestion.notes.append(f"no noise; private for each client with {PRIVATE}")
+    suggestion.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys, suggestion)}
+    return suggestion
+
+
+def _parse(keys: Mapping[str, Any]) -> Data:
+    return choose("data", keys, FAMILY, Data)
+
+
+def _source(files: list[str], root: Path | None) -> dict[str, Any]:
+    """The kind of data that the files are, and the fields that name them. Raises `ConfigError`."""
+    if len(files) > 2:
+        raise ConfigError("FILE", files, "one file or folder, or two: training and test rows")
+    path, *_ = [find_file("FILE", name, root, "file or folder") for name in files]
+    parts = dict(zip(("train", "test"), files, strict=False))
+    if path.is_dir():
+        return _folder(path, parts)
+    if path.suffix in (*READERS, ".npz"):
+        return {"kind": "table", **parts}
+    if path.suffix in ("", ".txt", ".text", ".md"):
+        return {"kind": "text", "path": files[0]}
+    expected = f"{KINDS}, a text, a folder of images, or one that save_to_disk wrote"
+    raise ConfigError("FILE", files[0], expected)
+
+
+def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
+    """The kind of data that a folder holds. Raises `ConfigError`."""
+    name = parts["train"]
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(state.parent.name for state in path.glob("*/state.json"))
+        train = "train" if "train" in splits else splits[0]
+        test = [part for part in ("test", "validation") if part in splits and part != train]
+        keys = {"kind": "hugging_face", "path": name, "train": train}
+        return keys | ({"test": test[0]} if test else {})
+    if (path / "state.json").exists():
+        return {"kind": "hugging_face", "path": name}
+    if (path / "train").is_dir():
+        parts = {key: f"{name}/{key}" for key in ("train", "test") if (path / key).is_dir()}
+        path = path / "train"
+    for levels, client in (("*/*", {}), ("*/*/*", {"client": "client"})):
+        if any(image.suffix.lower() in SUFFIXES for image in path.glob(levels)):
+            return {"kind": "image_folder", **parts, **client}
+    expected = "a folder with a folder of images for each class, or one that save_to_disk wrote"
+    raise ConfigError("FILE", name, expected)
+
+
+def _columns(table: Columns, keys: dict[str, Any], suggestion: Suggestion) -> dict[str, Any]:
+    """Which columns are inputs, targets and clients, as fields that are not at their defaults.
+    Raises `ConfigError`.
+    """
+    rows = {len(column) for column in table.values() if getattr(column, "ndim", 1)}
+    if not max(rows, default=0):
+        raise ConfigError(f"data.{table.part}", table.name, "a table with rows; this one has none")
+    if len(rows) > 1:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in table.items())
+        expected = f"columns of as many rows each, test rows in a file of their own ({lengths})"
+        raise ConfigError(f"data.{table.part}", table.name, expected)
+    suggestion.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
+    used = {column for name in ("x", "y", "client", "split_by") for column in _list(keys.get(name))}
+    free = [name for name in table if name not in used]
+    client = keys.get("client") or _user(free)
+    y = keys.get("y") or _named(free, TARGETS)
+    texts = [name for name in free if name != client and _is_text(table[name])]
+    if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
+        suggestion.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
+        return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
+    split = keys.get("split_by") or _split_column(table, free)
+    free = [name for name in free if name not in (client, split)]
+    if not y:
+        if not free:
+            raise ConfigError("data.y", None, f"a column of {table.name}: {', '.join(table)}")
+        y = free[-1]
+        suggestion.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
+    targets = _list(y)
+    for name in targets:
+        if name not in table:
+            raise ConfigError("data.y", name, f"a column of {table.name}: {', '.join(table)}")
+    free = [name for name in free if name not in targets]
+    x = _list(keys.get("x")) or (texts[:1] if "tokenizer" in keys else [])
+    x = x or _inputs(table, free, targets, suggestion)
+    fields = {"x": x if len(x) > 1 else x[0], "y": y, "client": client, "split_by": split}
+    fields |= {"task": keys["task"]} if "task" in keys else _task(table, targets, x)
+    suggestion.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
+    suggestion.notes.append(f"user: {client or 'no column; rows are divided evenly'}")
+    if split:
+        suggestion.notes.append(f"training and test rows: by {split}, which says train or test")
+    elif not keys.get("test"):
+        suggestion.notes.append("test rows: a tenth of all, held out (data.test_fraction)")
+    defaults = {name: each.default for name, each in FAMILY[keys["kind"]].model_fields.items()}
+    defaults |= {"x": defaults["x"][0], "task": defaults["task"].kind}
+    return {name: value for name, value in fields.items() if value not in (None, defaults[name])}
+
+
+def _list(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _named(names: Iterable[str], known: tuple[str, ...]) -> str | None:
+    """The column with the first of these names, whatever their case."""
+    lower = {name.lower().strip(): name for name in names}
+    return next((lower[name] for name in known if name in lower), None)
+
+
+def _user(names: list[str]) -> str | None:
+    """The column that names users: user, user_id, userId, ..."""
+    plain = {
+        name.lower().replace("_", "").replace(" ", "").removesuffix("id"): name for name in names
+    }
+    return next((plain[name] for name in USERS if name in plain), None)
+
+
+def _split_column(table: Columns, names: list[str]) -> str | None:
+    """The column that says which rows are for training, and which for testing."""
+    name = _named(names, SPLITS)
+    if name is None or is_list(table[name]):
+        return None
+    values = {str(value).lower() for value in np.unique(np.asarray(table[name]).astype(str))}
+    return name if {"train", "test"} <= values else None
+
+
+def _type(column: Any) -> str:
+    if isinstance(column, np.ndarray):
+        shape = f" {list(column.shape[1:])}" if column.ndim > 1 else ""
+        return f"{column.dtype}{shape}"
+    gaps = f", {column.null_count} gaps" if column.null_count else ""
+    return f"{column.type}{gaps}"
+
+
+def _is_text(column: Any) -> bool:
+    if isinstance(column, np.ndarray):
+        return False
+    return pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+
+
+def _is_encoded(column: Any) -> bool:
+    """Whether these are encoded images."""
+    if isinstance(column, np.ndarray):
+        return False
+    kind = column.type
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind)
+
+
+def _inputs(
+    table: Columns, names: list[str], targets: list[str], suggestion: Suggestion
+) -> list[str]:
+    """The input columns: one of images, lists or arrays, or all of numbers. Raises `ConfigError`
+    where there is none.
+    """
+    first = _named(names, INPUTS)
+    for name in ([first] if first else []) + names:
+        if is_list(table[name]) or _is_encoded(table[name]):
+            return [name]
+    excluded = {name: reason for name in names if (reason := _unfit(table[name], name))}
+    taken = [name for name in names if name not in excluded]
+    leaking = _leaking(table, taken, targets)
+    if len(leaking) < len(taken):
+        taken = [name for name in taken if name not in leaking]
+        excluded |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
+    left_out = [f"column {name} is left out: {reason}" for name, reason in excluded.items()]
+    suggestion.warnings += left_out
+    if not taken:
+        expected = f"columns of numbers, lists or images, of which {table.name} has none to take"
+        raise ConfigError("data.x", None, "; ".join([expected, *left_out]))
+    return taken
+
+
+def _unfit(column: Any, name: str) -> str | None:
+    """Why a column of single values is no input; None: it is one."""
+    if not isinstance(column, np.ndarray) and column.null_count:
+        return f"{column.null_count} gaps (fill them, or leave out these rows)"
+    try:
+        values = inputs(column, name)
+    except ConfigError:
+        return f"no numbers but {_type(column)} (encode it as numbers, or as text: data.tokenizer)"
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        return "numbers that are not finite (fill them, or leave out these rows)"
+    if name.lower().strip() in ROW_NUMBERS and len(np.unique(values)) == len(values):
+        return "it numbers the rows"
+    return None
+
+
+def _leaking(table: Columns, names: list[str], targets: list[str]) -> list[str]:
+    """The columns of numbers that say what the only target is."""
+    target = table[targets[0]]
+    y = np.asarray(target)
+    if len(targets) > 1 or is_list(target) or (y.dtype == object and not isinstance(y[0], str)):
+        return []
+    if y.dtype.kind not in "biuf":
+        y = np.unique(y.astype(str), return_inverse=True)[1]
+    pairs = {name: np.asarray(table[name]).astype(np.float64) for name in names}
+    y = y.astype(np.float64)
+    return [
+        name
+        for name, values in pairs.items()
+        if values.std() and y.std() and abs(np.corrcoef(values, y)[0, 1]) > LEAK
+    ]
+
+
+def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:
+    """The task, and classes, that the targets suggest. Raises `ConfigError`."""
+    y = labels([table[name] for name in targets], targets, "data.y")
+    if y.dtype == object and not isinstance(y[0], str):
+        texts = any(isinstance(value, str) for row in y for value in row)
+        return {"task": "multi_label" if texts else "sequence"}
+    if y.ndim > 1:
+        if y.dtype.kind in "biu" and set(np.unique(y)) <= {0, 1}:
+            return {"task": "multi_label"}
+        same = is_list(table[x[0]]) and inputs(table[x[0]], x[0]).shape[1:] == y.shape[1:]
+        return {"task": "sequence" if y.dtype.kind in "iu" and same else "regression"}
+    if y.dtype.kind not in "biuf":
+        return {"task": "classification"}
+    if not np.isfinite(y.astype(np.float64)).all():
+        expected = "a column without gaps: fill them, or leave out the rows"
+        raise ConfigError("data.y", targets[0], expected)
+    values = np.unique(y)
+    if (values != np.floor(values)).any() or len(values) > CLASSES:
+        return {"task": "regression"}
+    if len(values) > 1 and (values[0] < 0 or values[-1] > 2 * len(values)):
+        return {"task": "classification", "classes": [str(int(value)) for value in values]}
+    return {"task": "classification"}
+
+
+def _clients(keys: dict[str, Any], root: Path | None, suggestion: Suggestion) -> Split:
+    """The samples of the clients; adds the partition to `keys`. Raises `ConfigError`."""
+    natural = _parse({name: keys[name] for name in LOCATION if name in keys}).knows_clients()
+    if natural and keys["kind"] != "text":
+        keys.setdefault("partition", {"kind": "natural"})
+    elif not natural:
+        keys.setdefault("clients", CLIENTS)
+    try:
+        split = _parse(keys).split(0, root)
+    except ConfigError:
+        if natural or keys["clients"] == 2:
+            raise
+        split = _parse({**keys, "clients": 2}).split(0, root)  # of so few rows
+    few = int((split.sizes < 2).sum())
+    if natural and few:
+        remedy = "data.partition.least=2 leaves them out"
+        suggestion.warnings.append(f"{few} of {len(split.sizes)} users have a single row: {remedy}")
+    test_x, _ = split.test()
+    tokens = f", whole numbers below {split.tokens}" if split.tokens else ""
+    spread = f"{split.sizes.min()} to {split.sizes.max()}, median {np.median(split.sizes):g}"
+    suggestion.notes += [
+        f"a sample: {list(split.shape)}, {test_x.dtype}{tokens}",
+        f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
+    ]
+    names = ", ".join([repr(name) for name in split.names[:20]] + ["..."] * (len(split.names) > 20))
+    if not split.classes:
+        shape = f"targets: {list(split.targets) or 'one number'}"
+        suggestion.notes.append(f"{shape} ({names})" if names else shape)
+        return split
+    suggestion.notes.append(f"{split.classes} classes{': ' if names else ''}{names}")
+    if not split.targets and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
+        expected = "labels of two classes or more: there is nothing to tell apart"
+        raise ConfigError("data.y", str(keys.get("y", "label")), expected)
+    return split
+
+
+def _training(split: Split, keys: Mapping[str, Any], suggestion: Suggestion) -> dict[str, Any]:
+    """Sections that train on the data, without noise and so without clipping."""
+    return {
+        "model": _model(split, "tokenizer" in keys),
+        "selection": {"kind": "uniform", "cohort": min(10, len(split.sizes))},
+        "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": _rate(split, suggestion)},
+        "bounding": {"kind": "none"},
+        "noise": {"kind": "none"},
+    }
+
+
+def _rate(split: Split, suggestion: Suggestion) -> float:
+    """A learning rate with which a linear model does not diverge: a step of less than 2 / L, where
+    the squared error of a row x has curvature 2 (|x|^2 + 1), and so has no batch more than L.
+    """
+    if split.tokens or len(split.shape) > 2:  # images are scaled
+        return LR
+    x = split.rows(0, len(split.sizes))[0].reshape(-1, math.prod(split.shape)).astype(np.float64)
+    stable = float(f"{0.5 / (np.square(x).sum(1).max() + 1):.0e}")
+    # gradients of a loss of classes are bounded
+    if stable >= LR or (split.classes and np.abs(x).max() <= SCALED):
+        return LR
+    suggestion.warnings.append(f"local.lr is {stable:g}, as inputs are large: scale them for more")
+    return stable
+
+
+def _model(split: Split, tokenizer: bool) -> dict[str, Any]:
+    if tokenizer and not split.targets:
+        return {"kind": "embedding_mean"}
+    if split.tokens and len(split.shape) == 1:
+        return {"kind": "transformer", "width": 32, "layers": 1}
+    if len(split.shape) == 3 and min(split.shape[1:]) >= 8:
+        return {"kind": "cnn", "width": 0.5}
+    if split.classes:
+        return {"kind": "softmax"}
+    return {"kind": "linear", "bias": True}
