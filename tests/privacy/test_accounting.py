@@ -354,7 +354,7 @@ def test_bad_arguments_are_refused_by_name(arguments, field):
     assert error.value.field == field
 
 
-def test_hidden_cohort_known_cohort_and_every_update_are_reported_apart():
+def test_hidden_cohort_known_cohort_and_every_update_are_reported():
     """PRIVACY.md sec. 2: calibrated to 1.5 hidden, 6.2 known and 124 seen update by update,
     composed over the *expected* T r / N = 4.17 rounds of a client, which bounds no client; the
     guarantees compose over the realised number, or over all rounds.
@@ -465,7 +465,7 @@ def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost(rel
 
 
 @pytest.mark.parametrize(("relation", "moves"), [("replace_one", 2), ("zero_out", 1)])
-def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, moves):
+def test_a_per_client_query_costs_what_the_library_says_of_two_gaussians(relation, moves):
     z = 3.0
     bound = 1.5
     std = 4.0
@@ -505,7 +505,7 @@ def test_a_query_apart_costs_what_the_library_says_of_two_gaussians(relation, mo
         noise_for(0.99 * alone, both, relation, 1e-5)
 
 
-def test_the_papers_formula_claims_nothing_for_a_query_apart():
+def test_the_papers_formula_claims_nothing_for_a_per_client_query():
     sums = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 1.0, 4.0),), 100)
     both = Mechanism(
         sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, per_client=True)), 100

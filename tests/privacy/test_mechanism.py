@@ -145,15 +145,15 @@ def test_with_noise_sets_the_joint_noise_multiplier(start):
     assert not both.with_noise(0.0).private and both.with_noise(0.0).mu("zero_out") == math.inf
 
 
-def test_a_query_apart_keeps_its_noise_and_counts_beside_the_sums():
-    apart = Query("losses", 1.0, 5.0, per_client=True)
-    both = replace(MECHANISM, queries=(*MECHANISM.queries, apart))
+def test_a_per_client_query_keeps_its_noise_and_counts_with_the_sums():
+    losses = Query("losses", 1.0, 5.0, per_client=True)
+    both = replace(MECHANISM, queries=(*MECHANISM.queries, losses))
     assert both.noise_multiplier == MECHANISM.noise_multiplier == 4.0
     for z in (0.5, 4.0, 20.0):
         louder = both.with_noise(z)
-        assert louder.noise_multiplier == pytest.approx(z) and louder.queries[1] == apart
+        assert louder.noise_multiplier == pytest.approx(z) and louder.queries[1] == losses
         assert louder.mu("replace_one") == pytest.approx(2 * math.hypot(1 / z, 1 / 5))
-    silent = replace(both, queries=(Query("update", 0.5, 0.0), apart))
+    silent = replace(both, queries=(Query("update", 0.5, 0.0), losses))
     assert silent.mu("replace_one") == math.inf and silent.with_noise(4.0) == both
 
 
