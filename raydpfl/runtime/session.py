@@ -3,16 +3,14 @@ used, and gone afterwards.
 
 Ray's own processes die with the one that started them, but not all of them and not soon; and a
 driver whose control store has died waits for a minute, to be aborted then. So every process of a
-Ray that was started here carries a mark, by which what is left of it is found
-(`raydpfl.runtime.orphan_killer`), and a thread looks after the control store. A joined cluster is
-others' too: nothing there is touched.
+Ray that was started here carries a mark, by which it is killed (`raydpfl.runtime.orphan_cleanup`),
+and a thread watches the control store. A joined cluster is shared: nothing there is killed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -27,7 +25,7 @@ import psutil
 
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.runtime import orphan_killer
+from raydpfl.runtime import orphan_cleanup
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -35,11 +33,10 @@ SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a process that Ray gives a title keeps its environment readable, and the mark in it
     "SPT_NOENV": "1",
+    # a warning of a raylet, where `client.actors: per-client` asks for a process for each client
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker processes have been started",
 }
-# of a warning that a raylet prints in the driver, which has no setting for it: a process for each
-# client is what `client.actors: per-client` asks for
-MANY = re.compile("worker processes have been started")
-# what `ray.init` starts besides, and in part waits for, and nobody asks of a Ray started here
+# what `ray.init` also starts, and in part waits for, and a Ray started here does not need
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 LOOK = 1.0  # seconds between two looks at the control store
 SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
@@ -57,31 +54,32 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class Session:
-    """A connection of this process to Ray, from its making to `close`.
+    """A connection of this process to Ray, until `close`.
 
-    `address` local starts a Ray of this process's own, whatever else runs here; any other joins
-    that one. Raises `ConfigError` for a cluster that cannot be joined or a process that is
-    connected already, `RunError` for a Ray that does not start.
+    Args:
+        address: local: a new Ray is started; else that of a cluster to join.
+        options: of `ray.init`.
+
+    Raises:
+        ConfigError: the cluster cannot be joined, or this process is connected already.
+        RunError: Ray does not start.
     """
 
     def __init__(self, address: str, **options: Any):
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         import ray
-        from ray._private.ray_logging import stdout_deduplicator
 
-        stdout_deduplicator.skip_re = stdout_deduplicator.skip_re or MANY
         if ray.is_initialized():
-            raise ConfigError(
-                "--address", address, "none: this process is connected to a Ray cluster already"
-            )
+            expected = "none: this process is connected to a Ray cluster already"
+            raise ConfigError("--address", address, expected)
         self.lost: str | None = None  # why it cannot be used any more
         self.coordinator: int | None = None  # the process of one on this node, once there is one
         self._ended = threading.Event()
-        # without which there is no Ray: its control store and its raylet
-        self._own: list[psutil.Process] = []
+        # the control store and the raylet of a Ray that was started here
+        self._essential: list[psutil.Process] = []
         self._mark: str | None = None
-        self._reaper: subprocess.Popen | None = None
+        self._cleanup: subprocess.Popen | None = None
         if address == "local":
             self._start(options)
         else:
@@ -91,23 +89,22 @@ class Session:
     def _start(self, options: dict[str, Any]) -> None:
         mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._mark = mark
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-P", str(orphan_killer.__file__), mark],
+        self._cleanup = subprocess.Popen(
+            [sys.executable, "-P", str(orphan_cleanup.__file__), mark],
             start_new_session=True,  # where no Ctrl-C of a terminal reaches it
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.environ[orphan_killer.MARK] = mark
+        os.environ[orphan_cleanup.MARK] = mark
         try:
             with _bare():
                 _init("local", {**options, "include_dashboard": False})
-            names = ("gcs_server", "raylet")
-            children = psutil.Process().children()
-            self._own = [
-                each
-                for each in children
-                if each.name() in names and each in orphan_killer.marked(mark)
+            self._essential = [
+                process
+                for process in psutil.Process().children()
+                if process.name() in ("gcs_server", "raylet")
+                and process in orphan_cleanup.marked(mark)
             ]
         except BaseException as error:
             self.close()
@@ -116,7 +113,7 @@ class Session:
                 raise RunError(f"Ray could not be started: {reason}") from None
             raise
         finally:
-            os.environ.pop(orphan_killer.MARK)
+            os.environ.pop(orphan_cleanup.MARK)
 
     def _join(self, address: str, options: dict[str, Any]) -> None:
         self._place = _place(address)
@@ -139,15 +136,15 @@ class Session:
         try:
             ray.shutdown()
         finally:
-            if self._reaper and self._mark and self._reaper.stdin:
-                orphan_killer.reap(self._mark)
-                self._reaper.stdin.close()
-                self._reaper.wait()
+            if self._cleanup and self._mark and self._cleanup.stdin:
+                orphan_cleanup.kill(self._mark)
+                self._cleanup.stdin.close()
+                self._cleanup.wait()
             self._ended.set()
 
     def _alive(self) -> bool:
-        if self._own:
-            return all(_runs(process) for process in self._own)
+        if self._essential:
+            return all(_runs(process) for process in self._essential)
         try:
             if self._place:
                 _greet(*self._place)
@@ -160,20 +157,20 @@ class Session:
         while not self._ended.wait(LOOK):
             if self._alive():
                 answered = time.monotonic()
-            elif self._own or time.monotonic() - answered > SILENCE:
+            elif self._essential or time.monotonic() - answered > SILENCE:
                 break
         else:
             return
         what = (
             "Ray's control store or raylet has died"
-            if self._own
+            if self._essential
             else "the cluster's control store does not answer"
         )
         if self.coordinator and not psutil.pid_exists(self.coordinator):
             what = f"the coordinator died: {what}"
         self.lost = f"{what}; go on with --resume"
         if self._mark:
-            orphan_killer.reap(self._mark)
+            orphan_cleanup.kill(self._mark)
         if not self._ended.wait(GRACE):
             # a progress bar has hidden the cursor
             shown = "\x1b[?25h" if sys.stderr.isatty() else ""
@@ -182,7 +179,7 @@ class Session:
 
 
 def free() -> list[dict[str, float]]:
-    """What Ray says that nobody has taken of each node, by resource. What a run that has just ended
+    """The resources of each node that nothing has taken, by Ray. What a run that has just ended
     gives back is waited for, for a moment.
     """
     import ray
@@ -190,28 +187,28 @@ def free() -> list[dict[str, float]]:
 
     until = time.monotonic() + SETTLES
     while True:
-        nodes = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]}
-        known = available_resources_per_node()
-        found = {node: known.get(node, {}) for node in nodes}
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        available = available_resources_per_node()
+        left = {node: available.get(node, {}) for node in nodes}
         taken = any(
-            found[node].get(name, 0.0) < nodes[node].get(name, 0.0)
+            left[node].get(name, 0.0) < nodes[node].get(name, 0.0)
             for node in nodes
             for name in ("CPU", "GPU")
         )
         if not taken or time.monotonic() > until:
-            return [*found.values()]
+            return [*left.values()]
         time.sleep(0.1)
 
 
 def at_work() -> int:
-    """How many client actors there are on this machine, of runs that have each started a Ray."""
-    found = 0
+    """Client actors on this machine, of runs that have each started a Ray."""
+    count = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             title = process.cmdline()[:1]
-            mine = bool(title) and title[0].startswith("ray::ClientActor")
-            found += mine and orphan_killer.MARK in process.environ()
-    return found
+            if title and title[0].startswith("ray::ClientActor"):
+                count += orphan_cleanup.MARK in process.environ()
+    return count
 
 
 def place() -> str:

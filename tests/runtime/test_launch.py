@@ -9,13 +9,11 @@ import time
 
 import pytest
 from conftest import experiment
-from ray._private.node import Node
-from ray._private.worker import print_to_stdstream
 
 from raydpfl import Experiment, run
 from raydpfl.core import hardware, native
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.runtime import launcher, session
+from raydpfl.runtime import launcher
 from raydpfl.runtime.launcher import Launcher, round_seconds
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -128,37 +126,6 @@ def test_a_ray_that_does_not_start_ends_the_run_and_says_how_to_do_without(tmp_p
 def test_an_address_is_refused_for_a_run_without_actors():
     with pytest.raises(ConfigError, match=r"--address = 'auto': expected client.actors auto or"):
         Launcher(experiment(), "auto")
-
-
-def test_a_ray_that_is_started_here_starts_without_what_nobody_asks_of_it(monkeypatch):
-    before = {name: vars(Node)[name] for name in session.UNUSED}
-    starting = []
-
-    def init(**options):
-        starting.append(options)
-        for name, method in before.items():
-            assert getattr(Node, name) is not method
-            getattr(object.__new__(Node), name)()  # does nothing, as Node knows nothing here
-
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr("ray.init", init)
-    session.Session("local", num_cpus=3).close()
-    assert {name: vars(Node)[name] for name in before} == before
-    (options,) = starting
-    assert (options["num_cpus"], options["include_dashboard"]) == (3, False)
-
-
-def test_a_process_for_each_client_is_no_news_of_rays(monkeypatch, capsys):
-    for name in ("ray.init", "ray.shutdown"):
-        monkeypatch.setattr(name, lambda **options: None)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    session.Session("local", num_cpus=3).close()
-    many = "WARNING: 12 PYTHON worker processes have been started on node: 5248, which is 6x the"
-    for line in (many, "The node is out of disk space."):
-        print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, False)
-    said = capsys.readouterr().out
-    assert "worker processes" not in said and "out of disk space" in said
 
 
 FORKS = """

@@ -14,7 +14,7 @@ import pytest
 from raydpfl.core.messages import Chunk
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort
-from raydpfl.runtime import orphan_killer, session
+from raydpfl.runtime import orphan_cleanup, session
 from raydpfl.runtime.capacity import capacity, wanted
 from raydpfl.sections import Client
 from raydpfl.simulation import scheduler
@@ -228,7 +228,7 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
 def test_client_actors_of_other_runs_of_this_machine_are_counted():
     before = session.at_work()
     for marked in (False, True):
-        environment = {**os.environ, orphan_killer.MARK: "theirs"} if marked else None
+        environment = {**os.environ, orphan_cleanup.MARK: "theirs"} if marked else None
         command = ["bash", "-c", "exec -a ray::ClientActor.train sleep 60"]
         process = subprocess.Popen(command, env=environment)
         try:

@@ -1,9 +1,9 @@
-"""What is left of a Ray when the process that started it is gone: found by a mark in the
-environment, and killed.
+"""Kills what is left of a Ray when the process that started it is gone: all processes that have a
+mark in their environment.
 
 As a program, it waits for the end of its standard input, which its parent holds open for as long as
-it lives: so that a parent that was itself killed with SIGKILL leaves no process behind. Of Ray's
-own, agents outlive that by a minute, and stopped ones stay for good.
+it lives: so a parent that was itself killed with SIGKILL leaves no process behind. Of Ray's own,
+agents outlive that by a minute, and stopped ones stay for good.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ PATIENCE = 10.0  # seconds in which all marked processes are to be gone
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes, this one apart, whose environment has this mark."""
-    found = []
+    """The other processes whose environment has this mark."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def reap(mark: str) -> None:
+def kill(mark: str) -> None:
     """Kills all marked processes, and those that they have started meanwhile."""
     until = time.monotonic() + PATIENCE
-    found = marked(mark)
-    while found and time.monotonic() < until:
-        for process in found:
+    processes = marked(mark)
+    while processes and time.monotonic() < until:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=0.5)
-        found = marked(mark)
+        psutil.wait_procs(processes, timeout=0.5)
+        processes = marked(mark)
 
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    reap(sys.argv[1])
+    kill(sys.argv[1])
