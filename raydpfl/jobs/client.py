@@ -10,7 +10,7 @@ folder, whose files the job server gives out: its port is often the only one tha
 through.
 
 The head is not trusted with this machine. A run directory comes back to where its user says, or to
-where this machine has noted that they said; archives and printouts are read as
+where this machine has it on record; archives and printouts are read as
 `raydpfl.jobs.archive` says.
 
 >>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
@@ -60,8 +60,8 @@ OWN = "${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl"
 CHOSEN = f'in *://*) echo "{OWN}";; *) echo "$RAYDPFL_CACHE";;'
 RUNS = f'"$(case "${{RAYDPFL_CACHE:-://}}" {CHOSEN} esac)"/runs'
 NOTE = "job.json"  # in the run directory here: whose it is
-# seconds without output after which the connection is made anew, and without an answer after which
-# it is given up
+# seconds without output, after which there is a new connection, or without an answer, after which
+# the job is given up
 PATIENCE = 60.0
 NONE = 3  # exit code of a job that finds no run directory
 PIECE = 1 << 20
@@ -112,8 +112,8 @@ class JobServer:
     """
 
     def __init__(self, address: str | None = None):
-        given = address or os.environ.get("RAY_API_SERVER_ADDRESS") or ADDRESS
-        self.address = given if "://" in given else f"http://{given}"
+        address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or ADDRESS
+        self.address = address if "://" in address else f"http://{address}"
         # which Ray heeds before its own argument
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address
         _use_token()
@@ -163,37 +163,37 @@ class JobServer:
         )
 
         with provenance.kept(config, first=resume is not None) as kept:
-            asked = _read(config, overrides)
-            tree, files = asked.packed(kept, there)
+            submission = _read(config, overrides)
+            tree, files = submission.packed(kept, there)
         run = self._run(resume) if resume else None
-        job = _new_id(asked.path, run)
+        job = _new_id(submission.path, run)
         run = run or job
         address = self._address(resume, out)
         folder = None if address else self._folder(resume or job, run, out)
-        about = _about(asked, job, run, address, resume is not None)
+        about = _about(submission, job, run, address, resume is not None)
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
             environment = _staged(tree, files, Path(stage))
             with self._refusals():
                 self._start(runtime_env=environment, **about)
-        self._remember(run, job, address)
+        self._write_record(run, job, address)
         if folder:
-            self._note(folder, run, job)
+            self._mark(folder, run, job)
         return job
 
     def _folder(self, job: str, run: str, out: str | Path | None) -> Path:
         """Where the run directory of a job comes back to. Raises `ConfigError`."""
-        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job).absolute()
+        folder = Path(out or self._local_record(job).get("out") or Path("runs") / job).absolute()
         _check(folder, run)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _address(self, job: str | None, out: str | Path | None = None) -> str | None:
-        """The address that a run is written to: as is asked for now, or was for an earlier job."""
+        """The address that a run is written to: of this job, or of an earlier one."""
         if out is not None:
             return str(out) if storage.elsewhere(out) else None
         if job is None:
             return None
-        found = self._remembered(job).get("out") or (self._noted(job) or {}).get("out")
+        found = self._local_record(job).get("out") or (self._metadata(job) or {}).get("out")
         return found if isinstance(found, str) and storage.elsewhere(found) else None
 
     def run_of(self, job: str) -> str:
@@ -204,13 +204,14 @@ class JobServer:
         return self._run(job)
 
     def _run(self, job: str) -> str:
-        """The run that a job belongs to: as this machine remembers, else as the cluster says, where
-        it only names a folder there."""
+        """The run that a job belongs to: by this machine's record, else by the cluster, where it
+        only names a folder there.
+        """
         _check_id(job)
-        found = self._remembered(job).get("run") or (self._noted(job) or {}).get("run", job)
+        found = self._local_record(job).get("run") or (self._metadata(job) or {}).get("run", job)
         if not isinstance(found, str) or not ID.fullmatch(found):
-            told = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
-            raise RunError(f"the cluster at {self.address} {told}")
+            what = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
+            raise RunError(f"the cluster at {self.address} {what}")
         return found
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
@@ -228,7 +229,7 @@ class JobServer:
         """
         run = self.run_of(job)
         written = 0
-        heard = time.monotonic()
+        answered = time.monotonic()
         while True:
             seen = 0
             try:
@@ -236,14 +237,14 @@ class JobServer:
                     write(plain(text[max(0, written - seen) :]))
                     seen += len(text)
                     written = max(written, seen)
-                    heard = time.monotonic()
+                    answered = time.monotonic()
                 details = self._client.get_job_info(job)
-                heard = time.monotonic()
+                answered = time.monotonic()
                 if details.status.is_terminal():
                     break
             except (OSError, RuntimeError, ClientError) as error:
                 signals.check()  # the printout's end after a signal is no error
-                if time.monotonic() - heard > PATIENCE:
+                if time.monotonic() - answered > PATIENCE:
                     what = f"the cluster at {self.address} does not answer ({_line(error)})"
                     hint = f"follow it with {self.command('--follow', job)}, or go on with it on"
                     hint += f" a new cluster: raydpfl submit CONFIG --resume {run}"
@@ -280,12 +281,12 @@ class JobServer:
         if address:
             here = None if out in (None, address) else Path(out or "")
             return self._copied(address, here, job) if here else address
-        folder = Path(out or self._remembered(job).get("out") or Path("runs") / job)
+        folder = Path(out or self._local_record(job).get("out") or Path("runs") / job)
         _check(folder, run)
         try:
             if not self._fetch(run, folder):
                 return None
-            self._note(folder, run, job)
+            self._mark(folder, run, job)
             return folder
         except ArchiveError as error:  # it would be the same another time
             raise RunError(f"the run directory is not brought back: {_line(error)}") from None
@@ -301,7 +302,7 @@ class JobServer:
         _check(folder, run)
         with storage.reading(address) as found:
             shutil.copytree(found, folder, dirs_exist_ok=True)
-        self._note(folder, run, job)
+        self._mark(folder, run, job)
         return folder
 
     def _fetch(self, run: str, folder: Path) -> bool:
@@ -366,34 +367,34 @@ class JobServer:
                     raise ConfigError("--address", self.address, expected) from None
                 time.sleep(1)
 
-    def _note(self, folder: Path, run: str, job: str) -> None:
+    def _mark(self, folder: Path, run: str, job: str) -> None:
         """Notes in the folder which run it is for, and on this machine where the run directory
         goes.
         """
         text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
-        self._remember(run, job, str(folder.absolute()))
+        self._write_record(run, job, str(folder.absolute()))
         (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
         (folder / NOTE).write_text(text)
 
-    def _remember(self, run: str, job: str, out: str | None) -> None:
-        """Notes on this machine where the run directory of a job goes."""
-        keep_json(self._memory(job), {"run": run, "out": out})
+    def _write_record(self, run: str, job: str, out: str | None) -> None:
+        """Records on this machine where the run directory of a job goes."""
+        keep_json(self._record_path(job), {"run": run, "out": out})
 
-    def _memory(self, job: str) -> Path:
-        """The file in which this machine remembers a job of the cluster."""
+    def _record_path(self, job: str) -> Path:
+        """The file with this machine's record of a job of the cluster."""
         name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
         return cache_root() / "jobs" / f"{name}.json"
 
-    def _remembered(self, job: str) -> dict[str, str]:
-        """What this machine remembers of a job; empty if it was submitted from elsewhere."""
+    def _local_record(self, job: str) -> dict[str, str]:
+        """This machine's record of a job; empty if it was submitted from elsewhere."""
         try:
-            found = kept_json(self._memory(job))
+            found = kept_json(self._record_path(job))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _noted(self, job: str) -> dict[str, str] | None:
-        """What `submit` noted with the job; None if this cluster does not know it."""
+    def _metadata(self, job: str) -> dict[str, str] | None:
+        """What `submit` gave the cluster with the job; None if this cluster does not know it."""
         with self._refusals():
             try:
                 return self._client.get_job_info(job).metadata or {}
@@ -405,7 +406,7 @@ class JobServer:
     def _check_known(self, job: str) -> None:
         """Raises `ConfigError` for a job that the cluster does not know."""
         _check_id(job)
-        if self._noted(job) is None:
+        if self._metadata(job) is None:
             raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
 
     def _output(self, job: str) -> Iterator[str]:
@@ -446,16 +447,22 @@ def _check(folder: Path, run: str) -> None:
 
 def _new_id(path: Path, run: str | None) -> str:
     """The id of a new job for the config at `path`, or for the run that it continues."""
-    own = path.name not in ("config.yaml", "sweep.yaml")
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if own else path.parent.name)
+    user_named = path.name not in ("config.yaml", "sweep.yaml")
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if user_named else path.parent.name)
     stem = stem.lstrip(".-")[:80] or "run"
     named = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
     return f"{named}-{uuid.uuid4().hex[:4]}"
 
 
-def _about(asked: _Asked, job: str, run: str, address: str | None, resume: bool) -> dict[str, Any]:
-    """What a job server is told of a job; its run is at the `address`, or on the head (None)."""
-    words = entrypoint(asked.command, run, address=not asked.inline, resume=resume, out=address)
+def _about(
+    submission: _Submission, job: str, run: str, address: str | None, resume: bool
+) -> dict[str, Any]:
+    """The id, the command line and the metadata of a job, whose run is at the `address`, or on the
+    head (None).
+    """
+    words = entrypoint(
+        submission.command, run, address=not submission.inline, resume=resume, out=address
+    )
     metadata = {"run": run} | ({"out": address} if address else {})
     return {"submission_id": job, "entrypoint": words, "metadata": metadata}
 
@@ -481,8 +488,8 @@ def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> 
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What is to be submitted."""
+class _Submission:
+    """A config that is to be submitted."""
 
     path: Path  # the config's file
     command: str  # that runs it: run or sweep
@@ -497,8 +504,8 @@ class _Asked:
         return packaging.packed(self.tree, self.experiments, Path.cwd(), kept=kept, there=there)
 
 
-def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
-    """What a config asks for. Raises `ConfigError`."""
+def _read(config: str | Path, overrides: Sequence[str]) -> _Submission:
+    """Reads a config with overrides. Raises `ConfigError`."""
     # they load torch, which following a job can do without
     from raydpfl.config.yaml import read
     from raydpfl.experiment import Experiment, overridden
@@ -513,9 +520,9 @@ def _read(config: str | Path, overrides: Sequence[str]) -> _Asked:
         )
     tree = overridden(read(path), overrides)
     if "sweep" in tree or find(tree):
-        return _Asked(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
+        return _Submission(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
     experiment = Experiment.from_dict(tree)
-    return _Asked(path, "run", experiment.client.actors == 0, [experiment], tree)
+    return _Submission(path, "run", experiment.client.actors == 0, [experiment], tree)
 
 
 def _use_token() -> None:
@@ -549,8 +556,8 @@ def _open_token(scheme: str, host: str) -> str | None:
             return None
     except ValueError:
         pass
-    way = "where anyone on the way can read it; use https, or a tunnel to localhost"
-    return f"the cluster's token goes to {host} over http, {way}"
+    risk = "where anyone in between can read it; use https, or a tunnel to localhost"
+    return f"the cluster's token goes to {host} over http, {risk}"
 
 
 def _client(address: str) -> Any:

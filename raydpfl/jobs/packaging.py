@@ -1,4 +1,4 @@
-"""What a job takes along to a cluster: the config, the user's own modules, and the files that the
+"""What a job takes along to a cluster: the config, the user's modules, and the files that the
 config names.
 
 Sent are, of the folder where the command is run,
@@ -53,7 +53,7 @@ def packed(
     run directory has kept in the folder `kept`. `there`: the files that it names lie on the cluster
     and are not sent. Raises `ConfigError` for a file that is not here, or that is not sent.
     """
-    files = own_modules(here, *([kept] if kept else []))
+    files = user_modules(here, *([kept] if kept else []))
     _checked(files)
     named = set() if there else {each for one in experiments for each in one.named_files()}
     found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
@@ -94,7 +94,7 @@ def package(folder: Path) -> Files:
     return {path.relative_to(folder).as_posix(): path for path in _walk(folder)}
 
 
-def own_modules(*folders: Path) -> Files:
+def user_modules(*folders: Path) -> Files:
     """The files of the modules and packages of these folders that have been imported."""
     files: Files = {}
     for here in folders:

@@ -72,8 +72,8 @@ class Launcher:
     def __init__(self, experiment: Experiment, address: str | None):
         self._client = experiment.client
         if address and self._client.actors == 0:
-            accepted = "client.actors auto or above 0; 0 runs in this process, without Ray"
-            raise ConfigError("--address", address, accepted)
+            expected = "client.actors auto or above 0; 0 runs in this process, without Ray"
+            raise ConfigError("--address", address, expected)
         self._address = address
         self._session: Session | None = None
         self._group: Any = None
@@ -128,8 +128,8 @@ class Launcher:
         if client.num_gpus > 0 and not self._elastic and not of_device(plan.platform):
             facts = self._gpu_facts()
             if not facts:
-                accepted = "0; torch can use no GPU on a node that Ray counts one of"
-                raise ConfigError("client.num_gpus", client.num_gpus, accepted)
+                expected = "0; torch can use no GPU on a node that Ray counts one of"
+                raise ConfigError("client.num_gpus", client.num_gpus, expected)
             plan = replace(plan, platform={**plan.platform, **facts})
         chunks = self._chunks(plan)
         nodes = self._nodes()

@@ -1,5 +1,4 @@
-"""Files that are read and kept: the root of data sets, the cache, and what is known of a file's
-contents.
+"""The data root, the cache and its folders, and digests of files.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as place:
@@ -8,9 +7,8 @@ contents.
 ...     whole(folder), (folder / "number").write_text("43"), whole(folder)
 (True, 2, False)
 
-A folder of the cache holds `SEAL` besides its files: the size and the digest of each, as written.
-What is cut, edited or missing is noticed when the folder is used again, and the folder is then made
-anew.
+A folder of the cache also holds `SEAL`: the size and the digest of each file, as written. What is
+cut, edited or missing is noticed when the folder is used, and the folder is then made once more.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ LOCK = ".lock"
 RUNS = "runs"  # a folder of the cache: the run directories of submitted jobs
 STILL = "a file that stays as it is while it is read; this one was changed"
 # nanoseconds after which another write to a file is sure to move its time of change
-SETTLED = 2 * 10**9
-# what may be looked for, and how it is told that it is there
+CERTAIN = 2 * 10**9
+# what may be looked for, and whether it is there
 FOUND = {"file": Path.is_file, "folder": Path.is_dir, "file or folder": Path.exists}
 log = logging.getLogger("raydpfl")
 # by the cache that is not believed: the folder of this process in its place
@@ -86,12 +84,12 @@ def make(folder: Path) -> None:
 
 def foreign(place: Path | int) -> str | None:
     """Why what is in a file or folder (or an open one) may be from another user; None: it is of
-    this user or root, and nobody else can write to it. Raises OSError.
+    this user or root, and no other user can write to it. Raises OSError.
     """
-    found = os.stat(place)
-    if found.st_uid not in (0, os.geteuid()):
+    status = os.stat(place)
+    if status.st_uid not in (0, os.geteuid()):
         return "belongs to another user"
-    return "can be written to by others" if found.st_mode & 0o022 else None
+    return "can be written to by others" if status.st_mode & 0o022 else None
 
 
 def _foreign_within(root: Path) -> str | None:
@@ -99,7 +97,7 @@ def _foreign_within(root: Path) -> str | None:
     the cache takes nothing. Raises OSError.
     """
     with os.scandir(root) as entries:
-        folders = [Path(each.path) for each in entries if each.is_dir() and each.name != RUNS]
+        folders = [Path(entry.path) for entry in entries if entry.is_dir() and entry.name != RUNS]
     for folder in (root, *folders):
         if os.lstat(folder).st_uid not in (0, os.geteuid()):
             return f"{folder} belongs to another user"
@@ -174,9 +172,9 @@ def file_identity(field: str, name: str, root: Path | None) -> list[str]:
 def digest(path: Path) -> str:
     """SHA-256 of a regular file's contents, in hex. Raises OSError.
 
-    It is remembered in the cache, so that a file is read once. A file is known again by its device,
+    It is kept in the cache, so that a file is read once. A file is recognised by its device,
     inode, size, and times of writing and of change in nanoseconds: whatever replaces the file or
-    changes it moves one of them, as the time of change cannot be set. Nothing is remembered of a
+    changes it moves one of them, as the time of change cannot be set. Nothing is kept of a
     file that changed just now, as a write within the same tick of the clock would not show, nor of
     one whose times are whole seconds, as file systems without a clock make them up.
     """
@@ -184,34 +182,34 @@ def digest(path: Path) -> str:
         raise OSError(0, "no regular file", str(path))
     with path.open("rb") as file:
         facts = _facts(file.fileno())
-        known = _remembered(facts)
-        if known is not None:
-            return known
-        settled = time.time_ns() - facts["changed"] > SETTLED  # before any of it is read
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        if settled and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
-            keep_json(_memory(facts), {"sha256": found, "check": check(facts, found)})
-    return found
+        cached = _cached_digest(facts)
+        if cached is not None:
+            return cached
+        certain = time.time_ns() - facts["changed"] > CERTAIN  # before any of it is read
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if certain and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
+            keep_json(_digest_path(facts), {"sha256": sha256, "check": check(facts, sha256)})
+    return sha256
 
 
 def _facts(descriptor: int) -> dict[str, int]:
-    found = os.fstat(descriptor)
+    status = os.fstat(descriptor)
     return {
-        "device": found.st_dev,
-        "inode": found.st_ino,
-        "size": found.st_size,
-        "written": found.st_mtime_ns,
-        "changed": found.st_ctime_ns,
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "size": status.st_size,
+        "written": status.st_mtime_ns,
+        "changed": status.st_ctime_ns,
     }
 
 
-def _memory(facts: dict[str, int]) -> Path:
+def _digest_path(facts: dict[str, int]) -> Path:
     return cache_root() / "digests" / f"{facts['device']:x}-{facts['inode']:x}.json"
 
 
-def _remembered(facts: dict[str, int]) -> str | None:
+def _cached_digest(facts: dict[str, int]) -> str | None:
     try:
-        entry = kept_json(_memory(facts))
+        entry = kept_json(_digest_path(facts))
     except (OSError, ValueError):
         return None
     sound = isinstance(entry, dict) and entry.get("check") == check(facts, entry.get("sha256"))
@@ -269,8 +267,8 @@ def read_text(path: Path, most: int = 16 << 20) -> str:
     Raises OSError, also for what would never end (a device, a pipe that nobody writes to), and
     UnicodeDecodeError.
     """
-    given = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
-    if not stat.S_ISREG(path.stat().st_mode) and not given:
+    inherited = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    if not stat.S_ISREG(path.stat().st_mode) and not inherited:
         raise OSError(0, "Is a directory" if path.is_dir() else "Is no regular file", str(path))
     with path.open("rb") as file:
         text = file.read(most + 1)
@@ -337,9 +335,9 @@ def _flaw(folder: Path) -> str | None:
         if seal["check"] != check(files):
             return f"{SEAL} is damaged"
         for name, (size, _) in files.items():  # at no cost
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes instead of {size:,}"
+            actual = (folder / name).stat().st_size
+            if actual != size:
+                return f"{name} has {actual:,} bytes instead of {size:,}"
         for name, (_, written) in files.items():
             if digest(folder / name) != written:
                 return f"{name} has been changed"

@@ -146,5 +146,5 @@ class _Lock:
             owner = json.loads(self.store.get(name))
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
             who = f"process {owner['pid']} on {owner['host']}, since {since}"
-        accepted = f"a directory that no other run is writing to; this one is held by {who}"
-        raise ConfigError("--out", self.store.address, accepted)
+        expected = f"a directory that no other run is writing to; this one is held by {who}"
+        raise ConfigError("--out", self.store.address, expected)

@@ -4,16 +4,16 @@ Whatever is written to the copy goes on as on any disk: files are replaced whole
 end, in an order in which a kill at any instant leaves what can be gone on with. `push` puts what
 has changed to the store in that order, too: checkpoints after the logs that they count on, the
 summary last, and only then what is gone is removed. A file there is replaced whole. So a kill in
-the midst leaves the store in a state that a kill would have left a disk in.
+between leaves the store as it would have left a disk.
 
 The ledger cannot wait for that: a round is spent at the store before it is released. `spent` puts
 the lines that were added since the ledger was put whole, in a file that says after which byte they
-come (`ledger.jsonl.from-BYTE`); `fetch` joins them again.
+come (`ledger.jsonl.from-BYTE`); `fetch` joins them.
 
-The store has the truth. Nothing of a copy is used again: another process fetches its own.
+The store has the truth. No copy is used twice: another process fetches another.
 
-A sweep's trials are directories in its own, `APART`: each is written by the process that runs it,
-from a copy of its own, and the sweep's copy only reads what came of it (`refetch`).
+A sweep's trials are in its directory, below `TRIALS`: the process that runs a trial writes it, from
+another copy, and the sweep's copy only reads it (`refetch`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 from raydpfl.storage import lock
 from raydpfl.storage.store import opened, within
 
-TAIL = 1 << 16  # bytes of a ledger that are put again with every round, at most
-APART = "trials/"
+TAIL = 1 << 16  # bytes of a ledger that are put with every round, at most
+TRIALS = "trials/"
 CHECKPOINT = re.compile(r"(.*/)?checkpoints/round-[^/]*")
 LATER = (r"(.*/)?checkpoints/round-[^/]*", r"(.*/)?summary\.json")  # than all else
 
@@ -48,12 +48,12 @@ def fetch(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str
     return names
 
 
-def _checkpoint_apart(name: str) -> bool:
-    return name.startswith(APART) and CHECKPOINT.fullmatch(name) is not None
+def _is_trial_checkpoint(name: str) -> bool:
+    return name.startswith(TRIALS) and CHECKPOINT.fullmatch(name) is not None
 
 
-def _stand(path: Path) -> None:
-    """An empty file says that there is such a checkpoint, which nobody reads here."""
+def _placeholder(path: Path) -> None:
+    """Makes an empty file in the place of a checkpoint, which is not read here."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
 
@@ -61,15 +61,15 @@ def _stand(path: Path) -> None:
 def origin(folder: Path) -> str | None:
     """The address of a folder that lies in a copy; None: it lies in none."""
     for copy in (folder, *folder.parents):
-        known = _known(copy)
-        if known:
-            return within(known["address"], *folder.relative_to(copy).parts)
+        record = _read_record(copy)
+        if record:
+            return within(record["address"], *folder.relative_to(copy).parts)
     return None
 
 
 def refetch(folder: Path) -> None:
-    """Fetches anew what is read of a directory `APART`; does nothing with any folder that lies in
-    no copy. Raises `FileError`.
+    """Fetches what is read of a trial's directory; does nothing with any folder that lies in no
+    copy. Raises `FileError`.
     """
     address = origin(folder)
     if address is None:
@@ -77,7 +77,7 @@ def refetch(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     names = fetch(address, folder, lambda name: not CHECKPOINT.fullmatch(name))
     for name in filter(CHECKPOINT.fullmatch, names):
-        _stand(folder / name)
+        _placeholder(folder / name)
 
 
 def times(folder: Path) -> tuple[int, ...] | None:
@@ -91,7 +91,7 @@ def times(folder: Path) -> tuple[int, ...] | None:
 
 
 def _join(path: Path) -> None:
-    """Joins a ledger with lines that were put apart, if `path` is of such lines."""
+    """Joins a ledger with the lines in `path`, if that is a file of lines that were put later."""
     whole, mark, begins = path.name.rpartition(".from-")
     if not mark or not path.exists():
         return
@@ -105,15 +105,15 @@ def _join(path: Path) -> None:
 
 def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
-    names = fetch(address, folder, lambda name: not _checkpoint_apart(name))
-    for name in filter(_checkpoint_apart, names):
-        _stand(folder / name)
-    names = [name for name in names if not name.startswith(APART)]
+    names = fetch(address, folder, lambda name: not _is_trial_checkpoint(name))
+    for name in filter(_is_trial_checkpoint, names):
+        _placeholder(folder / name)
+    names = [name for name in names if not name.startswith(TRIALS)]
     here = _files(folder)
     # joined, or otherwise not what is there
-    apart = {name.rpartition(".from-")[0] for name in names if ".from-" in name}
-    put = {name: None if name in apart else here.get(name) for name in names}
-    _keep(folder, {"address": address, "put": put})
+    ledgers = {name.rpartition(".from-")[0] for name in names if ".from-" in name}
+    put = {name: None if name in ledgers else here.get(name) for name in names}
+    _write_record(folder, {"address": address, "put": put})
 
 
 def push(folder: Path) -> None:
@@ -122,50 +122,50 @@ def push(folder: Path) -> None:
     Raises:
         FileError: the store does not take it, or the copy is no longer this process's to write.
     """
-    known = _known(folder)
-    if known is None:
+    record = _read_record(folder)
+    if record is None:
         return
     lock.check(held(folder))
-    there = opened(known["address"])
-    here = {name: facts for name, facts in _files(folder).items() if not name.startswith(APART)}
-    put = known["put"]
+    there = opened(record["address"])
+    here = {name: facts for name, facts in _files(folder).items() if not name.startswith(TRIALS)}
+    put = record["put"]
     for name in sorted((name for name in here if here[name] != put.get(name)), key=_order):
         there.put_file(name, folder / name)
         put[name] = here[name]
-        _keep(folder, known)
+        _write_record(folder, record)
     gone = put.keys() - here.keys()
     there.remove(sorted(gone))
-    known["put"] = {name: facts for name, facts in put.items() if name not in gone}
-    _keep(folder, known)
+    record["put"] = {name: facts for name, facts in put.items() if name not in gone}
+    _write_record(folder, record)
 
 
 def spent(ledger: Path) -> None:
     """Puts the lines of a ledger that its store has not, if it lies in a copy. Raises as `push`."""
-    known = _known(ledger.parent)
-    if known is None:
+    record = _read_record(ledger.parent)
+    if record is None:
         return
     lock.check(held(ledger.parent))
-    put = known["put"]
+    put = record["put"]
     facts = _files(ledger.parent, ledger.name)[ledger.name]
     begins = (put.get(ledger.name) or [0])[0]
     name = ledger.name if facts[0] - begins > TAIL else f"{ledger.name}.from-{begins:012d}"
     with open(ledger, "rb") as file:
         file.seek(0 if name == ledger.name else begins)
-        opened(known["address"]).put(name, file.read())
+        opened(record["address"]).put(name, file.read())
     if name == ledger.name or name not in put:
         put[name] = facts if name == ledger.name else None
-        _keep(ledger.parent, known)
+        _write_record(ledger.parent, record)
 
 
 def _files(folder: Path, pattern: str = "**/*") -> dict[str, list[int]]:
     """The files of a folder, and what tells whether one has been written to: size, time, inode."""
-    found = {}
+    files = {}
     for path in sorted(folder.glob(pattern)):
         name = path.relative_to(folder).as_posix()
         if _shown(name) and path.is_file():
             facts = path.stat()
-            found[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
-    return found
+            files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+    return files
 
 
 def _shown(name: str) -> bool:
@@ -183,18 +183,18 @@ def held(folder: Path) -> Path:
 
 
 def _mark(folder: Path) -> Path:
-    """The file beside a copy that has its address, and what was put there."""
+    """The file next to a copy that has its address, and what was put there."""
     return Path(f"{folder}.elsewhere.json")
 
 
-def _known(folder: Path) -> dict[str, Any] | None:
+def _read_record(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads(_mark(folder).read_text())
     except FileNotFoundError:
         return None
 
 
-def _keep(folder: Path, known: dict[str, Any]) -> None:
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
     part = Path(f"{folder}.part")
-    part.write_text(json.dumps(known))
+    part.write_text(json.dumps(record))
     os.replace(part, _mark(folder))

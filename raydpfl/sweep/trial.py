@@ -26,7 +26,7 @@ from raydpfl.errors import ConfigError, RunError, traceback_text
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.runtime import runner
-from raydpfl.runtime.file_transfer import Asking
+from raydpfl.runtime.file_transfer import RemotePreparation
 from raydpfl.runtime.session import place
 from raydpfl.simulation.provenance import search
 from raydpfl.storage.files import LOCK, cache_root
@@ -35,7 +35,7 @@ from raydpfl.storage.tables import read_log
 from raydpfl.sweep.trial_folders import settled
 from raydpfl.sweep.trial_source import FINISHED, Source, Trial
 
-PLACES = ("node", "cache", "root", "home", "path")  # what `Asking` is told of the driver
+PLACES = ("node", "cache", "root", "home", "path")  # of the driver, for `RemotePreparation`
 ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
 SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
@@ -171,7 +171,7 @@ class TrialActor(tune.Trainable):
                 resume=begun,
                 data_root=self._work["data_root"],
                 on_rows=self._rows,
-                prepare=Asking(**places) if remote else prepare,
+                prepare=RemotePreparation(**places) if remote else prepare,
             )
 
     def _rows(self, rows: list[dict[str, Any]]) -> bool:

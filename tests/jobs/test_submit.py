@@ -392,7 +392,7 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
     assert f"--out {place}" in head._client.given["entrypoint"]
     metadata = head._client.given["metadata"]
     assert metadata == {"run": job, "out": place} and not (tmp_path / "runs").exists()
-    monkeypatch.setattr(head, "_noted", lambda job: metadata)
+    monkeypatch.setattr(head, "_metadata", lambda job: metadata)
     assert head.fetch(job) == head.fetch(job, place) == place
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "another"))  # which remembers nothing
     assert head.fetch(job) == place

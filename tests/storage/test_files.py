@@ -62,7 +62,7 @@ def test_tables_of_one_name_size_and_time_are_told_apart_by_their_contents(tmp_p
 
 
 def test_a_table_that_is_replaced_at_its_place_is_noticed_at_any_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SETTLED", 0)
+    monkeypatch.setattr(files, "CERTAIN", 0)
     for fill in (1.0, 2.0, 3.0):
         described = table(tmp_path / "root", fill)
         time.sleep(0.02)  # so that the digest is remembered
@@ -180,7 +180,7 @@ def test_a_file_is_digested_once_and_again_after_any_change(tmp_path, monkeypatc
     monkeypatch.setattr(files.hashlib, "file_digest", lambda *a: read.append(a) or digest(*a))
     path.write_text("one")
     assert files.digest(path) == files.digest(path) and len(read) == 2  # it has changed just now
-    monkeypatch.setattr(files, "SETTLED", 0)
+    monkeypatch.setattr(files, "CERTAIN", 0)
     time.sleep(0.02)
     first = {files.digest(path) for _ in range(3)}
     assert len(read) == 3 and len(first) == 1
@@ -206,7 +206,7 @@ def test_digests_are_not_remembered_where_times_are_made_up(tmp_path, monkeypatc
 
 
 def test_a_remembered_digest_that_was_damaged_is_taken_again(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(files, "SETTLED", 0)
+    monkeypatch.setattr(files, "CERTAIN", 0)
     (tmp_path / "file").write_text("one")
     time.sleep(0.02)
     found = files.digest(tmp_path / "file")
@@ -217,7 +217,7 @@ def test_a_remembered_digest_that_was_damaged_is_taken_again(tmp_path, cache, mo
 
 
 def test_the_driver_digests_prepared_data_once_and_not_in_every_run(monkeypatch):
-    monkeypatch.setattr(files, "SETTLED", 0)
+    monkeypatch.setattr(files, "CERTAIN", 0)
     prepare(small(), 0)
     time.sleep(0.02)
     prepare(small(), 0)

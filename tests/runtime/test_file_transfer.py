@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,9 +162,9 @@ def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_pa
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     place = tmp_path / "data" / folder.name
     with ThreadPoolExecutor(3) as pool:
-        about = lambda: file_transfer._sealed(node, str(folder))  # noqa: E731
-        asked = [pool.submit(file_transfer._kept, place, node, about, folder) for _ in range(3)]
-        assert {each.result() for each in asked} == {place}
+        files = partial(file_transfer._call, node, file_transfer._sealed_files, str(folder))
+        copies = [pool.submit(file_transfer._copy, folder, place, node, files) for _ in range(3)]
+        assert {copy.result() for copy in copies} == {place}
     assert whole(place)
     names = {path.name for path in folder.iterdir()}
     assert {path.name for path in place.iterdir()} == names
@@ -178,16 +179,20 @@ def test_what_is_here_is_not_sent(tmp_path):
     assert file_transfer.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
 
 
-def test_what_arrives_otherwise_or_finds_no_room_is_refused(node, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("files", "error", "reason"),
+    [
+        ({"a": (25_000, "another digest")}, FileError, "did not arrive as it is"),
+        ({"a": (1 << 60, "")}, ConfigError, r"RAYDPFL_CACHE = .*MB free"),
+        ({"gone": (10, "")}, FileError, r"did not arrive.*No such file"),
+    ],
+)
+def test_what_arrives_otherwise_or_finds_no_room_is_refused(
+    files, error, reason, node, tmp_path, monkeypatch
+):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a").write_bytes(bytes(25_000))
-    files = {"a": (25_000, "another digest")}
-    with pytest.raises(FileError, match="did not arrive as it is"):
-        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
-    files = {"a": (1 << 60, "")}
-    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*MB free"):
-        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
-    files = {"gone": (10, "")}
-    with pytest.raises(FileError, match=r"did not arrive.*No such file"):
-        file_transfer._kept(tmp_path / "cache" / "b", node, lambda: files, tmp_path)
-    assert not (tmp_path / "cache" / "b").exists()
+    target = tmp_path / "cache" / "b"
+    with pytest.raises(error, match=reason):
+        file_transfer._copy(tmp_path, target, node, lambda: files)
+    assert not target.exists()
