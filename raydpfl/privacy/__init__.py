@@ -49,7 +49,7 @@ from raydpfl.privacy.accounting import (
 from raydpfl.privacy.calibration import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.histogram_query import Survey
-from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments
+from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release
@@ -95,6 +95,5 @@ __all__ = [
     "report_of",
     "rigorous",
     "rounds_for",
-    "segments",
     "sentences",
 ]

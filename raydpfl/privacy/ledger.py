@@ -24,7 +24,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,16 +57,6 @@ class Segment:
         return self.end - self.first
 
 
-def segments(path: Path) -> tuple[Segment, ...]:
-    """The segments of the ledger at `path`, which is only read; empty if there is none.
-
-    Raises:
-        FileError: it cannot be read.
-        RunError: it is damaged.
-    """
-    return _segments(_entries(path, _read(path))[0])
-
-
 class Ledger:
     """What a run has spent, on disk: one line of JSON per round.
 
@@ -84,7 +74,7 @@ class Ledger:
 
     def __init__(self, path: str | Path, resume: bool = False):
         self.path = Path(path)
-        text = _read(self.path, written=True)
+        text = _read(self.path)
         if text and not resume:
             raise ConfigError(
                 "--out",
@@ -94,7 +84,9 @@ class Ledger:
         entries, torn = _entries(self.path, text)
         self._lines = text.split(b"\n")[: len(entries)]
         self._entry = entries[-1] if entries else None
-        self._segment = next(reversed(_segments(entries)), None)
+        self._segments: list[Segment] = []
+        for entry in entries:
+            _extend(self._segments, entry)
         if torn and _parse(torn) is None:
             with _named(self.path):
                 os.truncate(self.path, len(text) - len(torn))
@@ -109,7 +101,7 @@ class Ledger:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The recorded rounds, divided where the run was restarted with fresh noise."""
-        return _segments(self.entries)
+        return tuple(self._segments)
 
     def record(
         self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
@@ -151,12 +143,12 @@ class Ledger:
         self._append(line + b"\n")
         self._lines.append(line)
         self._entry = entry
-        self._segment = _with(self._segment, entry)
+        _extend(self._segments, entry)
 
     def _recorded(self, t: int, restart: int) -> dict[str, Any] | None:
         """The line of a round, if it is in the last segment and that is the one of `restart`."""
-        last = self._segment
-        if last is None or last.restart != restart or not last.first <= t < last.end:
+        last = self._segments[-1] if self._segments else Segment(-1, 0, 0)
+        if last.restart != restart or not last.first <= t < last.end:
             return None
         return json.loads(self._lines[t - last.end])
 
@@ -190,17 +182,16 @@ def _named(path: Path) -> Iterator[None]:
         raise FileError(f"{path} cannot be read and written, {what}: {error.strerror}") from None
 
 
-def _read(path: Path, written: bool = False) -> bytes:
-    """The bytes of a ledger, empty if there is none. Raises `FileError` if it cannot be read, or,
-    with `written`, cannot be written.
+def _read(path: Path) -> bytes:
+    """The bytes of a ledger, empty if there is none. Raises `FileError` if it cannot be read and
+    written.
     """
     if not os.path.lexists(path):
         return b""
     with _named(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "it is no file")
-        if written:
-            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
         return path.read_bytes()
 
 
@@ -251,21 +242,13 @@ def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     )
 
 
-def _segments(entries: Sequence[dict[str, Any]]) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
-    for entry in entries:
-        last = _with(segments[-1] if segments else None, entry)
-        if segments and segments[-1].restart == last.restart:
-            segments.pop()
-        segments.append(last)
-    return tuple(segments)
-
-
-def _with(last: Segment | None, entry: dict[str, Any]) -> Segment:
-    """The last segment with a round that is recorded after it; another, where that begins one."""
+def _extend(segments: list[Segment], entry: dict[str, Any]) -> None:
+    """Adds a round to the last of the segments, or begins one with it."""
     restart = entry.get("restart", 0)
-    first = last.first if last and last.restart == restart else entry["round"]
-    return Segment(restart, first, entry["round"] + 1)
+    first = entry["round"]
+    if segments and segments[-1].restart == restart:
+        first = segments.pop().first
+    segments.append(Segment(restart, first, entry["round"] + 1))
 
 
 def _to_json(value: float) -> float | str:

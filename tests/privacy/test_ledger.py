@@ -7,7 +7,7 @@ import math
 import pytest
 
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.privacy import Ledger, Spent, check_budget
+from raydpfl.privacy import Ledger, Segment, Spent, check_budget
 
 ROUNDS = [
     {
@@ -100,23 +100,14 @@ def test_the_budget_stops_the_round_that_would_overspend_and_no_other():
         check_budget(8, {"pld": 5.1, "rdp": 9.0}, {"pld": 5.0})
 
 
-def test_what_a_round_takes_to_record_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
+def test_a_restart_begins_a_segment_and_counts_what_was_released_before(tmp_path):
     path = tmp_path / "ledger.jsonl"
     released = {"epsilon": {"pld": 0.5}, "mechanism": "m", "bound": 1.0, "std": 2.0}
     Ledger(path).record(t=0, **released)
     ledger = Ledger(path, resume=True)
-    with monkeypatch.context() as patched:
-        patched.setattr("raydpfl.privacy.ledger._segments", None)  # which goes through all rounds
-        for t in (1, 2):
-            ledger.record(t=t, **released)
-        ledger.record(t=2, **released)
-        for t in (1, 2, 3):
-            ledger.record(t=t, restart=1, **released)
-        ledger.record(t=3, restart=1, **released)
-        with pytest.raises(RunError, match="cannot follow"):
-            ledger.record(t=0, restart=1, **released)
+    for t, restart in [(1, 0), (2, 0), (2, 0), (1, 1), (2, 1), (3, 1), (3, 1)]:
+        ledger.record(t=t, restart=restart, **released)
+    with pytest.raises(RunError, match="cannot follow"):
+        ledger.record(t=0, restart=1, **released)
     assert ledger.segments == Ledger(path, resume=True).segments
-    assert [(each.restart, each.first, each.end) for each in ledger.segments] == [
-        (0, 0, 3),
-        (1, 1, 4),
-    ]
+    assert ledger.segments == (Segment(0, 0, 3), Segment(1, 1, 4))
