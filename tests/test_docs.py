@@ -197,19 +197,19 @@ SECTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Tanh", "Visits", "Exact"])
-def test_a_class_that_the_docs_check_keeps_its_promises(name, tmp_path, monkeypatch):
+def test_a_class_that_the_docs_check_keeps_its_contract(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     snippet = next(each for each in fences("python") if f"class {name}" in each.values[1])
     (tmp_path / "mine.py").write_text(snippet.values[1])
-    assert all(promise.kept is not False for promise in check.check(f"mine:{name}"))
+    assert all(clause.kept is not False for clause in check.check(f"mine:{name}"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [each.values[1] for each in fences("python") if each.values[0].stem == "members"]
 )
-def test_every_member_of_the_docs_keeps_its_promises(text, tmp_path, monkeypatch):
+def test_every_member_of_the_docs_keeps_its_contract(text, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     (tmp_path / "mine.py").write_text(text)
@@ -217,7 +217,7 @@ def test_every_member_of_the_docs_keeps_its_promises(text, tmp_path, monkeypatch
     helpers = {"OnSums", "Plain", "File"}  # a source or a log, which no config names
     for name in set(names) - helpers:
         found = check.check(f"mine:{name}")
-        assert all(promise.kept is not False for promise in found), check.render(found)
+        assert all(clause.kept is not False for clause in found), check.render(found)
 
 
 EXAMPLES = {
@@ -229,7 +229,7 @@ EXAMPLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_class_of_a_docstring_keeps_its_promises(name, tmp_path, monkeypatch):
+def test_the_class_of_a_docstring_keeps_its_contract(name, tmp_path, monkeypatch):
     module = importlib.import_module(f"raydpfl.{EXAMPLES[name]}")
     examples = next(
         test.examples
@@ -242,7 +242,7 @@ def test_the_class_of_a_docstring_keeps_its_promises(name, tmp_path, monkeypatch
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = check.check(f"documented_{name}:{name}")
-    assert all(promise.kept is not False for promise in found), check.render(found)
+    assert all(clause.kept is not False for clause in found), check.render(found)
 
 
 GIVEN = (

@@ -1,22 +1,21 @@
-"""Does a member keep the promises of its family? This is the contract of every member, built in or
-your own.
+"""Does a member keep the contract of its family, built in or your own?
 
-`raydpfl check mine:Tanh` runs every example of a class through the promises of its family: bound
+`raydpfl check mine:Tanh` runs every example of a class through the contract of its family: bound
 and sensitivity for hostile vectors, the same bits however a run is carried out, noise and draws by
 the declared sampling schemes, the epsilon of what is released, config and checkpoint round trips.
 For the members that come with the project, the tests do the same.
 
 >>> found = check("bounding:clip")
->>> all(promise.kept for promise in found)
+>>> all(clause.kept for clause in found)
 True
->>> [promise.name for promise in found][:4]
+>>> [clause.name for clause in found][:4]
 ['example', 'fits', 'config round trip', 'refusals']
 >>> check("nothing")
 Traceback (most recent call last):
 raydpfl.errors.ConfigError: member = 'nothing': expected a class by import path \
 (package.module:Name), or a member as in bounding:clip
 
-Promises are functions of a case, in a file for each family. A promise that is looked at by
+Clauses are functions of a case, in a file for each family. A clause that is looked at by
 statistics raises a false alarm in at most one check of a million.
 """
 
@@ -49,7 +48,7 @@ from raydpfl.check import (
     weights,
 )
 from raydpfl.check.case import AROUND, SECTIONS, Case, arounds, examples_of
-from raydpfl.check.contract import Look, Promise, looked_at
+from raydpfl.check.contract import Clause, Look, looked_at
 from raydpfl.config import user_classes
 from raydpfl.config.registry import home, load, own_class
 from raydpfl.errors import ConfigError
@@ -61,24 +60,24 @@ from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
 from raydpfl.privacy.sampling import SCHEMES, SamplingScheme
 
-__all__ = ["PROMISES", "Promise", "check", "members_of", "render"]
+__all__ = ["CONTRACT", "Clause", "check", "members_of", "render"]
 
-# What each family promises besides what all do that take part in a round.
-PROMISES: dict[str, tuple[Look, ...]] = {
-    "bounding": bounding.PROMISES,
-    "local": local.PROMISES,
-    "noise": noise.PROMISES,
-    "weights": weights.PROMISES,
-    "server": server.PROMISES,
-    "selection": selection.PROMISES,
-    "measure": measure.PROMISES,
-    "task": tasks.PROMISES,
+# The contract of each family, next to that of all that take part in a round.
+CONTRACT: dict[str, tuple[Look, ...]] = {
+    "bounding": bounding.CONTRACT,
+    "local": local.CONTRACT,
+    "noise": noise.CONTRACT,
+    "weights": weights.CONTRACT,
+    "server": server.CONTRACT,
+    "selection": selection.CONTRACT,
+    "measure": measure.CONTRACT,
+    "task": tasks.CONTRACT,
 }
-# All that members promise who are no part of what a round does.
+# The contracts of members that are no part of a round.
 WHOLE: dict[str, tuple[Look, ...]] = {
-    "model": models.PROMISES,
-    "data": sources.PROMISES,
-    "track": (*members.PROMISES, *track.PROMISES),
+    "model": models.CONTRACT,
+    "data": sources.CONTRACT,
+    "track": (*members.CONTRACT, *track.CONTRACT),
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: spec.family or {} for section, spec in SECTIONS.items()},
@@ -100,27 +99,27 @@ ACCEPTED = "a class by import path (package.module:Name), or a member as in boun
 def check(
     target: str | type,
     overrides: Sequence[str] = (),
-    on_promise: Callable[[Promise], object] = lambda promise: None,
-) -> list[Promise]:
-    """Looks at every promise, for every example of a member.
+    on_clause: Callable[[Clause], object] = lambda clause: None,
+) -> list[Clause]:
+    """Looks at every clause, for every example of a member.
 
     Args:
         target: the import path of your own class (`mine:Tanh`), a member that comes with the
             project (`bounding:clip`, or `clip`), or a class.
         overrides: fields of the small experiment around it, `section.key=value`. Those of the
             member's own section change its examples.
-        on_promise: is given each as soon as it is known.
+        on_clause: is given each as soon as it is known.
 
     Raises:
         ConfigError: it is no member of any family, or has no valid examples.
     """
     section, cls, path = resolved(target)
-    found: list[Promise] = []
-    for promise, case, example in _looks(section, cls, path, tuple(overrides)):
-        done = looked_at(promise, case, example)
+    found: list[Clause] = []
+    for clause, case, example in _looks(section, cls, path, tuple(overrides)):
+        done = looked_at(clause, case, example)
         if done is not None:
             found.append(done)
-            on_promise(done)
+            on_clause(done)
     return found
 
 
@@ -191,7 +190,7 @@ def _built_in(name: str) -> tuple[str, type, str] | None:
 def _looks(
     section: str, cls: type, path: str, overrides: tuple[str, ...]
 ) -> Iterator[tuple[Look, Any, str]]:
-    """Every promise, the case that it is looked at in, and the case in words."""
+    """Every clause, the case that it is looked at in, and the case in words."""
     if section in SECTIONS:
         yield from _of_members(section, cls, path, overrides)
         return
@@ -201,15 +200,15 @@ def _looks(
     if section == "sampling":
         for numbers in cls.examples:  # type: ignore[attr-defined]
             case = sampling.SchemeCase(Sampling(cls(), **numbers))
-            yield from ((promise, case, _shown(numbers)) for promise in sampling.PROMISES)
+            yield from ((clause, case, _shown(numbers)) for clause in sampling.CONTRACT)
         return
     if section == "metric":
         for example in cls.examples:  # type: ignore[attr-defined]
             made = metrics.MetricCase({"kind": path, **example})
-            yield from ((promise, made, _shown(example)) for promise in metrics.PROMISES)
+            yield from ((clause, made, _shown(example)) for clause in metrics.CONTRACT)
         return
-    promises = accountants.FORMULA if section == "formula" else accountants.PROMISES
-    yield from ((promise, cls(), "") for promise in promises)
+    clauses = accountants.FORMULA if section == "formula" else accountants.CONTRACT
+    yield from ((clause, cls(), "") for clause in clauses)
 
 
 def _of_members(
@@ -225,10 +224,10 @@ def _of_members(
         cases.append(case)
     for case in cases:
         shown = _shown({name: value for name, value in case.values.items() if name != "kind"})
-        promises = WHOLE.get(section)
-        if promises is None:
-            promises = (*members.PROMISES, *PROMISES[section], *rounds.PROMISES)
-        yield from ((promise, case, shown) for promise in promises)
+        clauses = WHOLE.get(section)
+        if clauses is None:
+            clauses = (*members.CONTRACT, *CONTRACT[section], *rounds.CONTRACT)
+        yield from ((clause, case, shown) for clause in clauses)
 
 
 def _valid(case: Case, section: str, path: str) -> None:
@@ -258,22 +257,22 @@ def _shown(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def render(found: Sequence[Promise], columns: int = 1 << 20) -> str:
-    """A table of the promises, one a line, under each example. Findings are wrapped at words."""
-    width = max(len(promise.name) for promise in found)
+def render(found: Sequence[Clause], columns: int = 1 << 20) -> str:
+    """A table of the clauses, one a line, under each example. Findings are wrapped at words."""
+    width = max(len(clause.name) for clause in found)
     words = {True: "kept", False: "BROKEN", None: "not tried"}
-    wide = max(6, *(len(words[promise.kept]) for promise in found))
+    wide = max(6, *(len(words[clause.kept]) for clause in found))
     lines = []
     shown = None
-    for promise in found:
-        if promise.example != shown:
-            shown = promise.example
+    for clause in found:
+        if clause.example != shown:
+            shown = clause.example
             lines.append(f"{shown or 'no fields set'}:")
-        line = f"  {words[promise.kept]:{wide}}  {promise.name:{width}}  {promise.finding}"
+        line = f"  {words[clause.kept]:{wide}}  {clause.name:{width}}  {clause.finding}"
         indent = " " * (6 + wide + width)
         for each in line.splitlines():
             lines.append(textwrap.fill(each, columns, subsequent_indent=indent))
-    seen = Counter(promise.kept for promise in found)
+    seen = Counter(clause.kept for clause in found)
     untried = f", {seen[None]} not tried" if seen[None] else ""
-    lines.append(f"{seen[True]} of {len(found)} promises are kept{untried}")
+    lines.append(f"{seen[True]} of {len(found)} clauses are kept{untried}")
     return "\n".join(lines)

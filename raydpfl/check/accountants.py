@@ -1,4 +1,4 @@
-"""What an accountant promises: see `raydpfl.privacy.accountants`."""
+"""The contract of an accountant: see `raydpfl.privacy.accountants`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def surveys(accountant: Accountant) -> str:
     return f"of {looked} combinations"
 
 
-PROMISES: tuple[Look, ...] = (covers, monotone, inverse, rigorous, surveys)
+CONTRACT: tuple[Look, ...] = (covers, monotone, inverse, rigorous, surveys)
 
 
 def more_noise(formula: Formula) -> str:

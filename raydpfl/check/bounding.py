@@ -1,4 +1,4 @@
-"""What bounds a client's influence promises: see `raydpfl.methods.bounding`."""
+"""The contract of a bounding: see `raydpfl.methods.bounding`."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def needs_a_bound(case: Case) -> str:
     return "0 and -1 are refused"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     bound,
     each_alone,
     no_hidden_state,

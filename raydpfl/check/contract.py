@@ -1,6 +1,6 @@
-"""Promises, and whether they are kept.
+"""Clauses, and whether they are kept.
 
-A promise is a function of a case. Its docstring is the promise in words. It returns what was found,
+A clause is a function of a case. Its docstring is the clause in words. It returns what was found,
 or raises `Broken` with what is wrong.
 
 >>> def even(case):
@@ -8,7 +8,7 @@ or raises `Broken` with what is wrong.
 ...     hold(case % 2 == 0, f"{case} is odd")
 ...     return f"{case} is"
 >>> looked_at(even, 2)
-Promise(name='even', kept=True, finding='2 is', example='')
+Clause(name='even', kept=True, finding='2 is', example='')
 >>> looked_at(even, 3).finding
 'Numbers are even: 3 is odd'
 """
@@ -26,17 +26,17 @@ from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.errors import RAISED, in_line
 
 SEED = 20  # of all made-up numbers
-FALSE_ALARM = 1e-6  # of one promise that is checked by statistics, for a member that keeps it
+FALSE_ALARM = 1e-6  # of one clause that is checked by statistics, for a member that keeps it
 
 
 @dataclass(frozen=True)
-class Promise:
-    """One promise of a member's family.
+class Clause:
+    """One clause of a member's family.
 
     Args:
-        name: of the promise.
+        name: of the clause.
         kept: whether it is kept; None: it was not tried.
-        finding: what was seen; of a broken promise, the promise and what breaks it; of one that was
+        finding: what was seen; of a broken clause, the clause and what breaks it; of one that was
             not tried, why.
         example: the member's settings, in words.
     """
@@ -48,15 +48,15 @@ class Promise:
 
 
 class Broken(Exception):
-    """A promise is not kept: what breaks it, in words."""
+    """A clause is not kept: what breaks it, in words."""
 
 
 class Untried(Exception):
-    """A promise cannot be looked at, because something that it needs has failed already."""
+    """A clause cannot be looked at, because something that it needs has failed already."""
 
 
 class Untaken(Exception):
-    """No small experiment takes the member, so that the promise cannot be looked at."""
+    """No small experiment takes the member, so that the clause cannot be looked at."""
 
 
 Look: TypeAlias = Callable[[Any], str]
@@ -68,24 +68,24 @@ def hold(condition: object, otherwise: str) -> None:
         raise Broken(otherwise)
 
 
-def looked_at(promise: Look, case: Any, example: str = "") -> Promise | None:
-    """Whether a case keeps a promise; None: no experiment takes the member. Whatever the member's
-    code raises breaks a promise too.
+def looked_at(clause: Look, case: Any, example: str = "") -> Clause | None:
+    """Whether a case keeps a clause; None: no experiment takes the member. Whatever the member's
+    code raises breaks a clause too.
     """
-    name = promise.__name__.replace("_", " ")
+    name = clause.__name__.replace("_", " ")
     try:
         with keyed_globals(SEED):
-            return Promise(name, True, promise(case), example)
+            return Clause(name, True, clause(case), example)
     except Untaken:
         return None
     except Untried as error:
-        return Promise(name, None, str(error), example)
+        return Clause(name, None, str(error), example)
     except Broken as error:
         reason = str(error)
     except RAISED as error:  # a user's code may raise anything
         reason = in_line(error)
-    said = " ".join((promise.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
-    return Promise(name, False, f"{said}: {' '.join(reason.split())[:300]}", example)
+    said = " ".join((clause.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
+    return Clause(name, False, f"{said}: {' '.join(reason.split())[:300]}", example)
 
 
 def made_up(*shape: int, step: int = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What local training promises: see `raydpfl.methods.local`."""
+"""The contract of local training: see `raydpfl.methods.local`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def receive(case: Case) -> str:
     return f"keeps {', '.join(start) or 'nothing'}"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     rule,
     no_hidden_state,
     training,

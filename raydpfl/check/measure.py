@@ -1,4 +1,4 @@
-"""What a measurement promises: see `raydpfl.methods.probes`."""
+"""The contract of a measurement: see `raydpfl.methods.probes`."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def values(case: Case) -> str:
     return ", ".join([*declared, *(f"{name}.parquet" for name in tables)]) or "none"
 
 
-PROMISES: tuple[Look, ...] = (no_bit_changed, columns, values)
+CONTRACT: tuple[Look, ...] = (no_bit_changed, columns, values)

@@ -1,4 +1,4 @@
-"""What a member of any family promises of its section in a config."""
+"""The contract of a member of any family: its section in a config."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ def pickles(case: Case) -> str:
     return "equal, with the same hash"
 
 
-PROMISES: tuple[Look, ...] = (example, fits, config_round_trip, refusals, pickles)
+CONTRACT: tuple[Look, ...] = (example, fits, config_round_trip, refusals, pickles)

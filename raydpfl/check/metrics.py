@@ -1,4 +1,4 @@
-"""What a metric promises: see `raydpfl.models.metrics`.
+"""The contract of a metric: see `raydpfl.models.metrics`.
 
 It is tried on made-up rows of every task that it has a meaning for: all at once, in batches, and in
 another order.
@@ -159,4 +159,4 @@ def cells(case: MetricCase) -> str:
     return ", ".join(case.metric.columns()) or "none"
 
 
-PROMISES: tuple[Look, ...] = (setting, tasks, batches, untouched, better, cells)
+CONTRACT: tuple[Look, ...] = (setting, tasks, batches, untouched, better, cells)

@@ -1,4 +1,4 @@
-"""What a model promises: see `raydpfl.models`.
+"""The contract of a model: see `raydpfl.models`.
 
 It is tried on made-up samples: images of 28 x 28 and of 3 x 32 x 32 of ten classes, eight numbers,
 or six tokens with a target for each; the first that it takes. Others are told by overrides, as
@@ -241,7 +241,7 @@ def _way(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
     return far if fits else f"off by {far:.0e}"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     members.example,
     members.fits,
     members.config_round_trip,

@@ -1,4 +1,4 @@
-"""What noise promises: see `raydpfl.methods.noise`."""
+"""The contract of noise: see `raydpfl.methods.noise`."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def on_queries(case: Case) -> str:
     return f"{math.sqrt(square / D):.4f} of it"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     on_clients,
     on_sums,
     std,

@@ -1,4 +1,4 @@
-"""What every member that takes part in a round promises of a run."""
+"""The contract of every member that takes part in a round: what holds of a run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def noise_on_sums(case: Case) -> str:
     return f"chi-squared p = {min(1.0, worst):.2g}"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     runs,
     same_bits_again,
     same_bits_pooled,

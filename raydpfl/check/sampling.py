@@ -1,4 +1,4 @@
-"""What a sampling scheme promises: see `raydpfl.privacy.sampling`.
+"""The contract of a sampling scheme: see `raydpfl.privacy.sampling`.
 
 A scheme claims that a secret cohort amplifies privacy, and by how much. None may claim more than
 what holds for a client whose data alone move the sum: it is in the cohort with probability q, and
@@ -201,7 +201,7 @@ def inverse(case: SchemeCase) -> str:
     return f"at delta {DELTA:g}"
 
 
-PROMISES: tuple[Look, ...] = (
+CONTRACT: tuple[Look, ...] = (
     words,
     chances,
     covered,

@@ -1,4 +1,4 @@
-"""What a selection promises: see `raydpfl.methods.selection`."""
+"""The contract of a selection: see `raydpfl.methods.selection`."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def numbers(case: Case) -> str:
 def accounted(case: Case) -> str:
     """The sampling scheme that it declares is sound."""
     sampling = case.plan.experiment.selection.sampling(case.plan.population)
-    return "; ".join(promise(schemes.SchemeCase(sampling)) for promise in schemes.PROMISES)
+    return "; ".join(clause(schemes.SchemeCase(sampling)) for clause in schemes.CONTRACT)
 
 
-PROMISES: tuple[Look, ...] = (cohorts, follows_sampling, composed_rounds, numbers, accounted)
+CONTRACT: tuple[Look, ...] = (cohorts, follows_sampling, composed_rounds, numbers, accounted)

@@ -1,4 +1,4 @@
-"""What the server's step promises: see `raydpfl.methods.server`."""
+"""The contract of the server's step: see `raydpfl.methods.server`."""
 
 from __future__ import annotations
 
@@ -69,4 +69,4 @@ def persistence(case: Case) -> str:
     return f"{found:g}"
 
 
-PROMISES: tuple[Look, ...] = (finite, state, no_hidden_state, persistence)
+CONTRACT: tuple[Look, ...] = (finite, state, no_hidden_state, persistence)

@@ -1,4 +1,4 @@
-"""What a source of data promises: see `raydpfl.data.sources`."""
+"""The contract of a source of data: see `raydpfl.data.sources`."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def held_out(case: Case) -> str:
     return f"{int(apart.sum())} of {int(np.sum(split.sizes))} at 40 %"
 
 
-PROMISES: tuple[Look, ...] = (
-    *members.PROMISES,
+CONTRACT: tuple[Look, ...] = (
+    *members.CONTRACT,
     sizes,
     types,
     values,

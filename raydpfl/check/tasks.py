@@ -1,4 +1,4 @@
-"""What a task promises: see `raydpfl.models.tasks`."""
+"""The contract of a task: see `raydpfl.models.tasks`."""
 
 from __future__ import annotations
 
@@ -168,4 +168,4 @@ def every_backend(case: Case) -> str:
     return f"{', '.join(dict.fromkeys(done))} as the loop"
 
 
-PROMISES: tuple[Look, ...] = (loss, same_again, right, written_out, every_backend)
+CONTRACT: tuple[Look, ...] = (loss, same_again, right, written_out, every_backend)

@@ -1,4 +1,4 @@
-"""What a tracker promises: see `raydpfl.tracking`."""
+"""The contract of a tracker: see `raydpfl.tracking`."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ def _shown(case: Case, folder: Path, first: int, last: int) -> tuple[str, int]:
     return Book(folder).entry(tracker.kind)
 
 
-PROMISES: tuple[Look, ...] = (every_round, gone_on_with)
+CONTRACT: tuple[Look, ...] = (every_round, gone_on_with)

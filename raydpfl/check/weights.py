@@ -1,4 +1,4 @@
-"""What weights promise: see `raydpfl.methods.weights`."""
+"""The contract of weights: see `raydpfl.methods.weights`."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def largest(case: Case) -> str:
     return f"{told:.4g}"
 
 
-PROMISES: tuple[Look, ...] = (numbers, mean, no_hidden_state, largest)
+CONTRACT: tuple[Look, ...] = (numbers, mean, no_hidden_state, largest)

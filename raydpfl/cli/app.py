@@ -610,7 +610,7 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a member keeps the promises of its family, with each of its examples. Exit code 1:
+    """Whether a member keeps the contract of its family, with each of its examples. Exit code 1:
     one is broken.
     """
     _load()
@@ -618,11 +618,11 @@ def check(
 
     found = contract.check(member, overrides or ())
     if as_json:
-        print(json.dumps([asdict(promise) for promise in found], indent=2))
+        print(json.dumps([asdict(clause) for clause in found], indent=2))
     else:
         console = _console()
         print(contract.render(found, *[console.width] * console.is_terminal))
-    broken = [promise for promise in found if promise.kept is False]
+    broken = [clause for clause in found if clause.kept is False]
     if broken:
         first = broken[0]
         where = f" ({first.example})" if first.example else ""

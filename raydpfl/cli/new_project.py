@@ -77,7 +77,7 @@ def _files(family: str) -> dict[str, str]:
         "experiment.yaml": Template(config.replace(usual, line)).substitute(words),
         "mine.py": _text(f"{family}.py.txt"),
         "test_mine.py": _text(f"test_{family}.py.txt")
-        + Template(_text("promises.py.txt")).substitute(words),
+        + Template(_text("contract.py.txt")).substitute(words),
     }
 
 

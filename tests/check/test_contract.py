@@ -1,5 +1,5 @@
 """The contract of every member: those that come with the project keep it, and a member that lies is
-caught by the promise that is for it.
+caught by the clause that is for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_every_member_keeps_the_promises_of_its_family(name):
         pytest.importorskip(library)
     found = check(name)
     assert found
-    assert all(promise.kept for promise in found), render(found)
+    assert all(clause.kept for clause in found), render(found)
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +74,11 @@ class SomeOften(Selection):
 
 
 def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
-    follows = next(promise for promise in check(SomeOften) if promise.name == "follows sampling")
+    follows = next(clause for clause in check(SomeOften) if clause.name == "follows sampling")
     assert not follows.kept and "hardly ever gives" in follows.finding
 
 
-# --- members that lie: each keeps all promises but those it is caught by ---
+# --- members that lie: each keeps all clauses but those it is caught by ---
 
 
 class Forgetful(Tracker):
@@ -312,7 +312,7 @@ NOW = np.random.default_rng(0)
 
 
 class Rows(Data):
-    """A source that keeps its promises."""
+    """A source that keeps its clauses."""
 
     clients: int = 5
 
@@ -427,7 +427,7 @@ FIRST = (Leaky, Remembering)
 )
 def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
-    broken = {promise.name: promise.finding for promise in found if not promise.kept}
+    broken = {clause.name: clause.finding for clause in found if not clause.kept}
     assert LIARS[liar] in broken, render(found)
 
 
@@ -460,21 +460,21 @@ def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
     path = f"{__name__}:net"
     wide = ["data.shape=[60]", "data.classes=4"]
     found = check(path, wide)
-    assert all(promise.kept for promise in found), render(found)
-    backends = next(promise.finding for promise in found if promise.name == "every backend")
+    assert all(clause.kept for clause in found), render(found)
+    backends = next(clause.finding for clause in found if clause.name == "every backend")
     assert (
         backends.startswith("a run takes ")
         and "vmap" in backends
         and "not convolutional" in backends
     )
-    (broken,) = (promise for promise in check(path) if not promise.kept)
+    (broken,) = (clause for clause in check(path) if not clause.kept)
     assert broken.name == "fits" and "data.shape=[60]" in broken.finding
 
 
 @pytest.mark.slow
 def test_a_source_of_ones_own_that_is_right_keeps_all_promises():
     found = check(Rows)
-    assert len(found) == 19 and all(promise.kept for promise in found), render(found)
+    assert len(found) == 19 and all(clause.kept for clause in found), render(found)
 
 
 def test_rows_that_are_not_what_a_source_says_are_refused_by_name(tmp_path):
@@ -540,7 +540,7 @@ def test_rows_that_a_source_of_ones_own_makes_are_those_it_gives(monkeypatch, tm
 
 def test_what_needs_a_run_that_fails_is_not_tried():
     found = check(Falling)
-    kept = {promise.name: promise.kept for promise in found}
+    kept = {clause.name: clause.kept for clause in found}
     runs = [name for name in kept if name.startswith("same bits") or name == "epsilon"]
     assert kept["runs"] is False and kept["pickles"] is True
     assert runs and all(kept[name] is None for name in runs)
@@ -549,4 +549,4 @@ def test_what_needs_a_run_that_fails_is_not_tried():
     narrow = render(found, 60)
     assert "".join(narrow.split()) == "".join(table.split())
     assert max(map(len, narrow.splitlines())) <= 60
-    assert f"{sum(map(bool, kept.values()))} of {len(kept)} promises are kept, 7 not tried" in table
+    assert f"{sum(map(bool, kept.values()))} of {len(kept)} clauses are kept, 7 not tried" in table

@@ -56,7 +56,7 @@ def law(name: str) -> Sampling:
 @pytest.mark.parametrize("name", [*STRANGERS, "varying:Spread"])
 def test_a_method_of_a_stranger_keeps_the_contract(name):
     found = check(name)
-    assert all(promise.kept for promise in found), render(found)
+    assert all(clause.kept for clause in found), render(found)
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path
 
 
 def test_an_accountant_of_ones_own_is_checked_and_named_in_a_config(tmp_path):
-    assert all(promise.kept for promise in check("exact:Exact"))
-    broken = [promise.name for promise in check("exact:Half") if not promise.kept]
+    assert all(clause.kept for clause in check("exact:Exact"))
+    broken = [clause.name for clause in check("exact:Half") if not clause.kept]
     assert broken == ["rigorous", "surveys"]
     asked = {"accountants": ["exact:Exact", "pld"], "relation": "zero_out"}
     noise = {"multiplier": None, "epsilon": 3.0, "placement": "server"}

@@ -58,7 +58,7 @@ def test_a_project_of_each_family_runs_and_its_own_test_passes(made, family, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", new_project.FAMILIES)
-def test_a_member_of_each_family_keeps_its_promises(made, family):
+def test_a_member_of_each_family_keeps_its_contract(made, family):
     _, tests = made("--family", family)
     tests.test_the_promises_of_its_family_are_kept()
 

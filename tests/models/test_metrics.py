@@ -298,14 +298,14 @@ def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
     asked = experiment(evaluate={"metrics": [{"kind": own, "scale": 2.0}]})
     found = run(asked, tmp_path / "a").summary
     assert 0 < found["test_brier"] < 2 and found["best_test_brier"] <= found["test_brier"] * 2
-    assert all(promise.kept for promise in check(own))
+    assert all(clause.kept for clause in check(own))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "better")])
 def test_a_metric_that_lies_is_caught(lie, broken):
     found = check(f"{__name__}:{lie}")
-    assert {promise.name for promise in found if not promise.kept} == {broken}
+    assert {clause.name for clause in found if not clause.kept} == {broken}
 
 
 REFUSED = {

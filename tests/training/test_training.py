@@ -305,8 +305,8 @@ def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
 @pytest.mark.slow
 def test_a_loop_of_ones_own_keeps_the_promises_of_its_family():
     found = check(Mine)
-    assert all(promise.kept for promise in found), render(found)
-    assert any("by itself" in str(promise.finding) for promise in found)
+    assert all(clause.kept for clause in found), render(found)
+    assert any("by itself" in str(clause.finding) for clause in found)
 
 
 class Wandering(Mine):
@@ -328,7 +328,7 @@ class Rebuilt(Mine):
 @pytest.mark.slow
 @pytest.mark.parametrize("cls,said", [(Wandering, "something else"), (Rebuilt, "as it was")])
 def test_a_loop_that_lies_is_caught(cls, said):
-    found = {promise.name: promise for promise in check(cls)}
+    found = {clause.name: clause for clause in check(cls)}
     assert not found["training"].kept
     assert said in found["training"].finding
 
