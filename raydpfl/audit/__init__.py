@@ -51,7 +51,7 @@ import pyarrow as pa
 from raydpfl import storage
 from raydpfl.audit import checks, local_step_canaries, observers
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
-from raydpfl.audit.canaries import Canaries, PlantedCoordinator, Record, on_sums
+from raydpfl.audit.canaries import Canaries, CanaryRecord, PlantedCoordinator, on_sums
 from raydpfl.audit.checks import Check
 from raydpfl.audit.observers import View
 from raydpfl.errors import ConfigError
@@ -328,7 +328,7 @@ def _unseen(
     return (*unseen, *dict.fromkeys(each for view in found for each in view.claimed.exclusions))
 
 
-def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[Record]:
+def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[CanaryRecord]:
     population = len(plan.population)
     rounds = plan.experiment.rounds
     each = min(canaries, population)
@@ -372,7 +372,7 @@ def _of_samples(
     return Audit(found, made, 1, e.seed, unseen, _notes([], found))
 
 
-def _notes(records: list[Record], found: list[View]) -> tuple[str, ...]:
+def _notes(records: list[CanaryRecord], found: list[View]) -> tuple[str, ...]:
     notes = []
     if found[0].canaries < WORTH_HAVING:
         notes.append(f"{found[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")

@@ -11,12 +11,11 @@ server's step. Directions are functions of a key, so none is stored.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -24,20 +23,18 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raydpfl.core.messages import Chunk, ChunkResult, Columns, State
+from raydpfl.core.messages import Chunk, ChunkResult, Columns
 from raydpfl.core.prng import Purpose, normals, stream
-from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.noise import Whitening
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.simulation import adaptive_bound, histogram_survey
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.noise_monitor import Drawing
+from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.simulation.recorder import joined
@@ -111,7 +108,7 @@ class Canaries:
 class CanaryTraining(ChunkTraining):
     """Trains chunks in which canaries take the place of some clients."""
 
-    record: Record
+    record: CanaryRecord
 
     def train(
         self,
@@ -148,7 +145,7 @@ class ObservedContribution(Contribution):
     of what it must add if everything that follows its training is right.
     """
 
-    def __init__(self, observed: Contribution, record: Record):
+    def __init__(self, observed: Contribution, record: CanaryRecord):
         super().__init__(observed.training)
         self.observed = observed
         self.record = record
@@ -177,7 +174,7 @@ class CanaryActor(ClientActor):
 
     training_class = CanaryTraining
 
-    def __init__(self, plan: Plan, record: Record):
+    def __init__(self, plan: Plan, record: CanaryRecord):
         super().__init__(plan.experiment, str(plan.shards))
         self.record = record
         cast(CanaryTraining, self.training).record = record
@@ -219,29 +216,6 @@ class Written:
         return self.path.read_bytes() if self.path.exists() else b""
 
 
-class WatchedBounding:
-    """A bounding, with a record of the answers to its side queries, exact and as released."""
-
-    def __init__(self, bounding: Bounding, record: Record):
-        self._bounding = bounding
-        self._record = record
-        self._exact: Mapping[str, np.ndarray] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bounding, name)
-
-    def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
-        """As `Bounding.answers`."""
-        self._exact = self._bounding.answers(columns, bound)
-        return self._exact
-
-    def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
-        """As `Bounding.adapt`."""
-        following = self._bounding.adapt(bound, sums, clients, state)
-        self._record.answered(self._exact, sums, following)
-        return following
-
-
 class PlantedCoordinator(Coordinator):
     """The coordinator, inline, with canaries among its clients. It releases and accounts as always,
     and keeps neither rows nor checkpoints.
@@ -249,20 +223,17 @@ class PlantedCoordinator(Coordinator):
 
     def __init__(self, plan: Plan, out: str, canaries: Canaries):
         super().__init__(plan, out)
-        self.seen = Record(plan, canaries)
+        self.seen = CanaryRecord(plan, canaries)
 
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
         self.pool.client = CanaryActor(self.plan, self.seen)
-        self.record.survey = self._survey
         # of draws that no run makes, which are not held against those of its rounds
-        self.more = Drawing(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)
+        self.more = MonitoredNoise(
+            self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None
+        )
         self.written = Written(self.ledger.path)
-        if self.experiment.bounding.adapts:
-            watched = WatchedBounding(self.experiment.bounding, self.seen)
-            experiment = self.experiment.model_copy(update={"bounding": watched})
-            self.plan = replace(self.plan, experiment=experiment)
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
@@ -279,8 +250,21 @@ class PlantedCoordinator(Coordinator):
         self.seen.released(t, released)
         return released
 
-    def _survey(self, plan: Plan, t: int, values: np.ndarray) -> np.ndarray:
-        released = histogram_survey.counted(plan, t, values, self.noise)
+    def noised_answers(
+        self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
+    ) -> dict[str, float]:
+        sums = super().noised_answers(t, cohort, columns, noise)
+        assert self.at.bound is not None  # it adapts
+        self.seen.answered(self.experiment.bounding.answers(columns, self.at.bound), sums)
+        return sums
+
+    def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
+        following = super().next_bound(t, cohort, columns)
+        self.seen.adapted(following)
+        return following
+
+    def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
+        released = super().survey(t, values, noise)
         histogram = self.experiment.evaluate.histogram
         assert histogram is not None
         self.seen.surveyed(released - histogram.counts(values))
@@ -290,11 +274,11 @@ class PlantedCoordinator(Coordinator):
         for client in some[:: max(1, len(some) // 8)]:
             without = values.copy()
             without[client] = math.nan
-            moved = histogram_survey.counted(plan, t, without, self.more) - released
+            moved = super().survey(t, without, self.more) - released
             self.seen.moved = max(self.seen.moved, float(np.linalg.norm(moved)))
         return released
 
-    def finished(self) -> Record:
+    def finished(self) -> CanaryRecord:
         """The record of the whole run, its ledger included, and of some more draws of the noise of
         which rounds have little.
         """
@@ -311,14 +295,10 @@ class PlantedCoordinator(Coordinator):
         """Has the last round's clients answer again, in rounds after the last, with their noise."""
         if not self.experiment.bounding.queries():
             return
-        state = self.at.states["bounding"]
         cohort, columns = self._last
         count = min(DRAWS, DRAWN // max(1, len(cohort)))
         for t in range(self.at.t, self.at.t + count):
-            kept = copy.deepcopy(state)
-            adaptive_bound.next_bound(
-                self.plan, self.seen.bound, kept, t, cohort, columns, self.more
-            )
+            self.noised_answers(t, cohort, columns, self.more)
 
     def _draw_histograms(self) -> None:
         """Counts the last scores again, after rounds after the last, with their noise."""
@@ -330,12 +310,12 @@ class PlantedCoordinator(Coordinator):
         every = self.experiment.evaluate.every
         exact = histogram.counts(values)
         for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):
-            counts = histogram_survey.counted(self.plan, t + n * every, values, self.more)
+            counts = super().survey(t + n * every, values, self.more)
             self.seen.surveyed(counts - exact)
 
 
 @dataclass
-class Record:
+class CanaryRecord:
     """What an observer sees of one run, in units of the noise that the accountants were told of,
     and what it was made from.
 
@@ -408,6 +388,7 @@ class Record:
         if adapts and t and self._following != bound and not self.unanswered:
             self.unanswered = f"the bound of round {t} is not what the noised answers make it"
         self._following = bound  # where no client answers
+        self._answered = False
         self._round = t
         self._cohort = len(cohort)
         self.bound = bound
@@ -473,12 +454,11 @@ class Record:
             self._finest = min(self._finest, float((exponents - 53 + last).min()))
             self._coordinates += len(exponents)
 
-    def answered(
-        self, exact: Mapping[str, np.ndarray], sums: Mapping[str, float], following: float
-    ) -> None:
-        """Notes the answers of a round's clients to each side query, float64 [r] by name, their
-        sums as released, and the bound that follows from these.
+    def answered(self, exact: Mapping[str, np.ndarray], sums: Mapping[str, float]) -> None:
+        """Notes the answers of a round's clients to each side query, float64 [r] by name, and their
+        sums as released.
         """
+        self._answered = True
         clients = math.sqrt(self._cohort / self.plan.clients_left) if self.by_client else 1.0
         for query in on_sums(self.plan).queries[1:]:
             answers = np.nan_to_num(exact[query.name])
@@ -486,6 +466,11 @@ class Record:
             self.answers.setdefault(query.name, []).append(noise / (query.std * clients))
             longest = float(np.abs(answers).max(initial=0.0)) / query.bound
             self.longest[query.name] = max(self.longest.get(query.name, 0.0), longest)
+
+    def adapted(self, following: float | None) -> None:
+        """Notes the bound of the next round, which may differ only where clients have answered."""
+        if following != self.bound and not self._answered and not self.unanswered:
+            self.unanswered = f"the bound moved after round {self._round} without noised answers"
         self._following = following
 
     def collected(self, total: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
-from raydpfl.audit.canaries import Record, on_sums
+from raydpfl.audit.canaries import CanaryRecord, on_sums
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
@@ -95,7 +95,9 @@ class View:
         }
 
 
-def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: float) -> list[View]:
+def of_runs(
+    plan: Plan, records: Sequence[CanaryRecord], delta: float, confidence: float
+) -> list[View]:
     """A view for each rigorous guarantee of a run of `plan`; the claim is the smallest epsilon that
     a rigorous accountant of the run gives at `delta`.
     """
@@ -137,7 +139,7 @@ def of_runs(plan: Plan, records: Sequence[Record], delta: float, confidence: flo
     return found
 
 
-def least_deltas(records: Sequence[Record], found: Sequence[View]) -> list[Held]:
+def least_deltas(records: Sequence[CanaryRecord], found: Sequence[View]) -> list[Held]:
     """What views claim of all runs, and what each run prints in the end, with the least deltas."""
     claimed = [view.claimed for view in found]
     held = []
@@ -252,7 +254,7 @@ def _worst(mechanism: Mechanism, times: int) -> float:
     return share * math.sqrt(times) * updates.bound / updates.std
 
 
-def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
+def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
     """The scores of one run, and the evidence on as many canaries simulated by the claim, float64
     [k].
 
@@ -281,7 +283,7 @@ def _scores(record: Record, q: float | None, single: bool) -> tuple[Scores, np.n
     return _known(record, product, exposures), _known(record, imagined, exposures).evidence
 
 
-def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores:
+def _known(record: CanaryRecord, product: np.ndarray, exposures: np.ndarray) -> Scores:
     """From the products of scores with what a canary adds to them: N(exposures^2, exposures^2) for
     one that is there.
     """
@@ -294,7 +296,7 @@ def _known(record: Record, product: np.ndarray, exposures: np.ndarray) -> Scores
     )
 
 
-def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
+def _hidden(record: CanaryRecord, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
     """From the scores of rounds, N(a, 1) with probability `q` for a canary that is inside."""
 
     def ratio(sign: float) -> np.ndarray:
@@ -306,14 +308,14 @@ def _hidden(record: Record, scores: np.ndarray, a: np.ndarray, q: float) -> Scor
     return Scores(record.canaries.inside, evidence, (a * scores).sum(1) / power, q * power)
 
 
-def _available(record: Record) -> np.ndarray:
+def _available(record: CanaryRecord) -> np.ndarray:
     """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort."""
     e = record.plan.experiment
     clients = record.canaries.clients
     return np.stack([e.selection.open_to(clients, t) for t in range(e.rounds)], axis=1)
 
 
-def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
+def _spread(record: CanaryRecord, pattern: np.ndarray) -> np.ndarray:
     """C x for the rows x of `pattern`: what a participation adds to the whitened sums of its round
     and those after it.
     """
@@ -324,7 +326,7 @@ def _spread(record: Record, pattern: np.ndarray) -> np.ndarray:
     return total
 
 
-def _gathered(record: Record, scores: np.ndarray) -> np.ndarray:
+def _gathered(record: CanaryRecord, scores: np.ndarray) -> np.ndarray:
     """C^T s for the rows s of `scores`: all that whitened sums say about a participation in a
     round.
     """

@@ -15,7 +15,7 @@ from raydpfl.check.contract import FALSE_ALARM, Look, hold, made_up
 from raydpfl.errors import RAISED
 from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.simulation.preparation import composed
-from raydpfl.simulation.sampling_monitor import Witness
+from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 ROUNDS = 400
 DRAWS = 100_000  # of a user-defined selection
@@ -67,7 +67,7 @@ def follows_sampling(case: Case) -> str:
     if declared.coins is not None or declared.size is None:
         least = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
-    witness = Witness(
+    monitor = SamplingMonitor(
         member,
         population,
         composed_rounds,
@@ -80,8 +80,8 @@ def follows_sampling(case: Case) -> str:
     for t in range(ROUNDS):
         cohort = _draw(member, 1, t, population)
         if member.asks:
-            witness.asks(t, member.exposed(1, t, population))
-        witness.see(t, cohort, seen)
+            monitor.check_candidates(t, member.exposed(1, t, population))
+        monitor.check(t, cohort, seen)
         seen.update(cohort.clients.tolist())
     found = f"{declared}, {ROUNDS} rounds"
     if member.is_user_defined and not member.asks:
@@ -100,13 +100,13 @@ def _many(member: Selection, populations: list[Population], rate: float) -> str:
         until = begun + SECONDS * number / len(SEEDS)
         rounds = DRAWS // len(SEEDS)
         composed_rounds = composed(member, seed, rounds, population)
-        witness = Witness(
+        monitor = SamplingMonitor(
             member, population, composed_rounds, 0, True, pairs=True, false_alarm=rate
         )
         seen: Counter[int] = Counter()
         for t in range(rounds):
             cohort = member.draw(seed, t, population)
-            witness.see(t, cohort, seen)
+            monitor.check(t, cohort, seen)
             seen.update(cohort.clients.tolist())
             if time.monotonic() > until:
                 break

@@ -20,11 +20,14 @@ import numpy as np
 
 from raydpfl import models
 from raydpfl.core import exact_sum
-from raydpfl.core.messages import Broadcast, ChunkResult, Facts, Grid, Work
+from raydpfl.core.messages import BOUNDS, Broadcast, ChunkResult, Columns, Facts, Grid, Work
 from raydpfl.data import Shards
+from raydpfl.errors import RunError
+from raydpfl.methods.noise import SideQuery
 from raydpfl.methods.probes import Finished, Round
 from raydpfl.methods.selection import Cohort
-from raydpfl.simulation import adaptive_bound, monitoring, provenance, scheduler
+from raydpfl.simulation import provenance, sampling_monitor, scheduler
+from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.preparation import problem_of
@@ -72,8 +75,10 @@ class Coordinator:
         self.ledger = self.accounts.ledger
         self.problem = problem_of(self.experiment, self.shards, self.plan.population)
         self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
-        self.noise = monitoring.noise(self.plan, self.at.t)
-        self.witness = monitoring.of(self.plan, self.at.t, self.accounts.draws)
+        std = self.plan.sum_std if self.plan.mechanism else None
+        noise = (self.experiment.noise, self.plan.noise_seed, self.plan.d)
+        self.noise = MonitoredNoise(*noise, self.at.t, std)
+        self.monitor = sampling_monitor.of_run(self.plan, self.at.t, self.accounts.draws)
         if (
             self._fresh_noise or not self.at.t
         ):  # what the bits depend on, before anything is released
@@ -81,7 +86,7 @@ class Coordinator:
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), provenance.of_capability(self.plan.platform))
         self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
-        self.record.begin(self.plan, self.pool, self.at, self.problem, self.noise)
+        self.record.begin(self.plan, self.pool, self.at, self.problem, self.survey)
         self._added: np.ndarray | None = None  # the server's noise in the round under way
 
     def round(self) -> dict[str, Any]:
@@ -103,10 +108,7 @@ class Coordinator:
         seen = Round(t, at.bound, columns, total, self._added, update)
         row = self.record.row(seen, results, self.accounts.spent(t), at)
         row["lost"] = cohort.lost
-        state = at.states["bounding"]
-        at.bound = adaptive_bound.next_bound(
-            self.plan, at.bound, state, t, cohort, columns, self.noise
-        )
+        at.bound = self.next_bound(t, cohort, columns)
         at.participations.update(cohort.clients.tolist())
         at.t = t + 1
         return self.record.take(row, clock, at)
@@ -119,12 +121,12 @@ class Coordinator:
         """The cohort of the round."""
 
         def ask(clients: np.ndarray) -> np.ndarray:
-            self.witness.asks(t, clients)
+            self.monitor.check_candidates(t, clients)
             return self.pool.losses(self.at.model, t, clients, self.plan.noise_seed)
 
         seed = self.plan.cohort_seed()
         cohort = self.experiment.selection.draw(seed, t, self.plan.population, ask)
-        self.witness.see(t, cohort, self.at.participations)
+        self.monitor.check(t, cohort, self.at.participations)
         return cohort
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
@@ -172,6 +174,72 @@ class Coordinator:
         mean = e.bounding.receive(total, self.at.states["bounding"], facts)
         e.local.receive(mean, self.at.states["local"], facts)
         return mean
+
+    def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
+        """The bound of round t + 1. Raises `RunError` for one out of range, an answer beyond its
+        own bound, or noise that is not what was accounted for.
+        """
+        bound = self.at.bound
+        bounding = self.experiment.bounding
+        if bound is None or not bounding.adapts:
+            return bound
+        clients = self.experiment.selection.counted(cohort, self.plan.population)
+        if not clients:
+            return bound
+        sums = self.noised_answers(t, cohort, columns)
+        following = bounding.adapt(bound, sums, clients, self.at.states["bounding"])
+        if not BOUNDS[0] <= following <= BOUNDS[1]:
+            left = f"the adaptive bound left its range ({following:g} after round {t})"
+            raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
+        return following
+
+    def noised_answers(
+        self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
+    ) -> dict[str, float]:
+        """The noised sums of the clients' answers, by side query; `noise`: None is the run's."""
+        plan = self.plan
+        bounding = self.experiment.bounding
+        assert self.at.bound is not None  # it adapts
+        by_query = bounding.answers(columns, self.at.bound)
+        sums = {}
+        for query in bounding.queries():
+            if query.name not in by_query:
+                raise RunError(
+                    f"bounding.kind {bounding.kind} gives no answers to its query {query.name}; "
+                    f"it answers {', '.join(by_query) or 'nothing'}"
+                )
+            answers = np.nan_to_num(by_query[query.name])
+            if not (np.abs(answers) <= query.bound).all():
+                worst = float(np.abs(answers).max())
+                raise RunError(
+                    f"bounding.kind {bounding.kind} answers its query {query.name} with "
+                    f"{worst:g}, above its bound of {query.bound:g}"
+                )
+            std = plan.side_stds.get(query.name, 0.0)
+            who = (cohort.clients, cohort.draws, plan.clients_left)
+            side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)
+            exact = float(answers.sum())
+            sums[query.name] = exact + (noise or self.noise).on_query(side_query, exact)
+        return sums
+
+    def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
+        """The noised histogram of the clients' scores that is released after round t, float64
+        [bins].
+
+        Args:
+            t: the round.
+            values: the score of every client, float64 [clients]; NaN where one has none.
+            noise: None is the run's.
+
+        Raises:
+            RunError: it was not accounted for, or the noise is not what was.
+        """
+        histogram = self.experiment.evaluate.histogram
+        if histogram is None or not self.plan.surveyed(t):
+            raise RunError(f"clients are asked after round {t}, which was not accounted for")
+        counts = histogram.counts(values)
+        size = histogram.std, counts, len(values)
+        return counts + (noise or self.noise).on_survey(self.plan.survey_seed, t, *size)
 
     def save(self) -> None:
         """Puts the tables and a checkpoint on disk."""

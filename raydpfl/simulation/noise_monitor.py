@@ -289,7 +289,7 @@ def _over(length: int) -> str:
     return "alone" if length == 1 else f"over the last {length} draws"
 
 
-class Tested:
+class NoiseMonitor:
     """Looks at all noise of a run.
 
     Args:
@@ -430,9 +430,9 @@ class Tested:
             )
 
 
-class Drawing:
+class MonitoredNoise:
     """Draws the noise of a run; what a class from outside draws is looked at. Its methods raise
-    `RunError` as those of `Tested` do.
+    `RunError` as those of `NoiseMonitor` do.
 
     Args:
         noise: the member.
@@ -454,7 +454,9 @@ class Drawing:
         self._noise = noise
         self._source = noise.source(seed, d)
         self._sum_std = sum_std
-        self._tested = Tested(noise, seed, d, t) if noise.is_user_defined and sum_std else None
+        self._tested = (
+            NoiseMonitor(noise, seed, d, t) if noise.is_user_defined and sum_std else None
+        )
 
     def on_sum(self, t: int, std: float, total: np.ndarray) -> np.ndarray | None:
         """The server's noise on the sum `total` of round t; see `Source.on_sum`."""

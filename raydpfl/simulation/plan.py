@@ -38,7 +38,6 @@ from raydpfl.privacy import (
 from raydpfl.simulation import provenance
 from raydpfl.simulation.preparation import Parts, prepared
 from raydpfl.simulation.preparation import weights as client_weights
-from raydpfl.simulation.sampling_monitor import fingerprint
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -593,6 +592,11 @@ def side_stds(parts: Parts, on_sums: Mapping[str, float]) -> dict[str, float]:
 def seed_of(seed: int, restart: int) -> int:
     """The seed of a run that was restarted `restart` times; its own where it was not."""
     return _digest64(["again", seed, restart]) if restart else seed
+
+
+def fingerprint(clients: np.ndarray) -> bytes:
+    """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
+    return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
 
 
 def _digest64(facts: list) -> int:

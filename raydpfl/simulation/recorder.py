@@ -6,7 +6,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from raydpfl.methods.probes import Afterwards, Finished, Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import column, holding, in_words
-from raydpfl.simulation import evaluation, histogram_survey
+from raydpfl.simulation import evaluation
 from raydpfl.simulation.checkpoint import save
-from raydpfl.simulation.noise_monitor import Drawing
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account
@@ -86,13 +84,19 @@ class Record:
         noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
         return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
 
-    def begin(self, plan: Plan, pool: Pool, at: Position, problem: Problem, noise: Drawing) -> None:
+    def begin(
+        self,
+        plan: Plan,
+        pool: Pool,
+        at: Position,
+        problem: Problem,
+        survey: Callable[[int, np.ndarray], np.ndarray],
+    ) -> None:
         """Opens what grows with the run, at its position `at`. `plan` is that of the rounds to
-        come, and `noise` draws theirs.
+        come, and `survey` is `Coordinator.survey`.
         """
         self.plan = plan
-        self.survey: Callable[[Plan, int, np.ndarray], np.ndarray]
-        self.survey = partial(histogram_survey.counted, noise=noise)
+        self._survey = survey
         self.pool = pool
         self._pace = Pace()
         self._after: dict[str, Afterwards] | None = None
@@ -200,7 +204,7 @@ class Record:
             places = _at(t, {"client": np.arange(len(values))})
             self.tables["client_scores"].append({**places, metric.name: told})
             return metric_columns.of_clients(metric, values)
-        counts = self.survey(self.plan, t, values)
+        counts = self._survey(t, values)
         shares = histogram.shares(counts)
         bins = {"low": histogram.edges[:-1], "high": histogram.edges[1:], "count": counts}
         bins["share"] = np.full(len(counts), np.nan) if shares is None else shares

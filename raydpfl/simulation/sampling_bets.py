@@ -13,7 +13,7 @@ over rounds or clients is needed, and a run may be looked at after any round.
 >>> counts = np.zeros(900, np.int64)
 >>> for t in range(200):
 ...     cohort = np.sort(generator.choice(900, 90, replace=False, p=odds / odds.sum()))
-...     name, wealth = bets.see(Drawn(cohort, counts[cohort], 90, t + 1))
+...     name, wealth = bets.see(DrawnCohort(cohort, counts[cohort], 90, t + 1))
 ...     counts[cohort] += 1
 ...     if wealth > math.log(1e6):
 ...         break
@@ -73,7 +73,7 @@ _MEANS = _PRIORS * _ODDS
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnCohort:
     """The cohort of a round.
 
     Args:
@@ -116,7 +116,7 @@ class Bets:
         self._rounds = 0
         self._due = 1
 
-    def see(self, drawn: Drawn) -> tuple[str, float]:
+    def see(self, drawn: DrawnCohort) -> tuple[str, float]:
         """Takes up the next cohort.
 
         Returns:
@@ -138,7 +138,7 @@ class Bets:
 class Bet:
     """Base of the bets."""
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         """Wins or loses by the cohort of a round."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class _Counts(Bet):
         self._rounds = 0
         self._scale = np.zeros(len(_LOGS))
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         moved = np.bincount(drawn.before, minlength=len(self.clients))
         clients = np.zeros(len(moved) + 1, np.int64)
         clients[: len(self.clients)] = self.clients
@@ -207,7 +207,7 @@ class _Memory(Bet):
         self._odds = np.ones((len(_PRIORS) + len(_WIDTHS), 1))  # by count from `_low` on
         self._wealth = np.zeros(len(self._odds))
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         odds = self._odds
         width = odds.shape[1]
         held = self._counts.clients[self._low :].astype(np.float64)
@@ -285,7 +285,7 @@ class _Sizes(_Numbers):
         logs = _choose(count, self._values) + self._values * odds
         self._table = self.factors(self._values, logs)
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         place = int(np.clip(drawn.size - self._values[0], 0, len(self._values) - 1))
         self._wealth += self._table[:, place]
 
@@ -303,7 +303,7 @@ class _Overlap(_Numbers):
         self._low = 0
         self._table = np.zeros((len(self._wealth), 1))
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         sizes = (len(self._before), len(drawn.clients))
         if sizes != self._sizes:
             self._sizes = sizes
@@ -346,7 +346,7 @@ class _Pairs(Bet):
         self._wealth = np.zeros((len(self._ODDS), len(self._FIRST)))
         self._settled = -math.inf  # what earlier bets came to
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         clients = np.unique(drawn.clients) if self._repeats else drawn.clients
         if self._pairs.size:
             first, second = np.isin(self._pairs, clients)
@@ -439,7 +439,7 @@ class _Repeats(Bet):
         self._wealth = np.zeros(len(self._ODDS))
         self._loss = np.zeros((len(self._ODDS), 0))  # over so many draws
 
-    def see(self, drawn: Drawn) -> None:
+    def see(self, drawn: DrawnCohort) -> None:
         draws = len(drawn.clients)
         if draws > self._loss.shape[1]:
             chances = np.minimum(np.arange(draws) * self._chance, 1)

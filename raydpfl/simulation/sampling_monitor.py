@@ -13,13 +13,14 @@ would not hold. So every cohort is checked before anything is released from it:
 >>> from raydpfl.methods.selection.base import Cohort, Population
 >>> from raydpfl.methods.selection.uniform import Uniform
 >>> member, clients = Uniform(cohort=90), Population.balanced(900)
->>> witness = Witness(member, clients, composed_rounds=np.arange(1, 101), least=90, secret=True)
+>>> composed = np.arange(1, 101)
+>>> monitor = SamplingMonitor(member, clients, composed, least=90, secret=True)
 >>> counts = Counter()
 >>> for t in range(99):
 ...     cohort = member.draw(0, t, clients)
-...     witness.see(t, cohort, counts)
+...     monitor.check(t, cohort, counts)
 ...     counts.update(cohort.clients.tolist())
->>> witness.see(99, Cohort.of(np.arange(89)), counts)
+>>> monitor.check(99, Cohort.of(np.arange(89)), counts)
 Traceback (most recent call last):
 raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its sampling \
 (fixed size 90 of 900) gives 90: no accountant covers what it does
@@ -30,7 +31,6 @@ follow the scheme but are no secret (they can be predicted) pass: no sequence of
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -38,9 +38,10 @@ from itertools import repeat
 
 import numpy as np
 
-from raydpfl.errors import RunError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.selection.base import Cohort, Population, Selection
-from raydpfl.simulation.sampling_bets import Bets, Drawn
+from raydpfl.simulation.plan import Plan, fingerprint
+from raydpfl.simulation.sampling_bets import Bets, DrawnCohort
 
 FALSE_ALARM = 1e-6  # of a whole run with a sound selection
 WORDS = {  # what a bet that has won says of the draws
@@ -53,7 +54,7 @@ WORDS = {  # what a bet that has won says of the draws
 }
 
 
-class Witness:
+class SamplingMonitor:
     """Checks every cohort of a run.
 
     Args:
@@ -96,9 +97,9 @@ class Witness:
         self._asked = Counter[int]()
         self._candidates: np.ndarray | None = None  # who was asked in this round
 
-    def asks(self, t: int, clients: np.ndarray) -> None:
+    def check_candidates(self, t: int, clients: np.ndarray) -> None:
         """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
-        Raises `RunError` as `see` does.
+        Raises `RunError` as `check` does.
         """
         if self._candidates is not None:
             raise self._wrong(f"asked for losses twice in round {t}")
@@ -117,17 +118,17 @@ class Witness:
                 "accounted for"
             )
 
-    def asked(self, clients: np.ndarray) -> None:
+    def add_candidates(self, clients: np.ndarray) -> None:
         """Notes clients int64 [k] that were asked in a round before this process began."""
         self._asked.update(clients.tolist())
 
-    def took(self, clients: np.ndarray) -> None:
+    def add_recent(self, clients: np.ndarray) -> None:
         """Notes the clients int64 [r] of a round before this process began; called for the latest
         rounds, the oldest first.
         """
         self._recent.append(clients)
 
-    def see(
+    def check(
         self,
         t: int,
         cohort: Cohort,
@@ -154,13 +155,13 @@ class Witness:
         self._separate(t, cohort.clients)
         self._bet(t, cohort, before)
 
-    def drew(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
+    def replay(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Takes up the cohort of a round before this process began; called for all of them, in
-        order. Arguments and errors are those of `see`.
+        order. Arguments and errors are those of `check`.
         """
         self._bet(t, cohort, self._before(cohort, participations))
 
-    def cannot_bet(self) -> None:
+    def stop_betting(self) -> None:
         """Earlier cohorts are not known, so that later ones cannot be held against them."""
         self._bets = None
 
@@ -173,7 +174,9 @@ class Witness:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
-        bet, wealth = self._bets.see(Drawn(cohort.clients, before, size, int(self._composed[t])))
+        bet, wealth = self._bets.see(
+            DrawnCohort(cohort.clients, before, size, int(self._composed[t]))
+        )
         if wealth >= self._most:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
             raise self._wrong(f"{WORDS[bet]} by round {t}, {scheme}")
@@ -239,6 +242,45 @@ class Witness:
         return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
 
 
-def fingerprint(clients: np.ndarray) -> bytes:
-    """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
-    return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
+def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonitor:
+    """The monitor of a run that has done `t` rounds. `draws` are the clients of all releases, where
+    the accountants counted these.
+    """
+    selection = plan.experiment.selection
+    noise = plan.experiment.noise
+    population = plan.population
+    plan.check_sampling()
+    secret = plan.mechanism is not None and not plan.mechanism.by_draws
+    secret = secret and selection.sampling(population).hidden
+    separation = noise.min_separation()
+    planned = None
+    if draws is not None:
+        present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
+        planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
+    monitor = SamplingMonitor(
+        selection,
+        population,
+        plan.composed_rounds + max(plan.repeated, 0),
+        plan.clients_left if noise.drawn_by() == "client" else 0,
+        secret,
+        separation,
+        planned,
+        pairs=selection.is_user_defined,
+    )
+    seed = plan.cohort_seed()
+    for before in range(t if selection.asks else 0):
+        monitor.add_candidates(selection.exposed(seed, before, population))
+    for before in range(max(0, t - separation + 1), t):
+        monitor.add_recent(selection.exposed(seed, before, population))
+    participations = Counter[int]()
+    for before in range(t if secret else 0):  # each round as it was released last
+        past = [segment.restart for segment in plan.history if segment.first <= before]
+        seed = plan.cohort_seed(past[-1] if before < plan.first else None)
+        try:
+            cohort = selection.draw(seed, before, population)
+        except ConfigError:  # a selection that needs losses cannot draw it a second time
+            monitor.stop_betting()
+            break
+        monitor.replay(before, cohort, participations)
+        participations.update(cohort.clients.tolist())
+    return monitor

@@ -39,8 +39,6 @@ from raydpfl.models.client_histogram import Histogram
 from raydpfl.privacy import Ledger, LocalSteps, Mechanism, Query, Sampling, gaussian_epsilon
 from raydpfl.privacy import epsilon as accounted
 from raydpfl.privacy import pld as accounting_pld
-from raydpfl.simulation import adaptive_bound
-from raydpfl.simulation.adaptive_bound import next_bound
 from raydpfl.simulation.client.chunk_training import ChunkTraining
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
@@ -436,7 +434,7 @@ def noise_of_the_next_bound(patch):
 
     def late(self, t, total):
         bound = self.at.bound
-        self.at.bound = next_bound(self.plan, bound, {}, t, *self.before, self.noise)
+        self.at.bound = self.next_bound(t, *self.before)
         released = release(self, t, total)
         self.at.bound = bound
         return released
@@ -556,22 +554,25 @@ def half_the_counts_noise(patch):
 
 def a_count_noised_elsewhere(patch):
     """What adapts the bound gets the exact sums."""
-    answered = adaptive_bound._answers
+    answered = Coordinator.noised_answers
 
-    def exact(plan, bound, t, cohort, columns, noise):
-        plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
-        return answered(plan, bound, t, cohort, columns, noise)
+    def exact(self, *given):
+        plan = self.plan
+        self.plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
+        sums = answered(self, *given)
+        self.plan = plan
+        return sums
 
-    patch.setattr(adaptive_bound, "_answers", exact)
+    patch.setattr(Coordinator, "noised_answers", exact)
 
 
 def a_bound_by_something_else(patch):
     """The bound follows the exact count, and no noised sum is made."""
 
-    def exact(plan, bound, state, t, cohort, columns, noise):
-        return bound * math.exp(0.5 - np.mean(columns["norm"] <= bound))
+    def exact(self, t, cohort, columns):
+        return self.at.bound * math.exp(0.5 - np.mean(columns["norm"] <= self.at.bound))
 
-    patch.setattr(adaptive_bound, "next_bound", exact)
+    patch.setattr(Coordinator, "next_bound", exact)
 
 
 def a_key_for_all_counts(patch):
@@ -658,7 +659,7 @@ HISTOGRAMS = {
         (the_ledger_after_the_release, {}, {"ledger"}),
         (columns_above_1, BANDED, {"matrix"}),
         (a_client_again_within_the_bands, BANDED, {"matrix"}),
-        (another_matrix, BANDED, {"matrix"}),
+        (another_matrix, BANDED, {"noise of sums"}),
         (a_wrong_gaussian_curve, {}, {"curve"}),
         (a_wrong_composition, SERVER, {"curve"}),
         (half_the_sensitivity, SERVER, {"curve"}),

@@ -144,6 +144,7 @@ class Narrowing(Clip):
 def test_a_run_ends_where_a_client_sends_more_than_the_bound(kind, message, tmp_path):
     bounding = {"kind": f"{__name__}:{kind}", "bound": 0.01}
     plain = {"noise": {"kind": "none"}, "weights": {"kind": "uniform"}, "client": {"actors": 0}}
+    plain["local"] = {"kind": "sgd", "steps": 2, "batch": 5, "lr": 0.1}
     with pytest.raises(RunError, match=message):
         run(experiment(**{**TINY, **plain, "bounding": bounding}, rounds=3), tmp_path / "run")
 

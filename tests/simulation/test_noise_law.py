@@ -22,7 +22,6 @@ from raydpfl.core.messages import Broadcast, Chunk, Grid, Work
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
-from raydpfl.simulation.adaptive_bound import next_bound
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -199,12 +198,11 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
         bounding=bounding,
         noise={"kind": "gaussian", "placement": placement, "multiplier": 0.1},
     )
-    plan = coordinator.plan
     cohort = Cohort.of(np.arange(8))
     found = []
     columns = {"norm": np.array([0.1] * 4 + [0.9] * 4)}
     for t in range(2500):
-        following = next_bound(plan, 0.5, {}, t, cohort, columns, coordinator.noise)
+        following = coordinator.next_bound(t, cohort, columns)
         below = 0.4 - math.log(following / 0.5) / 0.2
         found.append((below - 0.5) * 8)  # four of eight lie below: the centred count is 0
     assert coordinator.plan.side_stds["count"] == pytest.approx(0.1 / (2 * math.sqrt(0.05)))

@@ -24,9 +24,9 @@ from raydpfl.methods.selection.uniform import Uniform
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Guarantee, Sampling
 from raydpfl.privacy.sampling import SamplingScheme
-from raydpfl.simulation import monitoring
+from raydpfl.simulation import sampling_monitor
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.sampling_monitor import Witness
+from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
 
@@ -205,14 +205,14 @@ SOUND = {
 def first_alarm(member, clients, rounds, seed=0, false_alarm=1e-6, pairs=False):
     """The round in which the draws of a member are refused; None: they are not."""
     composed_rounds = np.arange(1, rounds + 1)
-    witness = Witness(
+    monitor = SamplingMonitor(
         member, clients, composed_rounds, 0, secret=True, pairs=pairs, false_alarm=false_alarm
     )
     seen: Counter = Counter()
     for t in range(rounds):
         cohort = member.draw(seed, t, clients)
         try:
-            witness.see(t, cohort, seen)
+            monitor.check(t, cohort, seen)
         except RunError:
             return t
         seen.update(cohort.clients.tolist())
@@ -316,18 +316,18 @@ def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
     seen = Counter()
     for t in range(refused):
         seen.update(member.draw(seed, t, clients).clients.tolist())
-    witness = monitoring.of(plan, refused, None)
+    monitor = sampling_monitor.of_run(plan, refused, None)
     with pytest.raises(RunError, match=f"by round {refused}"):
-        witness.see(refused, member.draw(seed, refused, clients), seen)
+        monitor.check(refused, member.draw(seed, refused, clients), seen)
 
 
 def test_fewer_clients_than_the_noise_counts_on_are_never_released():
     """Each draws its own noise, sized for 20: 19 would leave the sum with less of it."""
     member = Uniform(cohort=20, dropout=0.1)
     clients = Population.balanced(100)
-    witness = Witness(member, clients, np.arange(1, 11), least=20, secret=True)
+    monitor = SamplingMonitor(member, clients, np.arange(1, 11), least=20, secret=True)
     with pytest.raises(RunError, match="left 19 clients in round 0, where the noise counts on 20"):
-        witness.see(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
+        monitor.check(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
 
 
 class Restless(Liar):
@@ -356,15 +356,15 @@ def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path)
 def test_a_choice_beyond_the_candidates_is_noticed():
     member = Uniform(cohort=2)
     clients = Population.balanced(10)
-    witness = Witness(member, clients, np.arange(1, 11), least=0, secret=False)
-    witness.asks(0, np.array([1, 2, 3]))
-    witness.see(0, Cohort.of(np.array([1, 2])), Counter())
-    witness.asks(1, np.array([1, 2, 3]))
+    monitor = SamplingMonitor(member, clients, np.arange(1, 11), least=0, secret=False)
+    monitor.check_candidates(0, np.array([1, 2, 3]))
+    monitor.check(0, Cohort.of(np.array([1, 2])), Counter())
+    monitor.check_candidates(1, np.array([1, 2, 3]))
     with pytest.raises(RunError, match="chose clients in round 1 that are no candidates"):
-        witness.see(1, Cohort.of(np.array([1, 4])), Counter())
-    witness.asks(2, np.array([1, 2, 3]))
+        monitor.check(1, Cohort.of(np.array([1, 4])), Counter())
+    monitor.check_candidates(2, np.array([1, 2, 3]))
     with pytest.raises(RunError, match="asked for losses twice in round 2"):
-        witness.asks(2, np.array([4]))
+        monitor.check_candidates(2, np.array([4]))
 
 
 CALLS: Counter = Counter()
@@ -473,13 +473,13 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
 
 def test_separation_is_remembered_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
-    witness = Witness(
+    monitor = SamplingMonitor(
         Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, apart=3
     )
-    witness.took(np.arange(30))
-    witness.took(np.arange(30, 60))
+    monitor.add_recent(np.arange(30))
+    monitor.add_recent(np.arange(30, 60))
     with pytest.raises(RunError, match="took client 0 in round 2 again, less than 3 rounds apart"):
-        witness.see(2, Cohort.of(np.arange(30)), Counter())
+        monitor.check(2, Cohort.of(np.arange(30)), Counter())
 
 
 class QuietlyPoisson(AllTheSameSize):
@@ -521,9 +521,9 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
 
 def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
     seen = []
-    see = Witness.see
+    check = SamplingMonitor.check
     monkeypatch.setattr(
-        Witness, "see", lambda self, t, *rest: (seen.append(t), see(self, t, *rest))[1]
+        SamplingMonitor, "check", lambda self, t, *rest: (seen.append(t), check(self, t, *rest))[1]
     )
     run(experiment(), tmp_path / "run")
     assert seen == [0, 1, 2, 3] and Plan.make(experiment()).mechanism.sampling.hidden
@@ -554,10 +554,10 @@ def test_a_law_of_ones_own_may_draw_clients_in_groups():
     population = Population.balanced(300)
     selection = OneGroup()
     seen = Counter()
-    witness = Witness(selection, population, np.arange(1, 201), 0, True, 1, None)
+    monitor = SamplingMonitor(selection, population, np.arange(1, 201), 0, True, 1, None)
     for t in range(200):
         cohort = selection.select(3, t, population, None)
-        witness.see(t, cohort, seen)
+        monitor.check(t, cohort, seen)
         seen.update(cohort.clients.tolist())
 
 
