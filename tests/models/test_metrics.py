@@ -394,8 +394,8 @@ def test_a_run_is_stopped_by_scores_of_rows_held_out_alone(metric):
 
 
 def test_the_mode_says_which_way_is_better():
-    assert stopping(mode="max").evaluate.stop.sign(stopping()) == 1
-    assert stopping().evaluate.stop.sign(stopping()) == -1
+    assert stopping(mode="max").evaluate.stop.sign(stopping().metrics) == 1
+    assert stopping().evaluate.stop.sign(stopping().metrics) == -1
     assert metric_columns.since_best([0.1, 0.2, 0.3], -1) == [0.1, 0.2, 0.3]
     assert (
         metric_columns.since_best([0.1, 0.2, 0.3], 1) == [0.3]
