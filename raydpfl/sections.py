@@ -161,7 +161,7 @@ class Client(Section):
         return value
 
 
-class Stop(Section):
+class EarlyStopping(Section):
     """When a run ends before its last round: once a score of rows held out is no better for long
     enough.
     """
@@ -253,7 +253,7 @@ class Evaluate(Section):
             "the rows that it trains on, and that it then forgets"
         ),
     )
-    stop: Stop | None = Field(default=None, description="when the run ends early")
+    stop: EarlyStopping | None = Field(default=None, description="when the run ends early")
 
     @field_validator("fine_tune", mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from raydpfl.config.setting import Setting
 from raydpfl.core import messages
 from raydpfl.data import Samples, Split
 from raydpfl.methods import probes
-from raydpfl.methods.bounding import Query
+from raydpfl.methods.bounding import BoundingQuery
 from raydpfl.methods.local import Step
 from raydpfl.methods.noise import RunFacts, SideQuery
 from raydpfl.methods.selection import Cohort, Population
@@ -246,9 +246,9 @@ def test_the_class_of_a_docstring_keeps_its_contract(name, tmp_path, monkeypatch
 
 
 GIVEN = (
-    Setting, messages.View, messages.Facts, Step, RunFacts, SideQuery, Query, Population, Cohort,
-    Sampling, Terms, probes.Sent, probes.Round, probes.Problem, probes.Finished, Form, Target,
-    Split, Samples, Tracked,
+    Setting, messages.View, messages.Facts, Step, RunFacts, SideQuery, BoundingQuery, Population,
+    Cohort, Sampling, Terms, probes.Sent, probes.Round, probes.Problem, probes.Finished, Form,
+    Target, Split, Samples, Tracked,
 )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ from raydpfl.check import (
     track,
     weights,
 )
-from raydpfl.check.case import AROUND, SECTIONS, Case, arounds, examples_of
 from raydpfl.check.contract import Clause, Look, looked_at
+from raydpfl.check.example import AROUND, SECTIONS, Example, arounds, examples_of
 from raydpfl.config import user_classes
 from raydpfl.config.registry import home, load, own_class
 from raydpfl.errors import ConfigError
@@ -219,7 +219,7 @@ def _of_members(
     _possible(around, section)
     cases = []
     for example in examples_of(cls, section, path):
-        case = Case(section, overridden({section: example}, mine)[section], around)
+        case = Example(section, overridden({section: example}, mine)[section], around)
         _valid(case, section, path)
         cases.append(case)
     for case in cases:
@@ -230,7 +230,7 @@ def _of_members(
         yield from ((clause, case, shown) for clause in clauses)
 
 
-def _valid(case: Case, section: str, path: str) -> None:
+def _valid(case: Example, section: str, path: str) -> None:
     """Raises `ConfigError` for an example that is no setting of the member."""
     try:
         case.member  # noqa: B018 - made when asked for

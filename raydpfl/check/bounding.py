@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.example import Example
 from raydpfl.check.scales import scales
 from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import keyed_globals
@@ -36,7 +36,7 @@ def norms(bound: float) -> torch.Tensor:
     return torch.tensor([*ABSOLUTE, *(bound * each for each in RELATIVE), *drawn])
 
 
-def _factors(case: Case, given: torch.Tensor, bound: float) -> torch.Tensor:
+def _factors(case: Example, given: torch.Tensor, bound: float) -> torch.Tensor:
     with keyed_globals(1):  # as in a run
         return case.member.factors(given.clone(), bound)
 
@@ -47,14 +47,14 @@ def _alone(view: View, place: int) -> View:
     return replace(view, load_state=lambda: own)
 
 
-def _bounds(case: Case) -> list[float]:
+def _bounds(case: Example) -> list[float]:
     first = case.member.initial_bound
     if first is None:
         return []
     return [first, 1e-3, 1.0, 50.0] if case.member.adapts else [first]
 
 
-def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
+def _lengths(case: Example, given: np.ndarray, bound: float) -> np.ndarray:
     """What vectors of these norms are sent with, float64 [k], over the bound. Raises `Broken` for
     factors that are none, and where that is above 1.
     """
@@ -77,7 +77,7 @@ def _lengths(case: Case, given: np.ndarray, bound: float) -> np.ndarray:
     return lengths
 
 
-def _written(case: Case, bound: float) -> np.ndarray:
+def _written(case: Example, bound: float) -> np.ndarray:
     """Norms at which the member may do otherwise, by the numbers in its settings: at these, on both
     sides of them, and between them, float64 [k].
     """
@@ -94,7 +94,7 @@ def _written(case: Case, bound: float) -> np.ndarray:
     return np.concatenate([places, *near, *ulps, (places[1:] + places[:-1]) / 2])
 
 
-def _scan(case: Case, bound: float, span: float, points: int) -> float:
+def _scan(case: Example, bound: float, span: float, points: int) -> float:
     """Looks at so many norms from bound / span to bound span, and closer where lengths jump or are
     largest. Returns the logarithm of the ratio of neighbours.
     """
@@ -122,7 +122,7 @@ def _scan(case: Case, bound: float, span: float, points: int) -> float:
     return 2 * reach / points * PARTS / done
 
 
-def bound(case: Case) -> str:
+def bound(case: Example) -> str:
     """Nothing that a client sends is longer than the bound, whatever it would have sent."""
     bounds = _bounds(case)
     steps = []
@@ -140,7 +140,7 @@ def bound(case: Case) -> str:
     )
 
 
-def each_alone(case: Case) -> str:
+def each_alone(case: Example) -> str:
     """What one client gets does not depend on the others of its block."""
     view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
@@ -168,7 +168,7 @@ def each_alone(case: Case) -> str:
     return f"1 client as {TOGETHER}"
 
 
-def no_hidden_state(case: Case) -> str:
+def no_hidden_state(case: Example) -> str:
     """It keeps nothing but what it says: asked again, it answers the same."""
     copy = pickle.loads(pickle.dumps(case.member))
     view = case.view(TOGETHER)
@@ -183,7 +183,7 @@ def no_hidden_state(case: Case) -> str:
     return "the same answers again"
 
 
-def inverse(case: Case) -> str:
+def inverse(case: Example) -> str:
     """`invert` undoes `send`, as an audit needs."""
     view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
@@ -193,7 +193,7 @@ def inverse(case: Case) -> str:
     return f"to {off:.1g}"
 
 
-def memory(case: Case) -> str:
+def memory(case: Example) -> str:
     """What clients remember is a vector for each, and finite."""
     view = case.view(TOGETHER)
     sent = tensor(TOGETHER, case.d) * 0.1
@@ -208,7 +208,7 @@ def memory(case: Case) -> str:
     return "a vector for each client"
 
 
-def receive(case: Case) -> str:
+def receive(case: Example) -> str:
     """The mean update is made of the released sum and the member's own state alone."""
     member = case.member
     released = made_up(case.d)
@@ -245,7 +245,7 @@ def _columns(k: int, bound: float) -> dict[str, np.ndarray]:
     return known | {"clipped": (factors < 1).astype(float), "train_loss": losses}
 
 
-def answers(case: Case) -> str:
+def answers(case: Example) -> str:
     """What clients answer besides is within the bound of its query, of each client alone."""
     queries = case.member.queries()
     if not queries:
@@ -268,7 +268,7 @@ def answers(case: Case) -> str:
     return ", ".join(f"{query.name} within {query.bound:g}" for query in queries)
 
 
-def adapt(case: Case) -> str:
+def adapt(case: Example) -> str:
     """The next bound is positive and finite, and follows from released sums alone."""
     if not case.member.adapts:
         return "the bound stays"
@@ -286,13 +286,13 @@ def adapt(case: Case) -> str:
     return "from noised sums alone"
 
 
-def needs_a_bound(case: Case) -> str:
+def needs_a_bound(case: Example) -> str:
     """A bound that is no positive number is refused."""
     if case.member.initial_bound is None:
         return "bounds nothing of what is sent"
     for wrong in (0.0, -1.0):
         try:
-            Case(case.section, {**case.values, "bound": wrong}).member  # noqa: B018 - made here
+            Example(case.section, {**case.values, "bound": wrong}).member  # noqa: B018 - made here
         except ConfigError:
             continue
         hold(False, f"bound={wrong:g} is taken; give it as Field(gt=0)")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.example import Example
 from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
 from raydpfl.methods.local.base import Step
@@ -22,13 +22,13 @@ K = 5
 FEATURES = 6
 
 
-def rule(case: Case) -> str:
+def rule(case: Example) -> str:
     """A step for several clients is that for each of them, and changes nothing that it is given."""
     check_rule(case.member)
     return "clients together as each alone"
 
 
-def no_hidden_state(case: Case) -> str:
+def no_hidden_state(case: Example) -> str:
     """Its step keeps nothing but its state: made again, it is the same to the last bit."""
     member = case.member
     if member.trains:
@@ -68,7 +68,7 @@ def _suited(backend: str) -> tuple[nn.Module, Form]:
     )
 
 
-def training(case: Case) -> str:
+def training(case: Example) -> str:
     """A `train` of its own changes the module that it is given, by what it is given alone, whoever
     was trained before.
     """
@@ -93,7 +93,7 @@ def training(case: Case) -> str:
     return "by itself, the same again"
 
 
-def every_backend(case: Case) -> str:
+def every_backend(case: Example) -> str:
     """Every backend that can carry out its rule takes the same first steps."""
     done = []
     if case.member.trains:
@@ -110,7 +110,7 @@ def every_backend(case: Case) -> str:
     return f"{', '.join(dict.fromkeys(done))} as the loop"
 
 
-def numbers(case: Case) -> str:
+def numbers(case: Example) -> str:
     """Learning rates are positive numbers, and a client trains on rows that it has."""
     member = case.member
     for t in (0, 1, 50):
@@ -129,7 +129,7 @@ def numbers(case: Case) -> str:
     return f"learning rate {member.learning_rate(0):g} in round 0"
 
 
-def memory(case: Case) -> str:
+def memory(case: Example) -> str:
     """What corrects gradients and what clients remember is a vector for each, of that client
     alone.
     """
@@ -157,7 +157,7 @@ def memory(case: Case) -> str:
     return "clients remember" if member.stateful else "clients remember nothing"
 
 
-def receive(case: Case) -> str:
+def receive(case: Example) -> str:
     """The server's part follows from the mean update and its own state alone."""
     member = case.member
     start = member.start(case.d)

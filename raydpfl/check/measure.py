@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pyarrow.parquet as pq
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, hold
+from raydpfl.check.example import Example
 from raydpfl.check.runs import carried_out
 from raydpfl.simulation.recorder import KNOWN
 
 
-def no_bit_changed(case: Case) -> str:
+def no_bit_changed(case: Example) -> str:
     """Measuring changes no bit of the model."""
     from dataclasses import replace
 
@@ -22,7 +22,7 @@ def no_bit_changed(case: Case) -> str:
     return "the model is that without it"
 
 
-def columns(case: Case) -> str:
+def columns(case: Example) -> str:
     """Of each client it gives the columns that it declares, a number each."""
     plan = case.plan
     noised = plan.client_std(plan.experiment.bounding.initial_bound) > 0
@@ -36,7 +36,7 @@ def columns(case: Case) -> str:
     return ", ".join(sorted(declared)) or "none"
 
 
-def values(case: Case) -> str:
+def values(case: Example) -> str:
     """Of each round it gives the values that it declares."""
     rows = pq.read_table(case.whole.out / "rounds.parquet")
     declared = case.member.values()

@@ -6,24 +6,24 @@ import json
 import pickle
 from typing import Any
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Broken, Look, Untaken, hold
+from raydpfl.check.example import Example
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 
 STRANGE = "no_such_key"
 
 
-def example(case: Case) -> str:
+def example(case: Example) -> str:
     """Its example is a valid setting."""
     given = case.member.model_dump(mode="json")
     return f"{len(given) - 1} fields"
 
 
-def fits(case: Case) -> str:
+def fits(case: Example) -> str:
     """A small experiment takes it.
 
-    The experiments are `raydpfl.check.case.AROUNDS`, or those of its section.
+    The experiments are `raydpfl.check.example.AROUNDS`, or those of its section.
     """
     try:
         experiment = case.plan.experiment
@@ -34,7 +34,7 @@ def fits(case: Case) -> str:
     return f"not private: {case.why}" if case.why else "not private: without noise"
 
 
-def config_round_trip(case: Case) -> str:
+def config_round_trip(case: Example) -> str:
     """A config that is written and read again has the same member."""
     experiment = case.plan.experiment
     tree = experiment.to_dict()
@@ -52,7 +52,7 @@ def config_round_trip(case: Case) -> str:
     return "as it was, through YAML"
 
 
-def refusals(case: Case) -> str:
+def refusals(case: Example) -> str:
     """What is wrong with a setting is refused in one line that names the field."""
     wrong: list[dict[str, Any]] = [{STRANGE: 1}]
     for name, field in type(case.member).model_fields.items():
@@ -61,7 +61,7 @@ def refusals(case: Case) -> str:
     for more in wrong:
         name = next(iter(more))
         try:
-            Case(case.section, {**case.values, **more}).member  # noqa: B018 - made when asked for
+            Example(case.section, {**case.values, **more}).member  # noqa: B018 - made when asked for
         except ConfigError as error:
             hold("\n" not in str(error), f"{name}: more than one line")
             hold(name in error.field, f"{name}: the message names {error.field}")
@@ -70,7 +70,7 @@ def refusals(case: Case) -> str:
     return f"{len(wrong)} wrong settings"
 
 
-def pickles(case: Case) -> str:
+def pickles(case: Example) -> str:
     """A member is its settings: pickled and hashed, it is the same."""
     member = case.member
     again = pickle.loads(pickle.dumps(member))

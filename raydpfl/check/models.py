@@ -21,8 +21,8 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.check import members, rounds
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, hold
+from raydpfl.check.example import Example
 from raydpfl.check.tasks import dealt
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Data, Shards, Split
@@ -41,7 +41,7 @@ APART = 1e-5  # relative: what rounding in a batch of another size may come to
 CLOSE = 1e-5  # of the model's norm: what rounding in another way may come to
 
 
-class Made(Data):
+class RandomSamples(Data):
     """Random samples of any shape, for any task."""
 
     clients: int = 6
@@ -60,23 +60,23 @@ class Made(Data):
         return dealt(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
 
 
-def _form(case: Case) -> Form:
+def _form(case: Example) -> Form:
     """The samples of the experiment around it."""
     return Shards.open(case.plan.shards).form(case.plan.experiment.data.task)
 
 
-def _built(case: Case) -> tuple[nn.Module, Form]:
+def _built(case: Example) -> tuple[nn.Module, Form]:
     """A copy of the module as it begins, which is made once, and its samples."""
     if case.module is None:
         case.module = _made(case, 0)
     return copy.deepcopy(case.module), _form(case)
 
 
-def _made(case: Case, seed: int) -> nn.Module:
+def _made(case: Example, seed: int) -> nn.Module:
     return models.build(case.plan.experiment.model, _form(case), seed)
 
 
-def shapes(case: Case) -> str:
+def shapes(case: Example) -> str:
     """Of any number of rows it gives float32 outputs of the right shape, in training and out of
     it.
     """
@@ -92,7 +92,7 @@ def shapes(case: Case) -> str:
     return f"[{given}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
 
 
-def each_row_alone(case: Case) -> str:
+def each_row_alone(case: Example) -> str:
     """What it gives for a row does not depend on the other rows of the batch."""
     module, form = _built(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
@@ -104,7 +104,7 @@ def each_row_alone(case: Case) -> str:
     return f"to {far:.0e} of it"
 
 
-def initial_parameters(case: Case) -> str:
+def initial_parameters(case: Example) -> str:
     """What it begins with is a function of the seed, whatever the process has drawn before."""
     found = []
     for drawn, seed in ((0, 0), (1, 0), (0, 1)):
@@ -115,7 +115,7 @@ def initial_parameters(case: Case) -> str:
     return "the same for every seed" if torch.equal(found[0], found[2]) else "by the seed"
 
 
-def same_bits_twice(case: Case) -> str:
+def same_bits_twice(case: Example) -> str:
     """Asked again, outputs and gradients are the same to the last bit."""
     module, form = _built(case)
     generator = stream(0, Purpose.DATA)
@@ -142,7 +142,7 @@ def _gradients(
     return [outputs.detach(), *(each for each in found if each is not None)]
 
 
-def every_parameter(case: Case) -> str:
+def every_parameter(case: Example) -> str:
     """Each trained parameter has a gradient: what has none is sent, and noised, for nothing."""
     module, form = _built(case)
     x = form.inputs(4, stream(0, Purpose.DATA))
@@ -156,7 +156,7 @@ def every_parameter(case: Case) -> str:
     return f"{len(named)} tensors"
 
 
-def copies(case: Case) -> str:
+def copies(case: Example) -> str:
     """A copy, and one that is filled from a file of its weights, give the same bits."""
     module, form = _built(case)
     x = form.inputs(3, stream(0, Purpose.DATA))
@@ -171,14 +171,14 @@ def copies(case: Case) -> str:
     return "copied, and through safetensors"
 
 
-def every_backend(case: Case) -> str:
+def every_backend(case: Example) -> str:
     """The backend that a run takes, like every other one that fits, comes to where the loop does:
     to 1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
     """
     return _ways(case, None)
 
 
-def every_backend_with_clipping(case: Case) -> str:
+def every_backend_with_clipping(case: Example) -> str:
     """The same where every sample's gradient is clipped."""
     module, form = _built(case)
     try:
@@ -188,7 +188,7 @@ def every_backend_with_clipping(case: Case) -> str:
     return _ways(case, 0.5)
 
 
-def _ways(case: Case, clip: float | None) -> str:
+def _ways(case: Example, clip: float | None) -> str:
     module, form = _built(case)
     local = Sgd()
     drawn = drawn_from(module, form)

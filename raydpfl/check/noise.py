@@ -9,8 +9,8 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import chi2, kstest
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, hold
+from raydpfl.check.example import Example
 from raydpfl.methods.noise import SideQuery, Whitening
 from raydpfl.simulation.noise_monitor import products
 
@@ -20,11 +20,11 @@ WHO = np.array([0, 3, 4, 11, 700_000])
 STD = 1.7
 
 
-def _of_clients(case: Case, t: int = 0, seed: int = 3) -> np.ndarray | None:
+def _of_clients(case: Example, t: int = 0, seed: int = 3) -> np.ndarray | None:
     return case.plan.experiment.noise.on_clients(seed, t, WHO, np.zeros_like(WHO), STD, D)
 
 
-def _on_sums(case: Case, seed: int = 3) -> list[np.ndarray]:
+def _on_sums(case: Example, seed: int = 3) -> list[np.ndarray]:
     """The server's noise of the first rounds, of which the part that later ones take back is left
     out, float64 [d] each; empty where it draws none.
     """
@@ -35,7 +35,7 @@ def _on_sums(case: Case, seed: int = 3) -> list[np.ndarray]:
     return [whiten(each) for each in found if each is not None]
 
 
-def on_clients(case: Case) -> str:
+def on_clients(case: Example) -> str:
     """What a client draws is a function of its own key: the same alone and among others."""
     noise = case.plan.experiment.noise
     together = _of_clients(case)
@@ -53,7 +53,7 @@ def on_clients(case: Case) -> str:
     return "the same alone and together"
 
 
-def on_sums(case: Case) -> str:
+def on_sums(case: Example) -> str:
     """The server's noise is a function of the seed and the round: a fresh source gives the same."""
     noise = case.plan.experiment.noise
     source = noise.source(3, D)
@@ -72,7 +72,7 @@ def on_sums(case: Case) -> str:
     return f"the same from a fresh source, {ROUNDS} rounds"
 
 
-def _drawn(case: Case) -> list[np.ndarray]:
+def _drawn(case: Example) -> list[np.ndarray]:
     """All noise of some clients and rounds, in stds, float64 [d] each."""
     found = [each / STD for each in _on_sums(case)]
     for t in range(ROUNDS):
@@ -81,7 +81,7 @@ def _drawn(case: Case) -> list[np.ndarray]:
     return found
 
 
-def std(case: Case) -> str:
+def std(case: Example) -> str:
     """Noise has the std that it is told to have."""
     drawn = _drawn(case)
     if not drawn:
@@ -94,7 +94,7 @@ def std(case: Case) -> str:
     return f"{overall:.4f} of it, over {len(drawn)} vectors"
 
 
-def gaussian(case: Case) -> str:
+def gaussian(case: Example) -> str:
     """Noise that is accounted for as Gaussian is Gaussian."""
     drawn = _drawn(case)
     if not drawn:
@@ -104,7 +104,7 @@ def gaussian(case: Case) -> str:
     return f"p = {found.pvalue:.2g} by Kolmogorov and Smirnov"
 
 
-def independent(case: Case) -> str:
+def independent(case: Example) -> str:
     """No noise is drawn twice: that of clients, of rounds and of runs is independent."""
     drawn = _drawn(case)
     other = _of_clients(case, seed=4)
@@ -126,7 +126,7 @@ MANY = ((0, 1e-6, 50, 2000), (2**63 + 5, 1.7, 2, 2000), (3, 1e6, 1, 2000), (11, 
 TOGETHER = 32  # rounds whose noise is looked at as one
 
 
-def late_rounds(case: Case) -> str:
+def late_rounds(case: Example) -> str:
     """Noise has its distribution in late rounds too, whatever the seed, the std and the model."""
     noise = case.plan.experiment.noise
     who = WHO[:1]
@@ -160,7 +160,7 @@ def late_rounds(case: Case) -> str:
     return f"p = {min(1.0, chance):.2g} over up to {max(rounds for *_, rounds in MANY)} rounds"
 
 
-def as_accounted(case: Case) -> str:
+def as_accounted(case: Example) -> str:
     """The sum of a round carries as much noise as the accountants are told."""
     plan = case.plan
     noise = plan.experiment.noise
@@ -178,7 +178,7 @@ def as_accounted(case: Case) -> str:
     return f"{share:.4g} of it, with {least} clients"
 
 
-def on_queries(case: Case) -> str:
+def on_queries(case: Example) -> str:
     """The noise on side queries has the std that it is told to have."""
     plan = case.plan
     noise = plan.experiment.noise

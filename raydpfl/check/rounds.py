@@ -7,38 +7,38 @@ import math
 import numpy as np
 from scipy.stats import chi2
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, equal, hold
+from raydpfl.check.example import Example
 from raydpfl.check.runs import Watched
 from raydpfl.methods.noise import Whitening
 from raydpfl.privacy import Mechanism, Query, report_of
 
 
-def runs(case: Case) -> str:
+def runs(case: Example) -> str:
     """A small run goes through all its rounds, and its model is finite."""
     model = case.whole.parameters()
     hold(np.isfinite(model).all(), "the model is not finite")
     return f"{case.whole.position()} rounds, {case.d} parameters"
 
 
-def same_bits_again(case: Case) -> str:
+def same_bits_again(case: Example) -> str:
     """A second run in the same process gives the same bits."""
     return _same(case, case.ran("again"))
 
 
-def same_bits_pooled(case: Case) -> str:
+def same_bits_pooled(case: Example) -> str:
     """Clients dealt to three actors, whose results come last first, give the same bits."""
     return _same(case, case.ran("pooled", actors=3))
 
 
-def same_bits_per_client(case: Case) -> str:
+def same_bits_per_client(case: Example) -> str:
     """An actor per client gives the same bits."""
     if case.plan.experiment.data.clients is None:
         return "the data do not say how many clients there are"
     return _same(case, case.ran("per client", actors=0))
 
 
-def same_bits_resumed(case: Case) -> str:
+def same_bits_resumed(case: Example) -> str:
     """A run that is taken up from a checkpoint gives the same bits, and finds in it all that it
     kept.
     """
@@ -54,7 +54,7 @@ def same_bits_resumed(case: Case) -> str:
     return _same(case, case.ran("resumed", resume=True))
 
 
-def _same(case: Case, other: Watched) -> str:
+def _same(case: Example, other: Watched) -> str:
     """Raises `Broken` where the model, or what is known of the clients, differs."""
     whole = case.whole
     off = np.abs(whole.parameters() - other.parameters()).max()
@@ -68,7 +68,7 @@ def _same(case: Case, other: Watched) -> str:
     return "as inline, to the last bit"
 
 
-def bound_held(case: Case) -> str:
+def bound_held(case: Example) -> str:
     """In a run no client sends more than the bound in force."""
     if case.whole.bounds[0] is None:
         return "nothing that is sent is bounded"
@@ -81,7 +81,7 @@ def bound_held(case: Case) -> str:
     return f"at most {worst:.4g} of it"
 
 
-def epsilon(case: Case) -> str:
+def epsilon(case: Example) -> str:
     """A run with noise is private, and its epsilon is that of what it releases."""
     plan = case.plan
     mechanism = plan.mechanism
@@ -119,7 +119,7 @@ def epsilon(case: Case) -> str:
     return f"{least:.4g} at delta {terms.delta:g}, {told}"
 
 
-def noise_on_sums(case: Case) -> str:
+def noise_on_sums(case: Example) -> str:
     """The noise that the server adds in a run has the std that was accounted for."""
     plan = case.plan
     whiten = Whitening(plan.experiment.noise.whitening())

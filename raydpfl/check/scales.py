@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import hold, made_up
+from raydpfl.check.example import Example
 from raydpfl.core import native
 from raydpfl.core.messages import check_bound
 from raydpfl.core.prng import keyed_globals
@@ -27,7 +27,7 @@ ROUNDING = 1e-5
 WIDTH = 16
 
 
-def scales(case: Case) -> str:
+def scales(case: Example) -> str:
     """Bounds and what is bounded may be of any size: a bound is kept, or refused as out of
     range.
     """
@@ -44,11 +44,11 @@ def scales(case: Case) -> str:
     return f"bounds of 1e{kept[0]} to 1e{kept[-1]}" if tried else "the bound that it has"
 
 
-def _keeps(case: Case, bound: float | None) -> bool:
+def _keeps(case: Example, bound: float | None) -> bool:
     """Whether a bound is taken. Raises `Broken` for one that is taken and not kept."""
     values = case.values if bound is None else {**case.values, "bound": bound}
     try:
-        member: Bounding = Case(case.section, values).member
+        member: Bounding = Example(case.section, values).member
         most = member.initial_bound or member.sample_bound
         assert most is not None
         check_bound("bounding.bound", most)

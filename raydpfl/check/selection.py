@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from raydpfl.check import sampling as schemes
-from raydpfl.check.case import Case
 from raydpfl.check.contract import FALSE_ALARM, Look, hold, made_up
+from raydpfl.check.example import Example
 from raydpfl.errors import RAISED
 from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.simulation.preparation import composed
@@ -33,7 +33,7 @@ def _draw(member: Selection, seed: int, t: int, population: Population) -> Cohor
     return member.draw(seed, t, population, _ask)
 
 
-def cohorts(case: Case) -> str:
+def cohorts(case: Example) -> str:
     """A cohort is of clients of the population, a function of seed and round alone."""
     member = case.plan.experiment.selection
     population = case.plan.population
@@ -57,7 +57,7 @@ def cohorts(case: Case) -> str:
     return f"{len(first[0])} clients in round 0"
 
 
-def follows_sampling(case: Case) -> str:
+def follows_sampling(case: Example) -> str:
     """Draws follow the sampling scheme that it declares."""
     member = case.plan.experiment.selection
     population = case.plan.population
@@ -150,7 +150,7 @@ def _listed(value: Any) -> list[int]:
     return inner + [each for each in value if type(each) is int]
 
 
-def composed_rounds(case: Case) -> str:
+def composed_rounds(case: Example) -> str:
     """The rounds that accountants compose over never fall, and hold all that a client is in."""
     member = case.plan.experiment.selection
     population = case.plan.population
@@ -165,7 +165,7 @@ def composed_rounds(case: Case) -> str:
     return f"{found[-1]} of 50 rounds"
 
 
-def numbers(case: Case) -> str:
+def numbers(case: Example) -> str:
     """What it says of the sum, its divisor and its corrections, are finite numbers."""
     member = case.plan.experiment.selection
     population = case.plan.population
@@ -181,7 +181,7 @@ def numbers(case: Case) -> str:
     return f"divided by {divisor:g}"
 
 
-def accounted(case: Case) -> str:
+def accounted(case: Example) -> str:
     """The sampling scheme that it declares is sound."""
     sampling = case.plan.experiment.selection.sampling(case.plan.population)
     return "; ".join(clause(schemes.SchemeCase(sampling)) for clause in schemes.CONTRACT)

@@ -6,14 +6,14 @@ import pickle
 
 import numpy as np
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, copied, equal, hold, made_up, same_shapes
+from raydpfl.check.example import Example
 
 D = 50
 SIZES = (0.0, 1e-300, 1e-12, 1.0, 1e6)  # of updates; a model is float32
 
 
-def finite(case: Case) -> str:
+def finite(case: Example) -> str:
     """The next model is finite for every finite update, float32 [d]."""
     for size in SIZES:
         state = case.member.start(D)
@@ -27,7 +27,7 @@ def finite(case: Case) -> str:
     return "updates of sizes 0 to 1e6"
 
 
-def state(case: Case) -> str:
+def state(case: Example) -> str:
     """Its state keeps its names, shapes and dtypes, float64."""
     start = case.member.start(D)
     for name, array in start.items():
@@ -40,7 +40,7 @@ def state(case: Case) -> str:
     return ", ".join(f"{name} {list(each.shape)}" for name, each in start.items()) or "none"
 
 
-def no_hidden_state(case: Case) -> str:
+def no_hidden_state(case: Example) -> str:
     """A step is a function of model, update, state and round alone."""
     member = case.member
     model = made_up(D)
@@ -62,7 +62,7 @@ def no_hidden_state(case: Case) -> str:
     return "the same step again"
 
 
-def persistence(case: Case) -> str:
+def persistence(case: Example) -> str:
     """What it says of momentum is a number from 0 to below 1."""
     found = case.member.persistence()
     hold(0 <= found < 1, f"it says {found}")

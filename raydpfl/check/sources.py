@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from raydpfl.check import members, rounds
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, hold
+from raydpfl.check.example import Example
 from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards, Split, prepare
 from raydpfl.data.sources import Data
@@ -19,12 +19,12 @@ MOST = 12  # clients whose rows are read one by one
 INPUTS = ("uint8", "float32", "int64")
 
 
-def _source(case: Case) -> Data:
+def _source(case: Example) -> Data:
     data: Data = case.member
     return data
 
 
-def _split(case: Case, seed: int = SEED) -> Split:
+def _split(case: Example, seed: int = SEED) -> Split:
     return _source(case).split(seed, data_root(None))
 
 
@@ -33,7 +33,7 @@ def _rows(split: Split, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(x), np.asarray(y)
 
 
-def sizes(case: Case) -> str:
+def sizes(case: Example) -> str:
     """It says how many rows each client has, and gives as many."""
     split = _split(case)
     counts = np.asarray(split.sizes)
@@ -47,7 +47,7 @@ def sizes(case: Case) -> str:
     return f"{len(counts)} clients, {total:,} rows, {counts.min()} to {counts.max()} each"
 
 
-def types(case: Case) -> str:
+def types(case: Example) -> str:
     """Rows and targets have the types and shapes that it says, those for testing too."""
     split = _split(case)
     kind = "int64" if split.classes else "float32"
@@ -63,7 +63,7 @@ def types(case: Case) -> str:
     return f"x {x.dtype} {list(split.shape)}, y {kind} {list(split.targets)}"
 
 
-def values(case: Case) -> str:
+def values(case: Example) -> str:
     """Numbers are finite; classes and tokens are from 0 to one below how many there are."""
     split = _split(case)
     ignored = _source(case).task.ignored()
@@ -80,7 +80,7 @@ def values(case: Case) -> str:
     return f"{split.classes} classes" if split.classes else "numbers"
 
 
-def same_rows_twice(case: Case) -> str:
+def same_rows_twice(case: Example) -> str:
     """Asked again, it gives the same rows to the same clients, whatever the process has drawn."""
     found = []
     for drawn in (0, 1):
@@ -96,7 +96,7 @@ def same_rows_twice(case: Case) -> str:
     return "the same bits"
 
 
-def any_clients(case: Case) -> str:
+def any_clients(case: Example) -> str:
     """The rows of some clients are those they have among all, in whatever order they are read."""
     split = _split(case)
     everyone = _rows(split, 0, len(split.sizes))
@@ -111,7 +111,7 @@ def any_clients(case: Case) -> str:
     return f"{len(asked)} ranges"
 
 
-def made(case: Case) -> str:
+def made(case: Example) -> str:
     """The rows that it makes of one client alone are those that the client has among all."""
     rows_of = _source(case).maker(SEED)
     if rows_of is None:
@@ -130,7 +130,7 @@ def made(case: Case) -> str:
     return f"{len(clients)} clients"
 
 
-def prepared(case: Case) -> str:
+def prepared(case: Example) -> str:
     """What clients train on, from the files that are made of it, is what it gave."""
     split = _split(case)
     shards = Shards.open(prepare(_source(case), SEED, data_root(None), case.folder / "cache"))
@@ -144,7 +144,7 @@ def prepared(case: Case) -> str:
     return f"{min(shards.clients, MOST)} clients"
 
 
-def held_out(case: Case) -> str:
+def held_out(case: Example) -> str:
     """Rows that are held out of training are those that training lacks."""
     source = _source(case)
     if source.overlaps():

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, close, hold
+from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
 from raydpfl.data.rounding import apportion
@@ -37,7 +37,7 @@ def made_up(task: Task) -> Form:
     return Form((FEATURES,), target, task)
 
 
-class Made(Data):
+class RandomTargets(Data):
     """Random samples and targets of any task."""
 
     clients: int
@@ -69,7 +69,7 @@ def dealt(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
     )
 
 
-class Net(Model):
+class LinearNet(Model):
     """One linear layer, behind an embedding of tokens."""
 
     def of(self, form: Form) -> nn.Module:
@@ -79,15 +79,15 @@ class Net(Model):
         return nn.Sequential(nn.Flatten(), nn.Linear(prod(form.shape), form.outputs[0]))
 
 
-def module_of(case: Case) -> tuple[Form, nn.Module]:
+def module_of(case: Example) -> tuple[Form, nn.Module]:
     """Samples for the task, and a module for them."""
     form = made_up(case.member)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return form, Net().of(form)
+        return form, LinearNet().of(form)
 
 
-def loss(case: Case) -> str:
+def loss(case: Example) -> str:
     """A finite loss for each sample, which does not depend on the others, with finite gradients."""
     form, module = module_of(case)
     check_loss(module, form)
@@ -105,7 +105,7 @@ def loss(case: Case) -> str:
     return "finite, of each sample alone"
 
 
-def same_again(case: Case) -> str:
+def same_again(case: Example) -> str:
     """It keeps nothing: asked again, the loss is the same to the last bit."""
     form, module = module_of(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
@@ -118,7 +118,7 @@ def same_again(case: Case) -> str:
     return "the same loss again"
 
 
-def right(case: Case) -> str:
+def right(case: Example) -> str:
     """What is met is no more than what counts, and adds up over batches."""
     form, module = module_of(case)
     x = form.inputs(9, stream(0, Purpose.DATA))
@@ -134,7 +134,7 @@ def right(case: Case) -> str:
     return f"{met} of {counted}" if counted else "no accuracy"
 
 
-def written_out(case: Case) -> str:
+def written_out(case: Example) -> str:
     """The closed form that backends go by is that of the loss."""
     form, _ = module_of(case)
     closed = form.task.closed()
@@ -153,7 +153,7 @@ def written_out(case: Case) -> str:
     return closed
 
 
-def every_backend(case: Case) -> str:
+def every_backend(case: Example) -> str:
     """Every backend that takes the task has the same first steps."""
     form, module = module_of(case)
     done = []

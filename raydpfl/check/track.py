@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, Untried, hold
+from raydpfl.check.example import Example
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import flat
 from raydpfl.tracking import Tracked, installed
@@ -34,7 +34,7 @@ class Heard(logging.Handler):
         logging.getLogger("raydpfl").removeHandler(self)
 
 
-def every_round(case: Case) -> str:
+def every_round(case: Example) -> str:
     """It takes every round of a run, one without an evaluation too, and how it ended."""
     folder = case.folder / "rounds"
     name, rounds = _shown(case, folder, 0, 3)
@@ -42,7 +42,7 @@ def every_round(case: Case) -> str:
     return f"3 rounds, of a run that it calls {name or 'nothing'}"
 
 
-def gone_on_with(case: Case) -> str:
+def gone_on_with(case: Example) -> str:
     """It goes on with a run that is resumed, and does not begin another one."""
     folder = case.folder / "again"
     name, _ = _shown(case, folder, 0, 3)
@@ -52,7 +52,7 @@ def gone_on_with(case: Case) -> str:
     return "6 rounds of one run, told in two parts"
 
 
-def _shown(case: Case, folder: Path, first: int, last: int) -> tuple[str, int]:
+def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int]:
     """What the tracker calls a run that it was shown some rounds of, and of how many it knows.
     Raises `Untried` where its library is not installed.
     """

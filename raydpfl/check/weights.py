@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Look, hold
+from raydpfl.check.example import Example
 
 POPULATIONS = (
     np.array([1]),
@@ -15,7 +15,7 @@ POPULATIONS = (
 )
 
 
-def _of(case: Case, sizes: np.ndarray) -> np.ndarray:
+def _of(case: Example, sizes: np.ndarray) -> np.ndarray:
     given = sizes.astype(np.int64)
     kept = given.copy()
     found = np.asarray(case.member.of(given, int(given.sum()), len(given)))
@@ -23,7 +23,7 @@ def _of(case: Case, sizes: np.ndarray) -> np.ndarray:
     return found
 
 
-def numbers(case: Case) -> str:
+def numbers(case: Example) -> str:
     """There is one finite number for each client."""
     for sizes in POPULATIONS:
         found = _of(case, sizes)
@@ -32,7 +32,7 @@ def numbers(case: Case) -> str:
     return f"{len(POPULATIONS)} populations"
 
 
-def mean(case: Case) -> str:
+def mean(case: Example) -> str:
     """The weights have mean 1 over the population."""
     for sizes in POPULATIONS:
         found = float(_of(case, sizes).mean())
@@ -41,7 +41,7 @@ def mean(case: Case) -> str:
     return "1, over every population"
 
 
-def no_hidden_state(case: Case) -> str:
+def no_hidden_state(case: Example) -> str:
     """They are a function of the sizes alone."""
     first = [_of(case, sizes) for sizes in POPULATIONS]
     again = [_of(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
@@ -49,7 +49,7 @@ def no_hidden_state(case: Case) -> str:
     return "the same again"
 
 
-def largest(case: Case) -> str:
+def largest(case: Example) -> str:
     """The largest weight is what the accountants are told."""
     found = float(np.abs(_of(case, case.sizes)).max())
     told = case.plan.weight

@@ -51,7 +51,7 @@ PLAIN = {
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyReference:
     """A key of a section."""
 
     name: str
@@ -68,14 +68,14 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindReference:
     """A member of a family, or a section that has no kinds (`kind` is then empty)."""
 
     family: str  # the section of the config that it is a choice of
     kind: str
     source: str  # its class
     about: str  # its docstring
-    keys: tuple[Key, ...]
+    keys: tuple[KeyReference, ...]
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class Kind:
         return {**asdict(self), "keys": [asdict(key) for key in self.keys]}
 
 
-def of(name: str | None = None) -> list[Kind]:
+def of(name: str | None = None) -> list[KindReference]:
     """The members of all families, of one (`bounding`), or one of them (`bounding.clip`).
 
     Args:
@@ -117,7 +117,7 @@ def of(name: str | None = None) -> list[Kind]:
     return found
 
 
-def render(kinds: Iterable[Kind]) -> str:
+def render(kinds: Iterable[KindReference]) -> str:
     """What `raydpfl kinds` prints."""
     return "\n\n".join(each.render() for each in kinds)
 
@@ -126,12 +126,12 @@ def _ends(full: str, name: str) -> bool:
     return full.endswith(f".{name}") or full.endswith(f".{name.removesuffix('s')}")
 
 
-def _every() -> list[Kind]:
+def _every() -> list[KindReference]:
     whole = {
         name: experiment.Experiment.model_fields[name] for name in ("seed", "rounds", "personal")
     }
     about = "What stands outside of all sections."
-    top = Kind("config", "", _path(experiment.Experiment), about, _keys(whole))
+    top = KindReference("config", "", _path(experiment.Experiment), about, _keys(whole))
     found = [top]
     sections = experiment.SECTIONS.items()
     for name, spec in sections:
@@ -142,20 +142,20 @@ def _every() -> list[Kind]:
     return found + [_kind("selection.sampling", kind, type(each)) for kind, each in SCHEMES.items()]
 
 
-def _kind(family: str, kind: str, cls: type) -> Kind:
+def _kind(family: str, kind: str, cls: type) -> KindReference:
     about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
     fields = cls.model_fields if issubclass(cls, BaseModel) else {}
     keys = _keys({name: each for name, each in fields.items() if name != "kind"})
-    return Kind(family, kind, _path(cls), about, keys)
+    return KindReference(family, kind, _path(cls), about, keys)
 
 
 def _path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _keys(fields: Mapping[str, FieldInfo]) -> tuple[Key, ...]:
+def _keys(fields: Mapping[str, FieldInfo]) -> tuple[KeyReference, ...]:
     return tuple(
-        Key(
+        KeyReference(
             name,
             _type(field),
             field.is_required(),

@@ -26,7 +26,7 @@ class Setting:
             none.
         adaptive_bound: whether the bound may change from round to round.
         sends_model: whether clients send models, not updates.
-        queries: each `raydpfl.methods.bounding.Query` that clients answer in a round.
+        queries: each `raydpfl.methods.bounding.BoundingQuery` that clients answer in a round.
         stateful: of `local` and `bounding`, the sections by which clients keep a vector from one of
             their rounds to the next.
         plain_steps: whether each local step is x - lr g, and clients keep nothing.

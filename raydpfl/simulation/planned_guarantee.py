@@ -95,7 +95,7 @@ def _without_model(experiment: Experiment) -> Experiment:
         changes["model"] = models.FAMILY["linear"]()
         changes["client"] = experiment.client.model_copy(update={"backend": "auto"})
     if "server" in experiment.unread:
-        changes["server"] = server.Sgd()
+        changes["server"] = server.ServerSgd()
     return experiment.model_copy(update=changes)
 
 

@@ -51,7 +51,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from raydpfl.methods.local.base import Linear
+from raydpfl.methods.local.base import LinearRule
 from raydpfl.models.linear_stack import Layer
 from raydpfl.training.backends.base import StepNoise
 
@@ -73,7 +73,7 @@ def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: in
     return span + (steps * n * outputs + numbers) * (NORMAL + n) < weights
 
 
-def responses(linear: Linear, lr: float, steps: int) -> tuple[list[float], list[float]]:
+def responses(linear: LinearRule, lr: float, steps: int) -> tuple[list[float], list[float]]:
     """([gamma_0, ..., gamma_Q], [c_0, ..., c_{Q-1}]) for gradients g_t of the steps t, such that
 
     W_Q = gamma_Q W_0 + sum_t c_t g_t.

@@ -21,7 +21,7 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import FAMILY as BOUNDINGS
-from raydpfl.methods.bounding import Clip, Query
+from raydpfl.methods.bounding import BoundingQuery, Clip
 from raydpfl.methods.local import Local
 from raydpfl.methods.noise import Gaussian
 from raydpfl.methods.probes import Probe
@@ -137,8 +137,8 @@ class Talkative(Clip):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
-    def queries(self) -> tuple[Query, ...]:
-        return (Query("norms", bound=1.0, share=0.1),)
+    def queries(self) -> tuple[BoundingQuery, ...]:
+        return (BoundingQuery("norms", bound=1.0, share=0.1),)
 
     def answers(self, columns: Any, bound: float) -> dict[str, np.ndarray]:
         return {"norms": columns["norm"]}

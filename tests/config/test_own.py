@@ -130,7 +130,7 @@ UNREAD = {
     ),
     "a misspelt constant": (
         "server",
-        "methods.server:Sgd",
+        "methods.server:ServerSgd",
         "exampels: ClassVar[tuple] = ()",
         "a class without exampels; nearest: examples",
     ),
@@ -324,8 +324,8 @@ def test_a_function_makes_a_model_if_it_says_so(mine):
 
 def test_questions_about_a_config_import_no_more_than_they_must(mine, tmp_path, typed):
     mine(
-        "from torch import nn\nfrom raydpfl.methods.server import Sgd\n"
-        "class Net(nn.Linear):\n    pass\nclass Step(Sgd):\n    pass"
+        "from torch import nn\nfrom raydpfl.methods.server import ServerSgd\n"
+        "class Net(nn.Linear):\n    pass\nclass Step(ServerSgd):\n    pass"
     )
     tree = {
         **SMALL,
@@ -542,8 +542,8 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monk
 
 def test_queries_whose_answers_nothing_takes_up_are_refused(mine):
     mine(
-        "from raydpfl.methods.bounding import Clip, Query\nclass Own(Clip):\n"
-        "    def queries(self): return (Query('count', 0.5, 0.1),)\n"
+        "from raydpfl.methods.bounding import Clip, BoundingQuery\nclass Own(Clip):\n"
+        "    def queries(self): return (BoundingQuery('count', 0.5, 0.1),)\n"
         "    def answers(self, columns, bound): return {'count': columns['norm'] * 0}"
     )
     with pytest.raises(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Broken
+from raydpfl.check.example import Example
 from raydpfl.check.scales import scales
 from raydpfl.core import exact_sum, prng
 from raydpfl.core.messages import Grid
@@ -24,13 +24,13 @@ UNBOUNDED = ("none", "per_sample_clip")
 
 @pytest.mark.parametrize("kind", [kind for kind in bounding.FAMILY if kind not in UNBOUNDED])
 def test_bounds_of_every_size_are_kept_or_refused(kind):
-    case = Case("bounding", {"kind": kind, "bound": 1.0})
+    case = Example("bounding", {"kind": kind, "bound": 1.0})
     assert scales(case) == "bounds of 1e-12 to 1e15"
     for bound in (1e-30, 0.9e-12, 1.1e15, 1e30):
         with pytest.raises(
             ConfigError, match=r"^bounding.bound = .*: expected a number (less|greater)"
         ):
-            Experiment.from_dict(Case("bounding", {"kind": kind, "bound": bound}).tree())
+            Experiment.from_dict(Example("bounding", {"kind": kind, "bound": bound}).tree())
 
 
 class Single(bounding.Clip):
@@ -46,10 +46,10 @@ class Single(bounding.Clip):
 def test_squares_in_float32_break_the_contract_and_a_user_defined_bound_has_the_same_range():
     name = f"{__name__}:Single"
     with pytest.raises(Broken, match="a vector of size 1e-9 is sent with norm 1e-12, above 1e-12"):
-        scales(Case("bounding", {"kind": name, "bound": 1.0}))
+        scales(Example("bounding", {"kind": name, "bound": 1.0}))
     for bound in (1e-25, 1e16):
         with pytest.raises(ConfigError, match=r"bounding.bound = .*: .*a number from 1e-12 to"):
-            Experiment.from_dict(Case("bounding", {"kind": name, "bound": bound}).tree())
+            Experiment.from_dict(Example("bounding", {"kind": name, "bound": bound}).tree())
 
 
 def test_an_adaptive_bound_stays_in_its_range():
@@ -159,12 +159,14 @@ def test_server_momentum_accumulates_and_zero_momentum_is_sgd():
     assert first == pytest.approx(0.5 * u)
     assert member.step(first.astype(float), u, state, 1) == pytest.approx(0.5 + 0.5 * 1.8 * u)
     plain = server.FAMILY["momentum"](lr=0.5, momentum=0.0)
-    assert np.array_equal(plain.step(x, u, plain.start(3), 0), server.Sgd(lr=0.5).step(x, u, {}, 0))
+    assert np.array_equal(
+        plain.step(x, u, plain.start(3), 0), server.ServerSgd(lr=0.5).step(x, u, {}, 0)
+    )
 
 
 def test_a_model_that_is_no_longer_finite_stops_the_run():
     with pytest.raises(RunError, match="no longer finite"):
-        server.Sgd().step(np.zeros(2), np.array([1.0, 1e300]), {}, 3)
+        server.ServerSgd().step(np.zeros(2), np.array([1.0, 1e300]), {}, 3)
 
 
 def test_no_two_names_share_a_stream():

@@ -16,11 +16,11 @@ from test_noise_law import TINY
 
 from raydpfl.check import bounding as looks
 from raydpfl.check import noise as noise_looks
-from raydpfl.check.case import Case
 from raydpfl.check.contract import Broken
+from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.methods.bounding import Query
+from raydpfl.methods.bounding import BoundingQuery
 from raydpfl.methods.bounding.clip import Clip
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.noise import Noise, NoiseSource, SideQuery
@@ -37,8 +37,8 @@ class Asking(QuantileClip):
 
     names: tuple[str, ...] = ()
 
-    def queries(self) -> tuple[Query, ...]:
-        counts = (Query(name, bound=0.5, share=0.05) for name in self.names)
+    def queries(self) -> tuple[BoundingQuery, ...]:
+        counts = (BoundingQuery(name, bound=0.5, share=0.05) for name in self.names)
         return (*super().queries(), *counts)
 
     def answers(self, columns: Any, bound: float) -> dict[str, np.ndarray]:
@@ -107,7 +107,7 @@ class Narrow(Clip):
     ],
 )
 def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings):
-    case = Case("bounding", {"kind": f"{__name__}:Narrow", "bound": 1.0, **settings})
+    case = Example("bounding", {"kind": f"{__name__}:Narrow", "bound": 1.0, **settings})
     with pytest.raises(Broken, match=r"norm \S+ is sent with length \S+, above the bound of 1.0"):
         looks.bound(case)
 
@@ -115,7 +115,7 @@ def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings
 def test_a_sound_bound_is_held_with_the_resolution_of_the_search():
     """The largest length is at a norm of the bound, and a member's own factor is asked."""
     sound = {"kind": f"{__name__}:Narrow", "bound": 1.0, "low": 0.2, "high": 1 + 5e-13}
-    assert "of a norm apart" in looks.bound(Case("bounding", sound))
+    assert "of a norm apart" in looks.bound(Example("bounding", sound))
 
 
 class Growing(Clip):
@@ -360,8 +360,8 @@ def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
 
 @pytest.mark.parametrize("how", ["decays", "less after 8", "again"])
 def test_noise_that_is_wrong_in_late_rounds_alone_fails_its_check(how):
-    case = Case("noise", {"kind": f"{__name__}:OnSums", "how": how})
+    case = Example("noise", {"kind": f"{__name__}:OnSums", "how": how})
     with pytest.raises(Broken):
         for look in (noise_looks.late_rounds, noise_looks.on_sums):
             look(case)
-    assert "p = " in noise_looks.late_rounds(Case("noise", {"kind": f"{__name__}:OnSums"}))
+    assert "p = " in noise_looks.late_rounds(Example("noise", {"kind": f"{__name__}:OnSums"}))

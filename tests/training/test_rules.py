@@ -21,7 +21,7 @@ from torch import nn
 from raydpfl import models, run
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Linear, Local, Scaffold, Sgd, Step
+from raydpfl.methods.local import LinearRule, Local, Scaffold, Sgd, Step
 from raydpfl.methods.local.sam import Sam
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends.base import Rule, take
@@ -408,9 +408,9 @@ def test_sgds_own_step_is_what_its_coefficients_say():
 
 
 def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
-    assert Local().linear() == Linear()
-    assert Sgd(momentum=0.5, proximal=0.1).linear() == Linear(0.5, 0.0, 0.1)
-    assert Scaffold(weight_decay=0.1).linear() == Linear(decay=0.1)
+    assert Local().linear() == LinearRule()
+    assert Sgd(momentum=0.5, proximal=0.1).linear() == LinearRule(0.5, 0.0, 0.1)
+    assert Scaffold(weight_decay=0.1).linear() == LinearRule(decay=0.1)
     assert all(local.linear() is None for local in RULES.values())
 
     class Schedule(Sgd):
@@ -419,10 +419,10 @@ def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
 
     class Known(Nesterov):
         def linear(self):
-            return Linear(momentum=self.beta)
+            return LinearRule(momentum=self.beta)
 
-    assert Schedule(momentum=0.5).linear() == Linear(momentum=0.5)
-    assert Known().linear() == Linear(momentum=0.9)
+    assert Schedule(momentum=0.5).linear() == LinearRule(momentum=0.5)
+    assert Known().linear() == LinearRule(momentum=0.9)
 
 
 def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():

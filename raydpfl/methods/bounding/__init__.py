@@ -33,7 +33,7 @@ again), or the model x^Q itself (`model_clip`). In every form the server moves a
 """
 
 from raydpfl.config.registry import family
-from raydpfl.methods.bounding.base import Bounding, Query
+from raydpfl.methods.bounding.base import Bounding, BoundingQuery
 from raydpfl.methods.bounding.clip import Clip
 
 FIRST = (
@@ -47,4 +47,4 @@ FIRST = (
 )
 FAMILY: dict[str, type[Bounding]] = family(__name__, Bounding, first=FIRST)
 
-__all__ = ["FAMILY", "Bounding", "Clip", "Query"]
+__all__ = ["FAMILY", "Bounding", "BoundingQuery", "Clip"]

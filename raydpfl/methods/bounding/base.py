@@ -19,7 +19,7 @@ Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
 
 @dataclass(frozen=True)
-class Query:
+class BoundingQuery:
     """A number that every client gives in every round, besides what it sends. The noised sum of the
     answers is released too.
 
@@ -266,7 +266,7 @@ class Bounding(Member):
 
     # --- a bound that adapts ---
 
-    def queries(self) -> tuple[Query, ...]:
+    def queries(self) -> tuple[BoundingQuery, ...]:
         """The numbers that clients give besides what they send."""
         return ()
 

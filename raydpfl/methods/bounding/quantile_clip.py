@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.core.messages import BOUNDS, Columns, State
-from raydpfl.methods.bounding.base import Query
+from raydpfl.methods.bounding.base import BoundingQuery
 from raydpfl.methods.bounding.clip import Clip
 
 
@@ -48,8 +48,8 @@ class QuantileClip(Clip):
         default=0.05, gt=0, lt=1, description="of the round's privacy that the count takes"
     )
 
-    def queries(self) -> tuple[Query, ...]:
-        return (Query("count", bound=0.5, share=self.share),)
+    def queries(self) -> tuple[BoundingQuery, ...]:
+        return (BoundingQuery("count", bound=0.5, share=self.share),)
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
         norms = columns["norm"]

@@ -7,11 +7,11 @@ A user-defined rule is a class of `Local` with a `step`, or with a `train` that 
 from raydpfl.config.registry import family
 from raydpfl.methods.local.adam import Adam
 from raydpfl.methods.local.adamw import AdamW
-from raydpfl.methods.local.base import Linear, Local, Step
+from raydpfl.methods.local.base import LinearRule, Local, Step
 from raydpfl.methods.local.sam import Sam
 from raydpfl.methods.local.scaffold import Scaffold
 from raydpfl.methods.local.sgd import Sgd
 
-__all__ = ["FAMILY", "Adam", "AdamW", "Linear", "Local", "Sam", "Scaffold", "Sgd", "Step"]
+__all__ = ["FAMILY", "Adam", "AdamW", "LinearRule", "Local", "Sam", "Scaffold", "Sgd", "Step"]
 
 FAMILY: dict[str, type[Local]] = family(__name__, Local, first=("sgd",))

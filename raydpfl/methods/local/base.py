@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearRule:
     """A rule that is linear in all that it is given, with v = 0 at a round's start:
 
     v <- momentum v + g + decay x + proximal (x - x_t);  x <- x - lr v.
@@ -311,13 +311,12 @@ class Local(Schedule, Member):
         """Whether it trains by a `train` of its own."""
         return type(self).train is not Local.train
 
-    def linear(self) -> Linear | None:
-        """The coefficients of `step`, if it is linear as `Linear` says, with one learning rate in
-        all steps of a round: some backends are fast because of that. None for any other rule, and
-            of
-        itself for a class with a `step` of its own.
+    def linear(self) -> LinearRule | None:
+        """The coefficients of `step`, if it is linear as `LinearRule` says, with one learning rate
+        in all steps of a round: some backends are fast because of that. None for any other rule,
+        and of itself for a class with a `step` of its own.
         """
-        return None if self.within else Linear()
+        return None if self.within else LinearRule()
 
     @property
     def l2(self) -> float:
@@ -425,5 +424,5 @@ def _check_train(local: Local) -> None:
             raise ConfigError("local.kind", local.kind, expected)
 
 
-def _not_linear(self: Local) -> Linear | None:
+def _not_linear(self: Local) -> LinearRule | None:
     return None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from raydpfl.methods.local.base import Linear, Local, Step
+from raydpfl.methods.local.base import LinearRule, Local, Step
 
 
 class Sgd(Local):
@@ -55,11 +55,11 @@ class Sgd(Local):
         velocity = self.momentum * state + gradient + pull
         return x - at.lr * velocity, velocity
 
-    def linear(self) -> Linear | None:
+    def linear(self) -> LinearRule | None:
         """See `Local.linear`."""
         if self.within:
             return None
-        return Linear(self.momentum, self.weight_decay, self.proximal)
+        return LinearRule(self.momentum, self.weight_decay, self.proximal)
 
     @property
     def l2(self) -> float:

@@ -126,7 +126,9 @@ class Heterogeneity:
                 found |= {"gamma_s": gamma_s, "gap": gap}
 
 
-def linear(module: nn.Module, task: Task, shards: Shards, weight_decay: float) -> Linear | None:
+def linear(
+    module: nn.Module, task: Task, shards: Shards, weight_decay: float
+) -> LinearLosses | None:
     """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
     the squared error of one output; None for any other.
     """
@@ -137,10 +139,10 @@ def linear(module: nn.Module, task: Task, shards: Shards, weight_decay: float) -
     except NoStack:
         return None
     single = len(layers) == 1 and not layers[0].activation
-    return Linear(layers[0], shards, weight_decay) if single else None
+    return LinearLosses(layers[0], shards, weight_decay) if single else None
 
 
-class Linear:
+class LinearLosses:
     """Objectives and their minima for one linear layer, whose parameters are a matrix theta float64
     [outputs, inputs + 1 for a bias].
     """

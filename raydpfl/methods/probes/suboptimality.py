@@ -19,7 +19,7 @@ from pydantic import Field
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Afterwards, Assess, Done, Finished, Probe, Problem
-from raydpfl.methods.probes.client_optima import Linear, least, linear
+from raydpfl.methods.probes.client_optima import LinearLosses, least, linear
 from raydpfl.storage.run_files import replace_file
 
 COLUMNS = ("suboptimality", "distance")
@@ -111,7 +111,7 @@ class _Optimum:
 
 
 def _stored(
-    out: Path, of: Linear, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
+    out: Path, of: LinearLosses, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
 ) -> np.ndarray | None:
     """theta as a run that goes on had found it; None where it is not there, or is no minimum."""
     path = out / OPTIMUM
@@ -121,7 +121,7 @@ def _stored(
     return theta if least(value(theta)[1], of.decay) else None
 
 
-def _quadratic(of: Linear, clients: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, Gap]:
+def _quadratic(of: LinearLosses, clients: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, Gap]:
     """The minimiser of least norm of half the squared error, and the distances to it: sums over the
     directions in which the error is curved, so that neither loses digits near the minimum.
     """

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from raydpfl.config.registry import family
 from raydpfl.methods.server.base import Server, State
-from raydpfl.methods.server.sgd import Sgd
+from raydpfl.methods.server.sgd import ServerSgd
 
-__all__ = ["FAMILY", "Server", "Sgd", "State"]
+__all__ = ["FAMILY", "Server", "ServerSgd", "State"]
 
 FIRST = ("sgd", "momentum", "adam", "yogi")
 FAMILY: dict[str, type[Server]] = family(__name__, Server, first=FIRST)

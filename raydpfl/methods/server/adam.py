@@ -10,7 +10,7 @@ from pydantic import Field
 from raydpfl.methods.server.adaptive import Adaptive
 
 
-class Adam(Adaptive):
+class FedAdam(Adaptive):
     """FedAdam: nu = beta2 nu + (1 - beta2) u^2, without bias correction (002 Alg. 2; Reddi et al.
     2021, Alg. 2).
     """

@@ -9,7 +9,7 @@ import numpy as np
 from raydpfl.methods.server.base import Server, State
 
 
-class Sgd(Server):
+class ServerSgd(Server):
     """x + lr u (000 Alg. 1-3, 001 Alg. 1-3, 002 Alg. 1)."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -43,7 +43,7 @@ from torch import nn
 
 from raydpfl.core import native
 from raydpfl.core.prng import Purpose
-from raydpfl.methods.local.base import Linear, Local
+from raydpfl.methods.local.base import LinearRule, Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import Backend, Block, ChunkData, StepNoise, Sum
@@ -140,7 +140,7 @@ class Compiled(Backend):
         self,
         parameters: torch.Tensor,
         chunk: ChunkData,
-        linear: Linear,
+        linear: LinearRule,
         columns: np.ndarray,
         answers: np.ndarray,
     ) -> tuple[_Job, Sequence[object]]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raydpfl.core.device import index
-from raydpfl.methods.local.base import Linear, Local
+from raydpfl.methods.local.base import LinearRule, Local
 from raydpfl.models.linear_stack import Layer, NoStack, aten, stack
 from raydpfl.models.tasks import Task
 from raydpfl.models.tasks.base import Closed
@@ -125,7 +125,7 @@ class _LinearLayer(_Layer):
         layer: Layer,
         parameters: torch.Tensor,
         chunk: ChunkData,
-        linear: Linear,
+        linear: LinearRule,
         x: torch.Tensor | None = None,
     ):
         start = layer.views(parameters)
@@ -172,7 +172,7 @@ class _LinearLayer(_Layer):
         self.constant = [part[:count] for part in self.constant]
 
 
-def step_factors(linear: Linear, lr: float) -> tuple[float, float]:
+def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
     """(keep, step) such that v <- keep v + step g for the gradient g, where v is the velocity if
     there is momentum, or else the weights.
     """

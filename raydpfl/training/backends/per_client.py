@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raydpfl.core.device import sent
-from raydpfl.methods.local.base import Linear, Local, Step
+from raydpfl.methods.local.base import LinearRule, Local, Step
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import Backend, Block, ChunkData
 
@@ -201,7 +201,11 @@ class _Step:
 
 class _Linear(_Step):
     def __init__(
-        self, backend: OneByOne, chunk: ChunkData, corrections: list[torch.Tensor], linear: Linear
+        self,
+        backend: OneByOne,
+        chunk: ChunkData,
+        corrections: list[torch.Tensor],
+        linear: LinearRule,
     ):
         super().__init__(backend, chunk, corrections)
         self.linear = linear

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.core.device import index
-from raydpfl.methods.local.base import Linear, Local
+from raydpfl.methods.local.base import LinearRule, Local
 from raydpfl.models.linear_stack import is_placed
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import Backend, Block, ChunkData, Rule, clip_factors, take
@@ -102,7 +102,9 @@ class _Forward:
 class _Linear:
     """A linear rule, on `now`: each parameter, [c, *its shape], of the slots that a step takes."""
 
-    def __init__(self, linear: Linear, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
+    def __init__(
+        self, linear: LinearRule, parts: Parts, parameters: torch.Tensor, chunk: ChunkData
+    ):
         self.linear = linear
         self.chunk = chunk
         self.model = parts(parameters)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.methods.bounding import Bounding, Query
+from raydpfl.methods.bounding import Bounding, BoundingQuery
 
 
 class Length(Bounding):
@@ -24,7 +24,7 @@ class Length(Bounding):
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def queries(self):
-        return (Query("length", bound=0.5, share=self.share),)
+        return (BoundingQuery("length", bound=0.5, share=self.share),)
 
     def answers(self, columns, bound):
         return {"length": np.minimum(columns["norm"] / (2 * bound), 1.0) - 0.5}

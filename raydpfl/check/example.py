@@ -83,7 +83,7 @@ FEW: dict[str, Any] = {
     "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
     "client": {"actors": 0, "num_cpus": 0.01, "chunk": 2},
 }
-MADE = {"kind": "raydpfl.check.models:Made"}
+MADE = {"kind": "raydpfl.check.models:RandomSamples"}
 SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
     {**MADE, "shape": [1, 28, 28], "classes": 10},
     {**MADE, "shape": [3, 32, 32], "classes": 10},
@@ -92,7 +92,9 @@ SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
     {**MADE, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
     {**MADE, "shape": [6], "classes": 9, "tokens": 9},
 )
-MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": "raydpfl.check.tasks:Net"})
+TARGETS = "raydpfl.check.tasks:RandomTargets"
+LINEAR_NET = "raydpfl.check.tasks:LinearNet"
+MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": LINEAR_NET})
 ARE_PRIVATE: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
 # What members of a section are tried in, where that is not AROUNDS.
 ARE_AROUND: dict[str, tuple[dict[str, Any], ...]] = {
@@ -115,7 +117,7 @@ SECTIONS: dict[str, Spec] = {
 
 
 @dataclass(eq=False)
-class Case:
+class Example:
     """An example of a member of a section, and the experiments that it is tried in."""
 
     section: str
@@ -142,8 +144,12 @@ class Case:
         """A config with the member in it."""
         tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}
         if self.section == "task":
-            data = {"kind": "raydpfl.check.tasks:Made", "clients": CLIENTS, "task": self.values}
-            return {**tree, "data": data, "model": {"kind": "raydpfl.check.tasks:Net"}}
+            data = {
+                "kind": "raydpfl.check.tasks:RandomTargets",
+                "clients": CLIENTS,
+                "task": self.values,
+            }
+            return {**tree, "data": data, "model": {"kind": LINEAR_NET}}
         mine = [self.values] if self.section in ("measure", "track") else self.values
         return {**tree, self.section: mine}
 
