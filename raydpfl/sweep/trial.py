@@ -164,7 +164,7 @@ class TrialActor(tune.Trainable):
             experiment = Experiment.from_dict(self._work["experiment"])
             # whether this node sees no disk of the driver's
             remote = self._away() and not self._work["mark"]
-            places = {name: self._work[name] for name in PLACES}
+            places = {name: self._work[name] for name in PLACES} if remote else {}
             runner.run(
                 settled(experiment, folder) if begun else experiment,
                 folder,

@@ -134,17 +134,17 @@ def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_pa
 
 def test_patience_follows_from_the_calls_before():
     auto = Patience("auto")
-    assert auto.seconds(100) == auto.FIRST and not auto.knows
+    assert auto.seconds(100) == auto.FIRST and not auto.certain
     auto.took(2.0, cost=100)
-    assert auto.knows and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
+    assert auto.certain and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
     assert (
         auto.seconds(1) == auto.seconds(100)
         and auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
     )
-    assert auto.seconds(100, again=1) == 2 * auto.seconds(100)
+    assert auto.seconds(100, attempts=1) == 2 * auto.seconds(100)
     fixed = Patience(3.0)
     fixed.took(50.0, cost=1)
-    assert fixed.knows and fixed.seconds(1000, again=2) == 3.0
+    assert fixed.certain and fixed.seconds(1000, attempts=2) == 3.0
 
 
 def test_the_timeout_is_no_part_of_what_a_run_computes(tmp_path):
