@@ -145,51 +145,24 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, m
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"vocabulary": None},
-            "data.vocabulary = None: expected a file of tokens, one a line, or the list",
-        ),
-        (
-            {"vocabulary": 9},
-            "data.vocabulary = 9: expected a file of tokens, one a line, or the list",
-        ),
-        (
-            {"vocabulary": ["a", "a"]},
-            "data.vocabulary = ['a', 'a']: expected 1 to 1,048,576 tokens, each",
-        ),
-        ({"vocabulary": []}, "data.vocabulary = []: expected 1 to 1,048,576 tokens"),
-        (
-            {"vocabulary": "none.txt"},
-            "data.vocabulary = 'none.txt': expected a file, absolute or under",
-        ),
-        ({"length": None}, "data.length = None: expected how many tokens of a text are taken"),
-        ({"tokenizer": None}, "data.vocabulary = "),
-        (
-            {"tokenizer": "word"},
-            "data.tokenizer = 'word': expected words, characters, or the import path",
-        ),
-        (
-            {"tokenizer": "mine_tokens:none"},
-            "data.tokenizer = 'mine_tokens:none': expected an import path",
-        ),
-        (
-            {"tokenizer": "mine_tokens:ids"},
-            "data.tokenizer = 'mine_tokens:ids': expected one that gives te",
-        ),
-        ({"tokenizer": "mine_tokens:ids", "vocabulary": 4}, "data.tokenizer = 'mine_tokens:ids': "),
-        (
-            {"tokenizer": "mine_tokens:broken"},
-            "data.tokenizer = 'mine_tokens:broken': expected a function ",
-        ),
-        ({"dtype": "float32"}, "data.dtype = 'float32': expected none with data.tokenizer"),
-        ({"features": {"kind": "pca", "components": 2}}, "data.features = "),
-        ({"x": ["text", "user"]}, "data.x = ['text', 'user']: expected one column of text"),
-        ({"x": "number"}, "data.x = 'number': expected a column of reviews.jsonl"),
-        ({"y": "text"}, "data.x = ['text']: expected columns without text, which is data.y"),
-        (
-            {"y": "text", "task": "sequence", "classes": 6},
-            "data.classes = 6: expected none where the next",
-        ),
+        ({"vocabulary": None}, "data.vocabulary: a file of tokens, one a line, or the list"),
+        ({"vocabulary": 9}, "data.vocabulary: a file of tokens, one a line, or the list"),
+        ({"vocabulary": ["a", "a"]}, "data.vocabulary: 1 to 1,048,576 tokens, each"),
+        ({"vocabulary": []}, "data.vocabulary: 1 to 1,048,576 tokens"),
+        ({"vocabulary": "none.txt"}, "data.vocabulary: a file, absolute or under"),
+        ({"length": None}, "data.length: how many tokens of a text are taken"),
+        ({"tokenizer": None}, "data.vocabulary: "),
+        ({"tokenizer": "word"}, "data.tokenizer: words, characters, or the import path"),
+        ({"tokenizer": "mine_tokens:none"}, "data.tokenizer: an import path"),
+        ({"tokenizer": "mine_tokens:ids"}, "data.tokenizer: one that gives te"),
+        ({"tokenizer": "mine_tokens:ids", "vocabulary": 4}, "data.tokenizer: "),
+        ({"tokenizer": "mine_tokens:broken"}, "data.tokenizer: a function "),
+        ({"dtype": "float32"}, "data.dtype: none with data.tokenizer"),
+        ({"features": {"kind": "pca", "components": 2}}, "data.features: "),
+        ({"x": ["text", "user"]}, "data.x: one column of text"),
+        ({"x": "number"}, "data.x: a column of reviews.jsonl"),
+        ({"y": "text"}, "data.x: columns without text, which is data.y"),
+        ({"y": "text", "task": "sequence", "classes": 6}, "data.classes: none where the next"),
     ],
 )
 def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_path, monkeypatch):
@@ -197,7 +170,8 @@ def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as refused:
         samples(tmp_path, **more)
-    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+    error = refused.value
+    assert f"{error.field}: {error.expected}".startswith(message) and "\n" not in str(error)
 
 
 def test_unknown_words_are_counted_by_data_describe(tmp_path, typed, monkeypatch):

@@ -217,55 +217,26 @@ def test_targets_are_taken_from_columns(task, y, classes, target, first):
 @pytest.mark.parametrize(
     ("task", "y", "classes", "message"),
     [
-        (
-            "classification",
-            [0, 999],
-            None,
-            "data.y = 't': expected class numbers from 0 without such gaps",
-        ),
-        ("classification", [-1, 1], None, "data.y = 't': expected whole numbers from 0, or names"),
-        (
-            "classification",
-            [0, 5],
-            3,
-            "data.classes = 3: expected more than 5, the largest label of t",
-        ),
-        (
-            "classification",
-            ["a", "b"],
-            ("a",),
-            "data.classes = ['a']: expected names of all labels of t; ",
-        ),
-        (
-            "classification",
-            [[0, 1]],
-            None,
-            "data.y = 't': expected one column with a number or name",
-        ),
-        ("regression", ["a", "b"], None, "data.y = 't': expected finite numbers, for regression"),
-        (
-            "regression",
-            [1e39, 0],
-            None,
-            "data.y = 't': expected numbers below 3.4e38, for regression",
-        ),
-        ("regression", [1.0, 0], 2, "data.classes = 2: expected none for task regression"),
-        (
-            "multi_label",
-            [[0, 2]],
-            None,
-            "data.y = 't': expected columns or lists of 0 and 1, or names",
-        ),
-        ("multi_label", [[0, 1]], 3, "data.classes = 3: expected 2, the labels of t, or none"),
-        ("sequence", [0, 1], None, "data.y = 't': expected a list of whole numbers to a row"),
-        ("sequence", [[-100, -100]], None, "data.y = 't': expected targets; all of these are -100"),
+        ("classification", [0, 999], None, "data.y: class numbers from 0 without such gaps"),
+        ("classification", [-1, 1], None, "data.y: whole numbers from 0, or names"),
+        ("classification", [0, 5], 3, "data.classes: more than 5, the largest label of t"),
+        ("classification", ["a", "b"], ("a",), "data.classes: names of all labels of t; "),
+        ("classification", [[0, 1]], None, "data.y: one column with a number or name"),
+        ("regression", ["a", "b"], None, "data.y: finite numbers, for regression"),
+        ("regression", [1e39, 0], None, "data.y: numbers below 3.4e38, for regression"),
+        ("regression", [1.0, 0], 2, "data.classes: none for task regression"),
+        ("multi_label", [[0, 2]], None, "data.y: columns or lists of 0 and 1, or names"),
+        ("multi_label", [[0, 1]], 3, "data.classes: 2, the labels of t, or none"),
+        ("sequence", [0, 1], None, "data.y: a list of whole numbers to a row"),
+        ("sequence", [[-100, -100]], None, "data.y: targets; all of these are -100"),
     ],
 )
 def test_targets_that_cannot_be_right_are_refused_in_one_line(task, y, classes, message):
     column = np.array(y)
     with pytest.raises(ConfigError) as refused:
         tasks.parse(task).targets("t", column, column[:1], classes)
-    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+    error = refused.value
+    assert f"{error.field}: {error.expected}".startswith(message) and "\n" not in str(error)
 
 
 class Letters(Data):
