@@ -57,7 +57,10 @@ class Result(runner.Result):
         return report.figure(self.out, {"curves": of, "x": x})
 
     def __repr__(self) -> str:
-        said = [f"{self.summary['rounds']} rounds", metric_columns.told(self.summary).lower()]
+        said = [
+            f"{self.summary['rounds']} rounds",
+            metric_columns.summary_text(self.summary).lower(),
+        ]
         held = holding(self.guarantees)
         if held:
             against = guarantee_table.against(held[0])
@@ -67,7 +70,7 @@ class Result(runner.Result):
     def _repr_html_(self) -> str:
         held = holding(self.guarantees)
         rounds = f"{self.summary['rounds']} rounds in {self.summary['seconds']:.1f} s"
-        head = metric_columns.told(self.summary) or "No evaluation"
+        head = metric_columns.summary_text(self.summary) or "No evaluation"
         parts = [f"<p><b>{escape(head)}</b>, after {rounds}</p>"]
         for group in run_display.groups(self.guarantees):
             parts.append(f"<p>Epsilon {escape(group[0].about())}:</p>{_table(group, held)}")

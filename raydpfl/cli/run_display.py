@@ -191,7 +191,7 @@ def report(console: Console, result: Result, took: str = "") -> None:
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
         _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
-    said = metric_columns.told(summary)
+    said = metric_columns.summary_text(summary)
     if said:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
         _say(console, f"{said}, after {time}")

@@ -36,7 +36,7 @@ class Columns(dict[str, Any]):
 
 
 def read_columns(path: Path) -> Columns:
-    """The columns of a file; raises whatever its reader does, ValueError for a file that is none of
+    """The columns of a file; raises whatever its reader does, ValueError for a file that is not of
     `KINDS` or has a column twice, and MemoryError for one whose columns are larger than the memory
     that is free.
     """
@@ -49,7 +49,7 @@ def read_columns(path: Path) -> Columns:
 
 def _npz(path: Path) -> Columns:
     if not zipfile.is_zipfile(path):
-        raise ValueError("it is none that numpy.savez has written whole")
+        raise ValueError("it is no whole file of numpy.savez")
     with zipfile.ZipFile(path) as archive:
         check_memory(sum(each.file_size for each in archive.infolist()))
     found = Columns(path.name, {})
@@ -270,7 +270,7 @@ def clients_table(
 
 
 def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:
-    """The column as float64 [n]. Raises `ConfigError` naming `field` if it is none of numbers."""
+    """The column as float64 [n]. Raises `ConfigError` naming `field` if it is not of numbers."""
     if column.dtype.kind not in "iuf" or column.ndim != 1:
         raise ConfigError(field, name, f"a column of numbers, not {column.dtype}")
     return column.astype(np.float64)

@@ -164,7 +164,7 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                 raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has more") from None
             except Exception as error:  # whatever a broken image makes its decoder raise
                 formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
-                expected = f"encoded images; {which} is none of {formats}"
+                expected = f"encoded images; {which} is not of {formats}"
                 raise ConfigError("data.x", name, expected) from None
             images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images

@@ -301,9 +301,9 @@ def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:
 def _clients(keys: dict[str, Any], root: Path | None, suggestion: Suggestion) -> Split:
     """The samples of the clients; adds the partition to `keys`. Raises `ConfigError`."""
     natural = _parse({name: keys[name] for name in LOCATION if name in keys}).knows_clients()
-    if natural and keys["kind"] != "text":
+    if natural:
         keys.setdefault("partition", {"kind": "natural"})
-    elif not natural:
+    else:
         keys.setdefault("clients", CLIENTS)
     try:
         split = _parse(keys).split(0, root)

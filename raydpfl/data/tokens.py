@@ -152,7 +152,7 @@ class Encoder:
 
 
 def of_file(text: str) -> tuple[str, ...]:
-    """The vocabulary in the text of a file, a token a line; a last empty line is none."""
+    """The vocabulary in the text of a file, a token a line; a last empty line is no token."""
     return tuple(text.removesuffix("\n").split("\n")) if text else ()
 
 

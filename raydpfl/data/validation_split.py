@@ -14,7 +14,7 @@ that anybody holds, held out by everyone, and each scored once. A client that wo
 keeps its first one, which then is not scored.
 
 Clients that are held out are drawn from all, by (seed, VALIDATION), and are none of the population
-any more: the others are numbered anew. Of samples that several clients hold only those are scored
+any more: the others are renumbered. Of samples that several clients hold only those are scored
 that nobody trains on, each once.
 """
 
@@ -43,7 +43,7 @@ class HeldOutRows:
 
     sizes: np.ndarray
     rows: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
-    clients: np.ndarray | None = None  # bool [clients]: held out altogether; None: nobody is
+    clients: np.ndarray | None = None  # bool [clients]: held out altogether; None: no client is
 
 
 def counts(sizes: np.ndarray, share: float) -> np.ndarray:
@@ -80,15 +80,15 @@ def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOutRo
     """That share of the clients, all their rows."""
     count = len(split.sizes)
     wanted = int(counts(np.array([count]), share)[0])
-    apart = np.zeros(count, bool)
-    apart[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
-    if not split.sizes[apart].any() or not split.sizes[~apart].any():
+    held = np.zeros(count, bool)
+    held[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
+    if not split.sizes[held].any() or not split.sizes[~held].any():
         expected = f"a share that leaves some of the {count} clients, with rows, on either side"
         raise ConfigError(f"{FIELD}.clients", share, expected)
     if overlaps and split.samples is None:
         expected = "none for data whose clients may share samples and that do not say which ones"
         raise ConfigError(f"{FIELD}.clients", share, f"{expected} (raydpfl.data.Split.samples)")
-    out = np.repeat(apart, split.sizes)
+    out = np.repeat(held, split.sizes)
     scored = out
     if overlaps and split.samples is not None:
         samples = split.samples(0, count)
@@ -101,25 +101,25 @@ def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOutRo
         place = slice(int(ends[first] - split.sizes[first]), int(ends[last - 1]))
         return out[place], scored[place]
 
-    return HeldOutRows(np.where(apart, 0, split.sizes), rows, apart)
+    return HeldOutRows(np.where(held, 0, split.sizes), rows, held)
 
 
 def _rows(split: Split, share: float, seed: int) -> HeldOutRows:
-    apart = counts(split.sizes, share)
+    held = counts(split.sizes, share)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         sizes = split.sizes[first:last]
-        found = _lowest(seed, np.arange(first, last), sizes, apart[first:last])
+        found = _lowest(seed, np.arange(first, last), sizes, held[first:last])
         return found, found
 
-    return HeldOutRows(split.sizes - apart, rows)
+    return HeldOutRows(split.sizes - held, rows)
 
 
-def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray) -> np.ndarray:
-    """Of each client's rows as many as `apart` says: those with the lowest of its random words."""
+def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Of each client's rows as many as `held` says: those with the lowest of its random words."""
     words = np.zeros(int(sizes.sum()), np.uint64)
     ends = np.cumsum(sizes)
-    some = np.flatnonzero(apart)
+    some = np.flatnonzero(held)
     streams = bit_streams(
         seed, Purpose.VALIDATION, t=0, clients=clients[some].tolist(), draws=[0] * len(some)
     )
@@ -129,12 +129,12 @@ def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, apart: np.ndarray
     order = np.lexsort((words, owner))  # client after client, the lowest words first
     rank = np.arange(len(words)) - np.repeat(ends - sizes, sizes)
     found = np.zeros(len(words), bool)
-    found[order] = rank < np.repeat(apart, sizes)
+    found[order] = rank < np.repeat(held, sizes)
     return found
 
 
 def _samples(split: Split, share: float, seed: int) -> HeldOutRows:
-    """That share of all samples that some client holds, whoever holds them."""
+    """That share of all samples that some client holds, for all its holders."""
     if split.samples is None:
         expected = "0 for data whose clients may share samples and that do not say which ones"
         raise ConfigError(FIELD, share, f"{expected} (raydpfl.data.Split.samples)")
@@ -143,17 +143,17 @@ def _samples(split: Split, share: float, seed: int) -> HeldOutRows:
     starts = ends - split.sizes
     present, first_row = np.unique(samples, return_index=True)
     drawn = stream(seed, Purpose.VALIDATION).permutation(present)
-    apart = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
-    bare = per_client(apart, split.sizes) == split.sizes
-    apart[starts[bare & (split.sizes > 0)]] = False
+    held = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
+    bare = per_client(held, split.sizes) == split.sizes
+    held[starts[bare & (split.sizes > 0)]] = False
     scored = np.zeros(len(samples), bool)
     scored[first_row] = True
-    scored &= apart & ~np.isin(samples, samples[~apart])
-    sizes = split.sizes - per_client(apart, split.sizes)
+    scored &= held & ~np.isin(samples, samples[~held])
+    sizes = split.sizes - per_client(held, split.sizes)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(int(starts[first]), int(ends[last - 1]))
-        return apart[place], scored[place]
+        return held[place], scored[place]
 
     return HeldOutRows(sizes, rows)
 

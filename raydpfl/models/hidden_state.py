@@ -1,4 +1,4 @@
-"""What a module, or the file that it comes from, keeps in Python beside parameters and buffers.
+"""What a module, or the file that it comes from, keeps in Python next to parameters and buffers.
 
 >>> class Counts(nn.Module):
 ...     calls = 0

@@ -8,7 +8,7 @@
 (200, 10, 157000, None, None)
 >>> stack(nn.Sequential(nn.Linear(784, 200), nn.Dropout(0.5), nn.Linear(200, 10)))
 Traceback (most recent call last):
-raydpfl.models.linear_stack.NoStack: Dropout is none of its layers
+raydpfl.models.linear_stack.NoStack: Dropout is not supported
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def step_of(call: nn.Module | Call) -> Found:
     if node.target is F.leaky_relu:
         slope = arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01)
         if not isinstance(slope, (int, float)):
-            raise NoStack("a leaky ReLU whose slope is computed is none of its layers")
+            raise NoStack("a leaky ReLU whose slope is computed is not supported")
         return _leaky(slope)
     if node.target is F.linear:
         return _of_function(call)
@@ -240,7 +240,7 @@ def step_of(call: nn.Module | Call) -> Found:
         shape = arguments[0] if isinstance(arguments[0], tuple) else arguments
         if len(shape) == 2:
             return None
-    raise NoStack(f"{getattr(node.target, '__name__', node.target)} is none of its layers")
+    raise NoStack(f"{getattr(node.target, '__name__', node.target)} is not supported")
 
 
 def _of_module(module: nn.Module) -> Found:
@@ -256,13 +256,13 @@ def _of_module(module: nn.Module) -> Found:
     idle = isinstance(module, nn.Dropout) and module.p == 0
     if flat or idle or isinstance(module, nn.Identity):
         return None
-    raise NoStack(f"{type(module).__name__} is none of its layers")
+    raise NoStack(f"{type(module).__name__} is not supported")
 
 
 def check_unhooked(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
     if _hooked(module):
-        raise NoStack(f"{type(module).__name__} with hooks is none of its layers")
+        raise NoStack(f"{type(module).__name__} with hooks is not supported")
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -284,7 +284,7 @@ def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     ]
     weight, *bias = (_attribute(call.root, source) for source in sources)
     if weight is None:
-        raise NoStack("a linear layer without weight is none of its layers")
+        raise NoStack("a linear layer without weight is not supported")
     return weight, bias[0] if bias else None
 
 
@@ -293,5 +293,5 @@ def _attribute(root: nn.Module, source: object) -> torch.Tensor | None:
     if source is None:
         return None
     if not isinstance(source, fx.Node) or source.op != "get_attr":
-        raise NoStack("a linear layer whose weight or bias is computed is none of its layers")
+        raise NoStack("a linear layer whose weight or bias is computed is not supported")
     return operator.attrgetter(str(source.target))(root)

@@ -96,7 +96,7 @@ def metric_of(score: str, known: Iterable[Metric] = ()) -> Metric | None:
 
 
 def sign(score: str, known: Iterable[Metric] = ()) -> int:
-    """The sign that makes more of a score better; 0 where nobody can say."""
+    """The sign that makes more of a score better; 0 where that is unknown."""
     metric = metric_of(score, known)
     if metric and set_of(score) == CLIENT and score.endswith("_std"):
         return -1
@@ -125,10 +125,10 @@ def words(row: Row) -> str:
     return ""
 
 
-def told(summary: Row) -> str:
+def summary_text(summary: Row) -> str:
     """The scores of every set in a summary, in print; empty where there are none.
 
-    >>> told({"test_accuracy": 0.75, "test_loss": 0.5, "validation_loss": None})
+    >>> summary_text({"test_accuracy": 0.75, "test_loss": 0.5, "validation_loss": None})
     'Test accuracy 75.00%, loss 0.5'
     """
     by_set: dict[str, list[str]] = {}

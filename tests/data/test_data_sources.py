@@ -332,7 +332,7 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
         ({"x": "gap"}, "data.x: a column without gaps; this one lacks 1 values"),
         ({"x": "nan"}, "data.x: finite numbers; row 2 of t.parquet has another"),
         ({"x": "text"}, "data.x: numbers, lists of numbers, or encoded images"),
-        ({"x": "image"}, "data.x: encoded images; row 1 is none"),
+        ({"x": "image"}, "data.x: encoded images; row 1 is not"),
         ({"y": "half"}, "data.y: whole numbers from 0, or names"),
         ({"train": "none.parquet"}, "data.train: a file, absolute or under"),
         ({"train": "broken.parquet"}, "data.train: a CSV, JSON lines, Parquet, Arrow or NPZ"),
@@ -634,12 +634,12 @@ BOMBS = {
         [scanned(2_000, 2_000, 1_000)],
         "images that are soon decoded; row 0 has 4,000,000 pixels in 1,001 scans",
     ),
-    "a row that is cut": ([png(2, 2, b"\0")], "encoded images; row 0 is none of"),
+    "a row that is cut": ([png(2, 2, b"\0")], "encoded images; row 0 is not of"),
     "another format": (
         [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"],
-        "encoded images; row 0 is none of PNG, JPEG,",
+        "encoded images; row 0 is not of PNG, JPEG,",
     ),
-    "nothing": ([b""], "encoded images; row 0 is none of"),
+    "nothing": ([b""], "encoded images; row 0 is not of"),
 }
 
 

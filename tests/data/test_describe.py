@@ -317,13 +317,13 @@ BAD = {
     "objects.npz": (arrays_of(x=OBJECTS, label=[0, 1]), "the array 'x' has objects: save numbers"),
     "pickled.npz": (
         lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
-        "it is none that numpy.savez has written whole",
+        "it is no whole file of numpy.savez",
     ),
     "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': expected a CSV, JSON lines, Parquet"),
     "nobody.txt": (text_of("no speaker\n"), "expected a pattern of names: no line is such a name"),
     "plain": (lambda folder: folder.mkdir(), "a folder with a folder of images for each class, or"),
     "sizes": (sizes, "images of one size and mode (data.size and data.channels convert those of"),
-    "cut": (cut, "encoded images; bee/3.png is none of PNG, JPEG"),
+    "cut": (cut, "encoded images; bee/3.png is not of PNG, JPEG"),
 }
 
 

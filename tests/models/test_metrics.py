@@ -224,7 +224,7 @@ def test_a_run_has_the_metrics_that_it_asks_for_and_is_followed_by_the_first(tmp
     best = max(value for value in found.rounds["test_f1"].to_pylist() if value is not None)
     assert found.summary["best_test_f1"] == best and "best_test_accuracy" not in found.summary
     assert metric_columns.words(found.rounds.to_pylist()[-1]).startswith("f1 ")
-    assert metric_columns.told(found.summary).startswith("Test f1 ")
+    assert metric_columns.summary_text(found.summary).startswith("Test f1 ")
     table = pq.read_table(tmp_path / "a" / "test_confusion_matrix.parquet").to_pylist()
     last = [row for row in table if row["round"] == 3]
     every = sum(row["samples"] for row in last)

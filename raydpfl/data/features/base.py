@@ -32,7 +32,7 @@ class Features(Member):
         """
         raise NotImplementedError
 
-    def apart(
+    def columns_without(
         self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """As `columns`, of which nothing is learnt from training rows that are held out: they are
@@ -46,12 +46,12 @@ class Features(Member):
         """
         if not self.learns:
             return self.columns(x, test_x, root)
-        kept = np.ones(len(x), bool)
-        kept[held] = False
-        others = np.concatenate([x[~kept], test_x])
-        columns, other_columns = self.columns(x[kept], others, root)
-        found = np.empty((len(x), *columns.shape[1:]), columns.dtype)
-        found[kept] = columns
+        trained = np.ones(len(x), bool)
+        trained[held] = False
+        others = np.concatenate([x[~trained], test_x])
+        columns, other_columns = self.columns(x[trained], others, root)
+        rows = np.empty((len(x), *columns.shape[1:]), columns.dtype)
+        rows[trained] = columns
         count = len(x) - len(columns)
-        found[~kept] = other_columns[:count]
-        return found, other_columns[count:]
+        rows[~trained] = other_columns[:count]
+        return rows, other_columns[count:]

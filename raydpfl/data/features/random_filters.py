@@ -24,10 +24,10 @@ class RandomFilters(Features):
 
     A filter has normal numbers of mean 0 and norm 1, and agrees with a patch of `size` x `size`
     pixels by their product over the patch's standard deviation plus 10/255. The positive and the
-    negative part are averaged apart: 2 x `filters` x `pool`^2 columns, 512 by default. They depend
-    on `seed` alone, and so cost no privacy. A stand-in for features of a pretrained net where none
-    can be had: with 15,000 images of CIFAR-10 softmax regression on top reaches 58 %, on 512
-    principal components 38 % (001 prints 86 % for ImageNet's ResNet-18 and all images).
+    negative part are averaged separately: 2 x `filters` x `pool`^2 columns, 512 by default. They
+    depend on `seed` alone, and so cost no privacy. A stand-in for features of a pretrained net
+    where none can be had: with 15,000 images of CIFAR-10 softmax regression on top reaches 58 %, on
+    512 principal components 38 % (001 prints 86 % for ImageNet's ResNet-18 and all images).
     """
 
     learns: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""How a data set is dealt to clients: which samples each one gets, `data.partition`.
+"""Which samples of a data set each client holds, `data.partition`.
 
 A partition promises: it is a function of (seed, labels) alone; it deals whole samples; and it
 neither drops nor duplicates one unless its definition says so (only `overlapping` does).
@@ -15,7 +15,7 @@ array([[1, 1],
        [3, 3]])
 
 Partitions that ask for a mixture of classes per client (`dominant-labels`, `classes-per-client`,
-`dirichlet`) meet three demands that rarely agree: the mixture, the sizes, and every sample dealt
+`dirichlet`) meet three demands that rarely agree: the mixture, the sizes, and every sample held
 once. The last two hold exactly; the table of counts [clients, classes] is the one nearest in
 relative entropy to the mixture asked for (iterative proportional fitting, Deming and Stephan 1940),
 rounded to whole samples by a flow on the entries that the mixture allows (`mixture`).

@@ -49,7 +49,7 @@ class Partition(Member):
         sizes: Sizes,
         generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`deal`, by the column that it goes by.
+        """`assign`, by the column that it goes by.
 
         Args:
             y: classes, int64 [n], or for regression targets, float32 [n].
@@ -59,7 +59,7 @@ class Partition(Member):
             generator: keyed by the seed.
 
         Returns:
-            What `deal` does.
+            What `assign` does.
 
         Raises:
             ConfigError: where there is no such column, or the clients do not agree with it.
@@ -74,7 +74,7 @@ class Partition(Member):
             expected = "a number of clients (only partition natural finds it in the data)"
             raise ConfigError("data.clients", None, expected)
         if self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
-            expected = "iid or natural for targets that are not one class, to deal by"
+            expected = "iid or natural for targets that are not one class, to divide by"
             raise ConfigError("data.partition.kind", self.kind, expected)
         return self.assign(y, clients, sizes, generator)
 

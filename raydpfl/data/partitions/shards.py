@@ -14,7 +14,7 @@ from raydpfl.errors import ConfigError
 
 
 class LabelShards(Partition):
-    """`per_client` one-class shards each, dealt at random (001 App. G, with 5).
+    """`per_client` one-class shards each, at random (001 App. G, with 5).
 
     The samples are sorted by label and cut into clients * per_client shards. A class gets shards in
     proportion to its samples (at least one), and cuts its samples into that many, equal to within
@@ -34,10 +34,8 @@ class LabelShards(Partition):
         if not len(present) <= shards <= len(labels):
             least = -(-len(present) // self.per_client)
             most = len(labels) // self.per_client
-            dealt = f"{len(labels)} samples of {len(present)} classes"
-            expected = (
-                f"from {least} to {most} with {self.per_client} one-class shards each: {dealt}"
-            )
+            expected = f"from {least} to {most} with {self.per_client} one-class shards each: "
+            expected += f"{len(labels)} samples of {len(present)} classes"
             raise ConfigError("data.clients", clients, expected)
         quotas = 1 + apportion(
             shards - len(present),

@@ -9,7 +9,7 @@ from raydpfl.data.sizes.base import Sizes
 
 
 class PowerLaw(Sizes):
-    """Proportional to rank^-exponent, the ranks dealt to the clients at random (the unbalanced
+    """Proportional to rank^-exponent, the ranks assigned at random (the unbalanced
     settings of 002).
     """
 

@@ -34,7 +34,7 @@ Maker = Callable[[int, int], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 @dataclass(frozen=True)
 class Split:
-    """Samples dealt to clients. `rows(first, last)` and `test()` give (x [rows, *shape], y [rows,
+    """Samples of clients. `rows(first, last)` and `test()` give (x [rows, *shape], y [rows,
     *targets]).
 
     x is uint8, pixels that are scaled to [0, 1] when read; float32; or int64, whole numbers from 0
@@ -55,7 +55,7 @@ class Split:
             share samples.
         at: x and y of samples by their numbers, ascending; where it is given too, each sample is
             kept once, however many clients hold it.
-        tokens: x is whole numbers below it; 0: it is none.
+        tokens: x is whole numbers below it; 0: x is no tokens.
         targets: the shape of the targets of one sample.
         names: of the classes, or of the targets, where they have any.
         without: the same where nothing is learnt of these samples, int64, as they are held out of
@@ -121,7 +121,7 @@ class Samples:
         return Target(self.y.shape[1:], classes)
 
     def known_tokens(self) -> int:
-        """How many whole numbers x is of; 0: it is none."""
+        """The number of tokens; 0: x is no tokens."""
         if self.tokens is not None:
             return self.tokens
         if self.x.dtype.kind != "i":
@@ -237,8 +237,8 @@ class SizedData(Data):
 
 
 class InMemoryData(SizedData):
-    """A data set in memory, its samples made columns by `features` if asked for, dealt to clients
-    by a partition.
+    """A data set in memory, its samples made columns by `features` if asked for, divided among
+    clients by a partition.
     """
 
     partition: SerializeAsAny[Partition] = Field(
@@ -313,17 +313,17 @@ class InMemoryData(SizedData):
             found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
         if self.features is None:
-            return self._dealt(found, order, sizes, found.x, found.test_x)
+            return self._split(found, order, sizes, found.x, found.test_x)
         features = self.features
 
         def without(held: np.ndarray) -> Split:
-            columns = features.apart(found.x, found.test_x, held, root)
-            return self._dealt(found, order, sizes, *columns)
+            columns = features.columns_without(found.x, found.test_x, held, root)
+            return self._split(found, order, sizes, *columns)
 
         columns = features.columns(found.x, found.test_x, root)
-        return replace(self._dealt(found, order, sizes, *columns), without=without)
+        return replace(self._split(found, order, sizes, *columns), without=without)
 
-    def _dealt(
+    def _split(
         self,
         found: Samples,
         order: np.ndarray,
@@ -331,7 +331,7 @@ class InMemoryData(SizedData):
         x: np.ndarray,
         test_x: np.ndarray,
     ) -> Split:
-        """Samples, of which a model is given `x` and `test_x`, dealt to clients: `order`, int64,
+        """Samples, of which a model is given `x` and `test_x`, by client: `order`, int64,
         has those of the first client, of whom there are as many as `sizes` say, and so on.
         """
         mean, std = self.constants()

@@ -104,7 +104,7 @@ class ImageFolder(Tabular):
                     wanted = (self.size, self.size)
                     scaled = scaled.resize(wanted, Image.Resampling.BILINEAR)
         except Exception as error:  # whatever a broken image makes its decoder raise
-            expected = f"encoded images; {path.name} is none ({type(error).__name__})"
+            expected = f"encoded images; {path.name} is no image ({type(error).__name__})"
             raise ConfigError("data.train", str(path.parent), expected) from None
         buffer = io.BytesIO()
         scaled.save(buffer, "PPM")

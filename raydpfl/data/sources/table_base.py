@@ -171,7 +171,7 @@ class Tabular(InMemoryData):
         return same and self.task.takes == "positions"
 
     def _encoder(self, root: Path | None) -> Encoder | None:
-        """What makes token ids of the column of text; None: it is none. Raises `ConfigError`."""
+        """The encoder of the column of text; None: no column is text. Raises `ConfigError`."""
         if self.tokenizer is None:
             return None
         assert self.vocabulary is not None and self.length is not None

@@ -141,7 +141,7 @@ class Text(InMemoryData):
         return {name: "\n".join(each) for name, each in found.items()}
 
     def _alphabet(self, codes: dict[str, np.ndarray]) -> np.ndarray:
-        """The code points that are told apart, ascending."""
+        """The code points of the alphabet, ascending."""
         if self.characters is not None:
             return np.unique(_codes(self.characters))
         return np.unique(np.concatenate([np.unique(each) for each in codes.values()]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from raydpfl.models.metrics.base import Percent, Total, mean, pair
+from raydpfl.models.metrics.base import Mean, Percent, pair
 from raydpfl.models.tasks import Form
 
 
-class Accuracy(Percent):
+class Accuracy(Mean, Percent):
     """The share of targets that are met, as the task says (`Task.right`): of samples whose class
     has the largest score, of positions that count, or of labels. A regression has none.
     """
@@ -20,6 +20,3 @@ class Accuracy(Percent):
         if not isinstance(right, torch.Tensor):
             right = torch.full((), right, device=outputs.device)
         return pair(right, counted)
-
-    def value(self, total: Total) -> float | None:
-        return mean(total)

@@ -17,7 +17,7 @@ Total = np.ndarray  # float64 [k]: what batches come to, together
 
 
 class Metric(Member):
-    """Base of the family. A metric is told batches of outputs float32 [B, *form.outputs] and
+    """Base of the family. A metric takes batches of outputs float32 [B, *form.outputs] and
     targets y, int64 or float32 [B, *form.target.shape], and has a value for all of them.
     """
 
@@ -50,11 +50,11 @@ class Metric(Member):
         return ()
 
     def sign(self) -> int:
-        """1: more of it is better; -1: less of it is; 0: nobody can say."""
+        """1: more of it is better; -1: less of it is; 0: that is unknown."""
         return 0
 
     def share(self) -> bool:
-        """Whether it is a share, told in percent."""
+        """Whether it is a share, shown in percent."""
         return False
 
     @property
@@ -91,6 +91,13 @@ class Percent(Metric):
 
     def share(self) -> bool:
         return True
+
+
+class Mean(Metric):
+    """Base of means: `sums` gives a sum and its count (`pair`)."""
+
+    def value(self, total: Total) -> float | None:
+        return float(total[0] / total[1]) if total[1] else None
 
 
 def of_classes(
@@ -134,8 +141,3 @@ def pair(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     if not isinstance(count, torch.Tensor):
         count = torch.full_like(total, count, dtype=torch.float64)
     return torch.stack([total.double(), count.double()])
-
-
-def mean(total: Total) -> float | None:
-    """The mean of a pair of sum and count; None of nothing."""
-    return float(total[0] / total[1]) if total[1] else None

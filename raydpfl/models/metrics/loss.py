@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from raydpfl.models.metrics.base import Metric, Total, mean, pair
+from raydpfl.models.metrics.base import Mean, pair
 from raydpfl.models.tasks import Form
 
 
-class Loss(Metric):
+class Loss(Mean):
     """The mean over samples of the task's loss (`Task.loss`)."""
 
     kind: str = "loss"
 
     def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return pair(form.task.loss(outputs, y).double().sum(), len(y))
-
-    def value(self, total: Total) -> float | None:
-        return mean(total)
 
     def sign(self) -> int:
         return -1

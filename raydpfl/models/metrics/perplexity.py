@@ -7,11 +7,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from raydpfl.models.metrics.base import Metric, Total, mean, of_classes, pair
+from raydpfl.models.metrics.base import Mean, Total, of_classes, pair
 from raydpfl.models.tasks import Form
 
 
-class Perplexity(Metric):
+class Perplexity(Mean):
     """The exponential of the mean cross-entropy, in nats, over all samples, or all positions that
     count, each the same: not that of the loss of sequences, which is a mean over samples of means.
     """
@@ -24,10 +24,10 @@ class Perplexity(Metric):
         return pair((losses * counts).sum(), counts.sum())
 
     def value(self, total: Total) -> float | None:
-        found = mean(total)
-        if found is None:
+        mean = super().value(total)
+        if mean is None:
             return None
-        return math.exp(found) if found < 700 else math.inf
+        return math.exp(mean) if mean < 700 else math.inf
 
     def sign(self) -> int:
         return -1

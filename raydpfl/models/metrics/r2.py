@@ -30,12 +30,12 @@ class R2(Metric):
         """Means and squares about them put together without cancellation (Chan et al., 1979)."""
         count, center, squares, errors = parts[0].reshape(4, -1)
         for part in parts[1:]:
-            more, middle, around, beside = part.reshape(4, -1)
+            more, mean, within, residuals = part.reshape(4, -1)
             both = count + more
-            apart = middle - center
-            squares = squares + around + apart**2 * count * more / both
-            center = center + apart * more / both
-            count, errors = both, errors + beside
+            shift = mean - center
+            squares = squares + within + shift**2 * count * more / both
+            center = center + shift * more / both
+            count, errors = both, errors + residuals
         return np.concatenate([count, center, squares, errors])
 
     def value(self, total: Total) -> float | None:

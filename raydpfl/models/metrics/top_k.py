@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.metrics.base import Metric, Percent, Total, mean, of_classes, pair
+from raydpfl.models.metrics.base import Mean, Metric, Percent, of_classes, pair
 from raydpfl.models.tasks import Form
 
 
-class TopK(Percent):
+class TopK(Mean, Percent):
     """The share of samples (of positions that count) whose class is among the `k` with the largest
     scores; of equal scores those of lower classes come first. With k = 1 it is the accuracy.
     """
@@ -44,6 +44,3 @@ class TopK(Percent):
         lower = torch.arange(scores.shape[1], device=scores.device) < y[:, None]
         before = ((scores > its) | ((scores == its) & lower)).sum(1)
         return pair(((before < self.k) & counts).sum(), counts.sum())
-
-    def value(self, total: Total) -> float | None:
-        return mean(total)

@@ -1,4 +1,4 @@
-"""A linear model that starts where it is told."""
+"""A linear model with a given start."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ norms where each sample's gradient is clipped (`raydpfl.training.layers.pooled_c
 ['Convolution', 'Pointwise', 'Flat', 'Dense']
 >>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4, 2)))
 Traceback (most recent call last):
-raydpfl.models.linear_stack.NoStack: Dropout is none of its layers
+raydpfl.models.linear_stack.NoStack: Dropout is not supported
 """
 
 from __future__ import annotations
@@ -391,7 +391,7 @@ def _attach(pool: _Pool, chain: list[Link]) -> None:
         place -= 1
     before = chain[place] if place >= 0 else None
     if not isinstance(before, Convolution) or before.pool is not None:
-        raise NoStack("max-pooling that follows no convolution is none of its layers")
+        raise NoStack("max-pooling that follows no convolution is not supported")
     chain[place] = replace(before, pool=pool.arguments)
 
 
@@ -431,7 +431,7 @@ def _bias(place: int | None, outputs: int) -> Parameter | None:
 def _convolution(places: dict[int, int], layer: nn.Conv2d) -> Convolution:
     check_unhooked(layer)
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        raise NoStack("a convolution whose padding is not so many zeros is none of its layers")
+        raise NoStack("a convolution whose padding is not so many zeros is not supported")
     outputs, inputs, height, width = layer.weight.shape
     place, of_bias = taken(places, layer.weight, layer.bias)
     return Convolution(
@@ -466,7 +466,7 @@ def _pooling(
     kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: bool
 ) -> _Pool:
     if indices:
-        raise NoStack("max-pooling that gives its indices is none of its layers")
+        raise NoStack("max-pooling that gives its indices is not supported")
     pairs = (_pair(each) for each in (kernel, stride or kernel, padding, dilation))
     return _Pool((*pairs, ceil))
 
