@@ -1,7 +1,7 @@
 """How many samples each client holds: `data.sizes`.
 
-A member promises weights that are positive and a function of (its fields, the generator) alone;
-what they come to in whole samples, none without one, is the base's.
+A member's weights are positive and a function of (its fields, the generator) alone; the base rounds
+them to whole samples, at least one each.
 
 >>> import numpy as np
 >>> FAMILY["balanced"]().counts(10, 4, np.random.default_rng(0))
@@ -11,9 +11,8 @@ array([3, 3, 2, 2])
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.data.sizes.balanced import Balanced
 from raydpfl.data.sizes.base import Sizes
-from raydpfl.data.sizes.power_law import PowerLaw
+from raydpfl.data.sizes.distributions import Balanced, PowerLaw
 
 __all__ = ["FAMILY", "Balanced", "PowerLaw", "Sizes"]
 
