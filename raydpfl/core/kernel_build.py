@@ -46,8 +46,11 @@ def command(kind: str) -> list[str] | None:
 
 
 def name(command: list[str]) -> str:
-    """The file of what a command makes of the source."""
-    text = SOURCE.read_bytes() + " ".join(command).encode()
+    """The file of what a command makes of the source: `SOURCE` and what it includes, all that lies
+    next to it.
+    """
+    files = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".c", ".h"))
+    text = b"".join(path.read_bytes() for path in files) + " ".join(command).encode()
     return f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
 
 

@@ -24,7 +24,7 @@ secret key, also where the cipher is a good one.
 
 Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
 at 5.77 standard deviations and its seed at 32 bits. Box-Muller of Philox took 1.5 in compiled code
-(`raydpfl/core/native/kernels.c`), two thirds of it for Philox, whose products of 64 bits no vector
+(`raydpfl/core/native/normals.c`), two thirds of it for Philox, whose products of 64 bits no vector
 holds. ChaCha adds, xors and rotates words of 32 bits, in 16 blocks at once, and a normal takes a
 third of that, half of it for ChaCha, as its polynomials are fused multiply-adds. In numpy, where
 there is no compiler, a fused multiply-add takes seven operations of float64 and a normal 60 ns; a
@@ -332,7 +332,7 @@ def _box_muller(
 
     The radius has 31 bits of `low` and 9 of `high`. The angle has 21 of `high` for its place in an
     eighth of the circle, and 3 for the reflection that this eighth is taken by. Every operation is
-    one of float32 or int32, fused ones too, in the order of `box_muller` in kernels.c.
+    one of float32 or int32, fused ones too, in the order of `box_muller` in normals.c.
     """
     number = np.float32
     tail = (high & np.uint32(0x3FE) | np.uint32(1)).astype(number) * number(2.0**-10)

@@ -1,7 +1,7 @@
 """Noise on local steps, drawn in the span of a client's rows.
 
 Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
-output, is drawn so by backend `compiled` (`raydpfl/core/native/kernels.c`). Steps touch these
+output, is drawn so by backend `compiled` (`raydpfl/core/native/step_noise.c`). Steps touch these
 weights through the outputs on the client's own rows X [n, p] alone (with a column of ones for the
 bias), and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum,
 decay and the proximal term give the numbers c_t (`responses`). So B
@@ -64,7 +64,7 @@ NEAR = 1e-6  # squared share of a row outside of the span of the others
 
 def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
     """Whether steps on batches of so many of n rows, of p numbers, and their noise take less time
-    in the span of the rows than by the weights; `span_pays` of kernels.c.
+    in the span of the rows than by the weights; `span_pays` of step_noise.c.
     """
     numbers = outputs * (p + bias)
     products = n * n * (p + bias) // 2

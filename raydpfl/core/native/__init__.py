@@ -1,4 +1,4 @@
-"""The parts of the engine that are compiled, from `kernels.c`.
+"""The parts of the engine that are compiled, from C: `kernels.c` and what it includes.
 
 The first process that needs them compiles them, in some two seconds, with the C compiler of the
 machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
@@ -42,7 +42,7 @@ from raydpfl.core import kernel_build
 
 EXACT = (np.float32, np.float64)
 SHOWN = 200  # characters of an error
-RANKED = 128  # rows of a client, as in kernels.c
+RANKED = 128  # rows of a client, as in random_words.c
 VECTOR = 16  # numbers to a multiple of which rows are padded, likewise
 PARTIAL = 64  # partial sums of a norm
 CHECKED = 100  # cosines, and as many sines, of each stream that is looked at when it is loaded

@@ -1,4 +1,4 @@
-"""Stacks of linear layers, client by client, in compiled code (`raydpfl/core/native/kernels.c`).
+"""Stacks of linear layers, client by client, in compiled code (`raydpfl/core/native/`).
 
 The mathematics is that of a plain loop, up to rounding. A client whose steps are many for its rows
 X [n, p] trains in sample space. The first layer's weights move only within the span of the rows,
@@ -55,11 +55,11 @@ CHUNKS = 16  # numbers of a vector
 BLOCK = 1 << 20
 ADDED = 1 << 23  # and of those that are added up in the cache
 MOST = 64  # layers
-ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of kernels.c
+ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of linear.c
 
 
 class _Job(ctypes.Structure):
-    """Job of kernels.c."""
+    """Job of linear.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
@@ -76,7 +76,7 @@ class _Job(ctypes.Structure):
 
 
 class _Sum(ctypes.Structure):
-    """Sum of kernels.c."""
+    """Sum of chunk.c."""
 
     _fields_ = (
         *((name, ctypes.c_double) for name in ("most", "above", "beside")),

@@ -3,7 +3,7 @@
 Only where a maximum was does the convolution's output have a gradient: of a 2 x 2 pooling, one
 place of four, and fewer where an activation passes none. A sample's gradient by a channel's filter
 is the sum, over its maxima, of the gradient there times the patch of the image that the output was
-taken from. Compiled code (`raydpfl/core/native/kernels.c`) takes the maxima image by image, so that
+taken from. Compiled code (`core/native/convolution.c`) takes the maxima image by image, so that
 the outputs never leave the cache, and keeps where their patches are; that sum for the step, or
 twice where samples are clipped, once for the norms and once, weighted by the clip factors, for the
 mean, with no sample's gradient in memory; and the gradient by the images. Every sum has an order of
@@ -25,7 +25,7 @@ _PAIRS = ("outputs", "step", "grid", "kernel", "stride", "padding", "dilation")
 
 
 class _Filters(ctypes.Structure):
-    """Filters of kernels.c."""
+    """Filters of convolution.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("samples", "channels")),
