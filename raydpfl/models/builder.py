@@ -138,7 +138,7 @@ def _scores(
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
     taken = f"{form.dtype} {['batch', *form.shape]}"
-    own = shared_and_local.joined(shared_and_local.own_buffers(module))
+    own = shared_and_local.joined(shared_and_local.local_buffers(module))
     _scores(module.train(), model, form)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     state = kept(module)
@@ -153,7 +153,7 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
             expected = "a module that changes no buffer in training"
             remedy = "model.frozen keeps it as it is, model.local leaves it to each client"
             raise _refuse(model, f"{expected}; {name} changes ({remedy})")
-    shared_and_local.fill(shared_and_local.own_buffers(module), own)
+    shared_and_local.fill(shared_and_local.local_buffers(module), own)
     names = ", ".join(changed(state, kept(module))[:5])
     if names:
         expected = "a module that keeps nothing from one batch to the next"

@@ -131,7 +131,7 @@ def _shared(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter, travels in _trainable(module) if travels]
 
 
-def own_buffers(module: nn.Module) -> list[torch.Tensor]:
+def local_buffers(module: nn.Module) -> list[torch.Tensor]:
     """The buffers that each client keeps."""
     kept = local(module)
     return [buffer for name, buffer in module.named_buffers() if name in kept]
@@ -172,13 +172,13 @@ def trained(module: nn.Module) -> torch.Tensor:
     of batches are exact below 2^24).
     """
     every = [parameter for parameter, _ in _trainable(module)]
-    return joined([*every, *own_buffers(module)])
+    return joined([*every, *local_buffers(module)])
 
 
 def set_trained(module: nn.Module, values: torch.Tensor) -> nn.Module:
     """The inverse of `trained`. Raises ValueError for another length."""
     every = [parameter for parameter, _ in _trainable(module)]
-    fill([*every, *own_buffers(module)], values)
+    fill([*every, *local_buffers(module)], values)
     return module
 
 
@@ -209,7 +209,7 @@ class ParameterSplit:
         parts = [
             torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)
         ]
-        buffers = sum(buffer.numel() for buffer in own_buffers(module))
+        buffers = sum(buffer.numel() for buffer in local_buffers(module))
         kept = torch.zeros(buffers, dtype=torch.bool)
         return cls(torch.cat([*parts, kept]), buffers, next(module.parameters()).device)
 

@@ -72,7 +72,7 @@ class Loop(OneByOne):
         for buffer, initial in self.initial:
             buffer.copy_(initial)
         if chunk.starts is not None:
-            own = models.shared_and_local.own_buffers(self.module)
+            own = models.shared_and_local.local_buffers(self.module)
             models.shared_and_local.fill(own, chunk.starts.begun[slot, len(parameters) :])
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if cuda else []):
@@ -84,7 +84,7 @@ class Loop(OneByOne):
                 return trained_whole(self.local, self.given, self.task, parameters, chunk, slot)
             found = super()._client(parameters, chunk, slot)
             if chunk.starts is not None:
-                own = models.shared_and_local.own_buffers(
+                own = models.shared_and_local.local_buffers(
                     self.module
                 )  # which a forward may have put anew
                 chunk.starts.ended[slot, len(parameters) :] = models.shared_and_local.joined(own)
