@@ -1,9 +1,9 @@
-"""What clients remember from one round to their next.
+"""The state of clients between rounds.
 
-The coordinator keeps it, since any actor may run any chunk and must not take it along when it is
-lost. It travels with the chunk.
+The coordinator keeps it, since any actor may train any chunk, and may be lost. It is sent with the
+chunk.
 
->>> memory = Memory({}, {})
+>>> memory = ClientStates({}, {})
 >>> sent = {"local": np.ones((2, 3), np.float32)}
 >>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
 >>> memory.keep([ChunkResult(np.zeros(3), columns, sent)])
@@ -22,7 +22,7 @@ import numpy as np
 from raydpfl.core.messages import OWN, Chunk, ChunkResult
 
 
-class Memory:
+class ClientStates:
     """Vectors float32 [d], by member and client; zeros for a client that has none yet. Its own part
     of the model is among them, as `OWN`.
     """

@@ -31,8 +31,8 @@ from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.preparation import problem_of
-from raydpfl.simulation.recorder import Record, joined
-from raydpfl.simulation.run_state import Position, take_up
+from raydpfl.simulation.recorder import Recorder, joined
+from raydpfl.simulation.run_state import RunState, take_up
 from raydpfl.storage.run_files import Clock
 
 
@@ -69,12 +69,12 @@ class Coordinator:
 
     def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
-        self.record = Record(self.plan, self.out)
+        self.record = Recorder(self.plan, self.out)
         found = take_up(self.plan, self.out, self.record.tables, self._resume, self._fresh_noise)
         self.plan, self.accounts, at = found
         self.ledger = self.accounts.ledger
         self.problem = problem_of(self.experiment, self.shards, self.plan.population)
-        self.at = at or Position.first(self.plan, models.flatten(self.problem.module).numpy())
+        self.at = at or RunState.first(self.plan, models.flatten(self.problem.module).numpy())
         std = self.plan.sum_std if self.plan.mechanism else None
         noise = (self.experiment.noise, self.plan.noise_seed, self.plan.d)
         self.noise = MonitoredNoise(*noise, self.at.t, std)

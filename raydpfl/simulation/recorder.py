@@ -27,7 +27,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account
 from raydpfl.simulation.provenance import capability
-from raydpfl.simulation.run_state import Position
+from raydpfl.simulation.run_state import RunState
 from raydpfl.storage.run_files import Clock, Dropped, Pace
 from raydpfl.storage.tables import Table, schema
 
@@ -50,7 +50,7 @@ def joined(results: Iterable[ChunkResult]) -> Columns:
     return {name: values[order] for name, values in columns.items()}
 
 
-class Record:
+class Recorder:
     """Writes the tables, checkpoints and other files of the run in the directory `out`."""
 
     def __init__(self, plan: Plan, out: Path):
@@ -88,7 +88,7 @@ class Record:
         self,
         plan: Plan,
         pool: Pool,
-        at: Position,
+        at: RunState,
         problem: Problem,
         survey: Callable[[int, np.ndarray], np.ndarray],
     ) -> None:
@@ -112,13 +112,13 @@ class Record:
         assessing = [probe.assess(problem, self.out) for probe in self.probes]
         self._assessing = [each for each in assessing if each is not None]
 
-    def follow(self, at: Position) -> None:
+    def follow(self, at: RunState) -> None:
         """Notes that the model is now that of `at`."""
         for follower in self._followers:
             follower(at.t, at.model)
 
     def row(
-        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float], at: Position
+        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float], at: RunState
     ) -> dict[str, Any]:
         """The row of a round, without its evaluation. Also writes what the probes write besides."""
         e = self.plan.experiment
@@ -150,7 +150,7 @@ class Record:
             row |= assess(seen.t, at.model)
         return row
 
-    def take(self, row: dict[str, Any], clock: Clock, at: Position) -> dict[str, Any]:
+    def take(self, row: dict[str, Any], clock: Clock, at: RunState) -> dict[str, Any]:
         """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
         last = at.t == self.plan.experiment.rounds
@@ -177,7 +177,7 @@ class Record:
             seen = [*self._since_best, row[stop.metric]]
             self._since_best = metric_columns.since_best(seen, stop.sign(e.metrics))
 
-    def _evaluate(self, row: dict[str, Any], at: Position) -> None:
+    def _evaluate(self, row: dict[str, Any], at: RunState) -> None:
         e = self.plan.experiment
         batches = self.pool.evaluate(at.model, at.t, at.memory.own)
         totals = evaluation.totals(batches, e.metrics)
@@ -222,7 +222,7 @@ class Record:
         named = metric_columns.named(stop.metric)
         return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
 
-    def save(self, at: Position, copies: bool = True) -> None:
+    def save(self, at: RunState, copies: bool = True) -> None:
         """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
         due.
         """
@@ -232,7 +232,7 @@ class Record:
             table.copy()
         self._pace.took(time.monotonic() - began)
 
-    def snapshot(self, at: Position) -> None:
+    def snapshot(self, at: RunState) -> None:
         """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of."""
         tables = {name: table.flush() for name, table in self.tables.items()}
         save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
@@ -254,7 +254,7 @@ class Record:
         """The results of that, for the summary."""
         return {kind: work.result() for kind, work in (self._after or {}).items()}
 
-    def summary(self, at: Position, account: Account) -> dict[str, Any]:
+    def summary(self, at: RunState, account: Account) -> dict[str, Any]:
         """What is known of the run so far, for its summary."""
         rows = self.rounds.arrow()
         names = self.scores

@@ -1,4 +1,4 @@
-"""The position of a run, and whether it can continue from there.
+"""The state of a run, and whether it can continue from there.
 
 The coordinator begins with `take_up`: it finds the newest checkpoint that the run can continue
 from, and refuses one that another run has written or that the ledger contradicts.
@@ -22,7 +22,7 @@ from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, load
-from raydpfl.simulation.client_state import Memory
+from raydpfl.simulation.client_state import ClientStates
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.run_files import Extent
@@ -30,32 +30,32 @@ from raydpfl.storage.tables import Table
 
 
 @dataclass
-class Position:
+class RunState:
     """Everything that determines the coming rounds of a run."""
 
     t: int  # rounds done; the round to come
     model: np.ndarray  # float32 [d]
     bound: float | None  # in force in that round
     states: dict[str, State]  # what each member keeps, by the name of its section
-    memory: Memory = field(default_factory=lambda: Memory({}, {}))  # what clients keep
+    memory: ClientStates = field(default_factory=lambda: ClientStates({}, {}))  # what clients keep
     seconds: float = 0.0  # spent so far, over all resumes
     participations: Counter = field(default_factory=Counter)  # client -> times drawn
 
     @classmethod
-    def of(cls, plan: Plan, checkpoint: Checkpoint) -> Position:
+    def of(cls, plan: Plan, checkpoint: Checkpoint) -> RunState:
         return cls(
             checkpoint.round,
             checkpoint.model,
             checkpoint.bound,
             {name: checkpoint.states.get(name, {}) for name in started(plan)},
-            Memory(checkpoint.members, checkpoint.memory),
+            ClientStates(checkpoint.members, checkpoint.memory),
             checkpoint.seconds,
             Counter(dict(checkpoint.participations.tolist())),
         )
 
     @classmethod
-    def first(cls, plan: Plan, model: np.ndarray) -> Position:
-        """The position before the first round, with this model, float32 [d]."""
+    def first(cls, plan: Plan, model: np.ndarray) -> RunState:
+        """The state before the first round, with this model, float32 [d]."""
         return cls(0, model, plan.experiment.bounding.initial_bound, started(plan))
 
     def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
@@ -71,7 +71,7 @@ class Position:
 
 def take_up(
     plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, fresh_noise: bool
-) -> tuple[Plan, Account, Position | None]:
+) -> tuple[Plan, Account, RunState | None]:
     """Begins a run, or continues it.
 
     Args:
@@ -95,7 +95,7 @@ def take_up(
     account = Account(plan, ledger)
     if checkpoint is None:
         return plan, account, None
-    at = Position.of(plan, checkpoint)
+    at = RunState.of(plan, checkpoint)
     check_origin(plan, checkpoint.origin, fresh_noise)
     account.verify(at.t, at.bound)
     for name, table in tables.items():

@@ -19,7 +19,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.client import personalization
-from raydpfl.simulation.client_state import Memory
+from raydpfl.simulation.client_state import ClientStates
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.minibatches import batches
@@ -226,7 +226,7 @@ def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path, policy):
 
 
 def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
-    memory = Memory({}, {})
+    memory = ClientStates({}, {})
     columns = {"client": np.array([4, 4]), "draw": np.arange(2)}
     parts = np.array([[1.0, 3.0], [2.0, 5.0]], np.float32)
     for _ in range(2):
