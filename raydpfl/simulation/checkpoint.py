@@ -4,8 +4,8 @@ A checkpoint is one `.npz` of arrays and a JSON text. It is read without pickle 
 a rename, so a kill at any instant leaves the last complete one. The rows of the tables are in logs
 next to it (`raydpfl.storage.tables`); it says how far they reached, with a digest. A run resumes
 from these two alone: `rounds.parquet` and `clients.parquet` are copies for readers, and are written
-again whatever happened to them. A checkpoint that is torn, does not fit the run, or has lost its
-rows is skipped, with a warning, for the one before it.
+again whatever happened to them. A checkpoint that is torn or changed, or has lost its rows, is
+skipped, with a warning, for the one before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -47,83 +46,6 @@ class Checkpoint:
     memory: dict[str, np.ndarray]  # by member, float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches
-    intact: bool = True  # whether it is as it was written
-
-    def flaw(
-        self,
-        d: int,
-        clients: int,
-        rounds: int,
-        states: Mapping[str, State],
-        kept: Mapping[str, int],
-    ) -> str | None:
-        """Why a run cannot continue from it, in words; None: it can.
-
-        Args:
-            d: parameters of the model that travel.
-            clients: N.
-            rounds: of the run.
-            states: the members' states before the first round, whose names and shapes never change.
-            kept: by name, how many numbers a client remembers, where that is not d.
-        """
-        return (
-            self._of_another_run(d, states, kept)
-            or self._not_finite()
-            or self._out_of_range(clients, rounds)
-            or (None if self.intact else "it has been changed since it was written")
-        )
-
-    def _of_another_run(
-        self, d: int, states: Mapping[str, State], kept: Mapping[str, int]
-    ) -> str | None:
-        """What has other shapes or types than in this run, in words."""
-        if self.model.shape != (d,) or self.model.dtype != np.float32:
-            shape = list(self.model.shape)
-            held = f"a model of {shape} parameters in {self.model.dtype}"
-            return f"it holds {held}, not of [{d}] in float32"
-        for name, vectors in self.memory.items():
-            whole = (len(self.members[name]), kept.get(name, d))
-            if vectors.shape != whole or vectors.dtype != np.float32:
-                return "what it holds of clients' memory is of other clients or another model"
-        for member, state in states.items():
-            kinds = _kinds(self.states.get(member, {}))
-            if any(kinds.get(name) != kind for name, kind in _kinds(state).items()):
-                return f"what it holds of the {member} is another {member}'s"
-        if not _counts(self.participations):
-            return "what it holds of clients' participations is no count of them"
-        return None if isinstance(self.origin, dict) else "it does not say what its bits depend on"
-
-    def _not_finite(self) -> str | None:
-        """What holds numbers that are not finite, in words."""
-        if not all(np.isfinite(each).all() for each in (self.model, *self.memory.values())):
-            return "its model has numbers that are not finite"
-        for member, state in self.states.items():
-            for name, array in state.items():
-                if array.dtype.kind == "f" and np.isnan(array).any():
-                    return f"the {member}'s {name} is not a number somewhere"
-        return None
-
-    def _out_of_range(self, clients: int, rounds: int) -> str | None:
-        """What is beyond the clients and rounds of this run, in words."""
-        seen = np.concatenate([self.participations[:, 0], *self.members.values()])
-        if seen.size and not 0 <= seen.min() <= seen.max() < clients:
-            return f"it knows of clients beyond the {clients:,} there are"
-        if not 0 <= self.round <= rounds or not 0 <= self.seconds < np.inf:
-            return f"it has {self.round} rounds of {rounds}, in {self.seconds} s"
-        return None
-
-
-def _kinds(state: State) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    return {name: (array.shape, array.dtype) for name, array in state.items()}
-
-
-def _counts(participations: np.ndarray) -> bool:
-    """Whether these are clients, each once, and how often each was drawn."""
-    if participations.ndim != 2 or participations.shape[1] != 2:
-        return False
-    clients, times = participations.T
-    whole = participations.dtype == np.int64
-    return whole and len(np.unique(clients)) == len(clients) and times.min(initial=1) >= 1
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -156,36 +78,34 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(
-    folder: Path,
-    flaw: Callable[[Checkpoint], str | None] = lambda found: None,
-    most: float = math.inf,
+    folder: Path, check: Callable[[Checkpoint], object] = lambda checkpoint: None
 ) -> Checkpoint | None:
-    """The newest checkpoint in a folder that can be read and has no flaw; None: none can be read.
-    Those skipped are logged.
+    """The newest checkpoint in a folder that is as it was written; None: none can be read. Those
+    skipped are logged.
 
-    `flaw` says why the run cannot continue from one, None if it can. A file of more than `most`
-    bytes, or that claims to unpack to more than its size, is not read. Raises `RunError` if some
-    can be read and all of those have flaws.
+    `check` raises for one whose rows are lost, as readers of damaged files do. Raises `RunError`
+    if some can be read and all of those have been changed.
     """
     found = None
-    flawed = None
+    changed = None
     passed = []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
-            found = _read(path, most)
-            reason = flaw(found)
-            flawed = flawed or (reason and f"{path}: {reason}")
+            found, intact = _read(path)
+            if intact:
+                check(found)
+                break
+            reason = "it has been changed since it was written"
+            changed = changed or f"{path}: {reason}"
         except _UNREADABLE as error:
             reason = (
                 f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             )
-        if not reason:
-            break
         found = None
         passed.append(f"{path} is passed over: {reason}")
-    if flawed and not found:
+    if changed and not found:
         more = "without any checkpoint the run would start again from its first round"
-        raise RunError(f"no checkpoint can be gone on with; {flawed} ({more})")
+        raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
     if passed and not found:
         passed.append(
             f"no checkpoint in {folder} can be read: the run starts again from its first round"
@@ -212,12 +132,11 @@ _UNREADABLE = (
 )
 
 
-def _read(path: Path, most: float) -> Checkpoint:
+def _read(path: Path) -> tuple[Checkpoint, bool]:
+    """A checkpoint, and whether it is as it was written."""
     if not path.is_file():
         raise OSError("it is no file")
     size = path.stat().st_size
-    if size > most:
-        raise ValueError(f"it has {size:,} bytes, where this run's have {most:,} at most")
     with zipfile.ZipFile(path) as archive:  # `save` packs nothing
         inside = archive.infolist()
     if any(each.compress_type != zipfile.ZIP_STORED for each in inside):
@@ -244,9 +163,7 @@ def _read(path: Path, most: float) -> Checkpoint:
         raise ValueError("what it holds of clients' memory is not whole")
     intact = check == _check(facts, every)
     facts["tables"] = {name: Extent(**extent) for name, extent in facts["tables"].items()}
-    return Checkpoint(
-        **facts, **arrays, states=groups, members=members, memory=memory, intact=intact
-    )
+    return Checkpoint(**facts, **arrays, states=groups, members=members, memory=memory), intact
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

@@ -6,7 +6,6 @@ from, and refuses one that another run has written or that the ledger contradict
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from raydpfl.core.messages import OWN, State
+from raydpfl.core.messages import State
 from raydpfl.errors import RunError
-from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, load
@@ -89,7 +86,7 @@ def take_up(
         RunError: the run directory contradicts itself, or it would be another run.
     """
     ledger = Ledger(out / "ledger.jsonl", resume=resume)
-    checkpoint = newest(plan, out, tables) if resume else None
+    checkpoint = newest(out, tables) if resume else None
     restart_round = (checkpoint.round if checkpoint else 0) if fresh_noise else None
     plan = plan.continued(ledger.segments, restart_round)
     account = Account(plan, ledger)
@@ -111,47 +108,14 @@ def started(plan: Plan) -> dict[str, State]:
     return {name: member.start(plan.d) for name, member in members.items()}
 
 
-def newest(plan: Plan, out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
-    """The newest checkpoint in the run directory `out` that the run can continue from."""
-    return load(out / "checkpoints", lambda found: _flaw(plan, tables, found), _most(plan))
+def newest(out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
+    """The newest sound checkpoint in the run directory `out`."""
 
+    def read_rows(checkpoint: Checkpoint) -> None:
+        for name, table in tables.items():
+            table.read(checkpoint.tables[name])
 
-def _most(plan: Plan) -> int:
-    """The largest size of a checkpoint of this run, in bytes."""
-    e = plan.experiment
-    clients = len(plan.population)
-    arrays = sum(map(len, started(plan).values())) + 1  # the last update, where it is measured
-    remembered = clients * (e.local.stateful + e.bounding.stateful)
-    numbers = plan.d * (4 + 8 * arrays + 4 * remembered) + 4 * clients * plan.own
-    return (1 << 22) + numbers + 32 * clients
-
-
-def _flaw(plan: Plan, tables: Mapping[str, Table], found: Checkpoint) -> str | None:
-    """Why this run cannot continue from a checkpoint, in words; None: it can. Raises what the
-    reader of a broken table raises.
-    """
-    rows = {name: table.read(found.tables[name]) for name, table in tables.items()}
-    if not _sound(rows["rounds"], found.round):
-        return "its rows are not those of rounds"
-    bounding = plan.experiment.bounding
-    if not bounding.adapts and found.bound != bounding.initial_bound:
-        return f"its bound is {found.bound}, not {bounding.initial_bound}"
-    if bounding.adapts and not (type(found.bound) is float and 0 < found.bound < math.inf):
-        return f"its bound is {found.bound}"
-    kept = {OWN: plan.own}
-    return found.flaw(plan.d, len(plan.population), plan.experiment.rounds, started(plan), kept)
-
-
-def _sound(rows: pa.Table, rounds: int) -> bool:
-    """Whether these can be the rows of rounds 0, ..., `rounds` - 1."""
-    if rows["round"].to_pylist() != list(range(rounds)):
-        return False
-    known = ("cohort", "seconds_evaluate")
-    if any(rows[name].null_count for name in known):
-        return False
-    scored = [name for name in rows.column_names if is_score(name)]
-    numbers = (rows[name].drop_null() for name in (*known, *scored))
-    return all(np.isfinite(column.to_pylist()).all() for column in numbers)
+    return load(out / "checkpoints", read_rows)
 
 
 def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
