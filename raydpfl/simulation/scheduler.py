@@ -170,7 +170,7 @@ def assigner(
     """`assign_clients` where all that a client trains, its personal model included, has the same
     bits in any chunk; else `assign_chunks`.
     """
-    alone = BACKENDS[experiment.client.backend].alone and experiment.personal is None
+    alone = BACKENDS[experiment.client.backend].threads and experiment.personal is None
     return assign_clients if alone else assign_chunks
 
 

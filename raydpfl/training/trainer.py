@@ -97,7 +97,7 @@ class Trainer:
         width: the C clients are C / `width` chunks one after another, trained together: each client
             has the bits that it has in its chunk alone, and no block holds clients of two. See
             `together`.
-        into: where the updates are added up in place of being given, where the backend `adds`,
+        into: where the updates are added up in place of being given, where the backend `threads`,
             every client has rows, and none a part of its own.
 
     It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
@@ -126,9 +126,9 @@ class Trainer:
         self.seed = self.noise_seed = seed  # a run sets them for each round
         self.own = own
         with prng.keyed_globals(seed):
-            self._way = BACKENDS[backend](module, local, self.device, task)
-        self._way.precision = precision
-        self._way.fits(clip)
+            self._backend = BACKENDS[backend](module, local, self.device, task)
+        self._backend.precision = precision
+        self._backend.fits(clip)
 
     def chunk(
         self,
@@ -215,7 +215,7 @@ class Trainer:
             raise ValueError("noise on a step needs gradients that are clipped per sample")
         if corrections is None and self.local.corrects:
             raise ValueError(f"{self.local.kind} needs corrections")
-        if corrections is not None and not self._way.corrects:
+        if corrections is not None and not self._backend.corrects:
             raise ValueError("this backend adds no corrections")
 
     def _generator(self, draw: _Draw, slot: int) -> torch.Generator:
@@ -231,7 +231,7 @@ class Trainer:
         """
         whose = np.array([client]), np.array([draw]), np.array([std])
         noise = StepNoise(self.noise_seed, t, *whose, d, torch.device("cpu"))
-        return self._way.noises(noise, x, steps, self.local.learning_rate(t))
+        return self._backend.noises(noise, x, steps, self.local.learning_rate(t))
 
     def _trained(self, parameters: torch.Tensor, chunk: ChunkData, draw: _Draw) -> Iterator[Block]:
         """What the backend gives. What the user's own code draws in it is keyed: by the client, or
@@ -239,8 +239,8 @@ class Trainer:
         """
         if not chunk.slots:
             return
-        running = self._way.run(parameters, chunk)
-        if self._way.one_by_one:
+        running = self._backend.run(parameters, chunk)
+        if self._backend.one_by_one:
             for slot in chunk.slots:
                 with self._keyed(**draw.key(slot)):
                     block = next(running)
@@ -260,21 +260,21 @@ class Trainer:
         """The same for chunks of `width` clients, padded to `rows` rows, that may be trained
         together.
         """
-        if self._way.alone:
+        if self._backend.threads:
             return ()
         batch = self.local.batch_size(rows)
         steps = int(self.local.step_counts(np.array([rows]))[0])
-        return width, batch, rows if self._way.padded or batch == rows else 0, steps
+        return width, batch, rows if self._backend.padded or batch == rows else 0, steps
 
     def joins(self, steps: np.ndarray) -> bool:
         """Whether a chunk whose clients make so many steps, int64 [C], may be trained together with
         others: no step takes so few of it that they are trained one by one (`Backend.few`), nor one
         alone, as products of one matrix may have other bits than those of several.
         """
-        if self._way.alone:
+        if self._backend.threads:
             return True
         taken = int(np.flatnonzero(steps == steps.max())[-1]) + 1  # by the last step
-        few = self._way.few if len(steps) > self._way.few else 0
+        few = self._backend.few if len(steps) > self._backend.few else 0
         return taken > max(few, 1)
 
     @property
@@ -282,41 +282,41 @@ class Trainer:
         """Numbers of padding by which joining another chunk costs about what training it by itself
         does.
         """
-        return self._way.calls // 16
+        return self._backend.calls // 16
 
     def together(self, width: int, rows: int, features: int) -> int:
         """How many chunks of `width` clients, padded to `rows` rows of `features` numbers, are to
         be trained in one call of `chunk`: as many as keep within `TOGETHER`, at least 1; and 1 on a
-        GPU. But for backends in which no client depends on others (`Backend.alone`), also 1 where a
+        GPU. But for backends whose clients train one by one in threads, also 1 where a
         chunk's part of some array would begin at another place within `BEGINS` bytes than that of a
         chunk alone, as the bits of a product may depend on it, or within `VECTORS` numbers, where
         those of other functions may (`Backend.placed`); and 1 for chunks of one client, as products
         of one matrix may have other bits than those of several.
         """
-        if self.device.type != "cpu" or (width == 1 and not self._way.alone):
+        if self.device.type != "cpu" or (width == 1 and not self._backend.threads):
             return 1
         batch = self.local.batch_size(rows)
-        arrays = self._way.arrays(rows, features, batch, clip=self.clip is not None)
+        arrays = self._backend.arrays(rows, features, batch, clip=self.clip is not None)
         if arrays is None:
             return 1
-        if not self._way.alone:
+        if not self._backend.threads:
             if any(4 * width * numbers % BEGINS for numbers in arrays):
                 return 1
-            if any(width * numbers % VECTORS for numbers in self._way.placed(rows, batch)):
+            if any(width * numbers % VECTORS for numbers in self._backend.placed(rows, batch)):
                 return 1
         return max(1, TOGETHER // (4 * width * max(sum(arrays), 1)))
 
     @property
     def adds(self) -> bool:
         """Whether `chunk` takes an `into`."""
-        return self._way.adds
+        return self._backend.threads
 
     @property
     def module(self) -> nn.Module | None:
         """The working copy of the module, where its own code is run; None where its layers are
         taken apart.
         """
-        return self._way.module
+        return self._backend.module
 
 
 def _filled(index: np.ndarray, steps: np.ndarray) -> np.ndarray:

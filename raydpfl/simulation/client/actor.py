@@ -5,7 +5,7 @@ coordinator's process (`client.actors: 0`). The bits are the same, because all r
 and every chunk has the same shape wherever it runs:
 
 - a pooled actor trains chunks, or parts of them where a client's bits depend on it alone
-  (`raydpfl.training.backends.base.Backend.alone`);
+  (`raydpfl.training.backends.base.Backend.threads`);
 - with an actor per client, an actor trains its client at that client's slot of the chunk, and the
   other slots are empty.
 

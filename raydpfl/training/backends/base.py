@@ -137,7 +137,7 @@ class StepNoise:
 
 @dataclass(frozen=True)
 class Sum:
-    """Where a backend with `adds` adds up updates as soon as they are trained, while they are in
+    """Where a backend in `threads` adds up updates as soon as they are trained, while they are in
     the cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its
     client's noise. An update that is not finite counts as 0.
     """
@@ -467,8 +467,6 @@ class Backend:
     linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
     # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
     padded: ClassVar[bool] = True
-    # whether they depend on the client's own rows, batches and steps alone, whatever they lie among
-    alone: ClassVar[bool] = False
     # products of a row with a weight that take as long as the calls of a chunk's step
     calls: ClassVar[int] = 1 << 21
     # where a step takes no more than these of a chunk's clients, as the others have made theirs,
@@ -479,9 +477,10 @@ class Backend:
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
 
-    # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients
+    # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients, each by
+    # itself: a client's bits depend on its own rows, batches and steps alone, and updates can be
+    # added up as they are trained (`ChunkData.into`)
     threads: ClassVar[bool] = False
-    adds: ClassVar[bool] = False  # whether it can add up updates (`ChunkData.into`)
     half: ClassVar[bool] = False  # whether it can take products in bfloat16
     # whether clients can begin at `ChunkData.starts`; and with buffers of their own too
     starts: ClassVar[bool] = False
@@ -537,7 +536,7 @@ class Backend:
         Returns:
             None for a backend that trains clients one by one.
         """
-        if cls.alone or cls.one_by_one:
+        if cls.threads or cls.one_by_one:
             return None
         steps = local.step_counts(sizes)
         rows = local.batch_sizes(sizes)

@@ -96,9 +96,7 @@ class Compiled(Backend):
     linear = True
     corrects = False
     padded = False
-    alone = True
     threads = True
-    adds = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
