@@ -425,9 +425,9 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
         (lambda lines: lines[1:], "line 1, is damaged"),
         (lambda lines: [lines[0], lines[2], lines[3]], "line 2, is damaged"),
         (lambda lines: lines[:2], "has 2 rounds and the checkpoint 4"),
-        (lambda lines: [{**line, "again": 1} for line in lines], "line 1, is damaged"),
+        (lambda lines: [{**line, "restart": 1} for line in lines], "line 1, is damaged"),
         (
-            lambda lines: [*lines[:2], *[{**line, "again": 2} for line in lines[2:]]],
+            lambda lines: [*lines[:2], *[{**line, "restart": 2} for line in lines[2:]]],
             "line 3, is damaged",
         ),
     ],

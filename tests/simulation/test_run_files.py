@@ -228,7 +228,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_checkpoint_that_no_run_wrote_is_passed_over_unread(how, tmp_path, caplog):
+def test_a_checkpoint_that_no_run_wrote_is_passed_over(how, tmp_path, caplog):
     first = run(experiment(rounds=2), tmp_path / "out")
     *_, newest = sorted((tmp_path / "out" / "checkpoints").glob("round-*"))
     HOSTILE[how](newest)
