@@ -845,7 +845,7 @@ def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been
 ):
     config = tmp_path / "sweep.yaml"
     out = tmp_path / "out"
-    changes = {"rounds": 200, "evaluate": {"every": 50}}
+    changes = {"rounds": 600, "evaluate": {"every": 50}}
     rates = [0.05, 0.1, 0.2]
     config.write_text(
         yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2}))
