@@ -529,9 +529,7 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
 def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monkeypatch):
     from raydpfl.simulation import preparation
 
-    monkeypatch.setattr(
-        preparation.data, "prepare", lambda *arguments: pytest.fail("data were touched")
-    )
+    monkeypatch.setattr(preparation, "prepare", lambda *arguments: pytest.fail("data were touched"))
     with pytest.raises(
         ConfigError, match=r"selection.cohort = 51: expected at most the population of 50"
     ):

@@ -720,7 +720,7 @@ def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_ampl
     exclusions = Plan.make(
         experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})
     ).mechanism.exclusions
-    assert any("proved for rounds without memory" in each for each in exclusions) == says
+    assert any("proved for clients without state" in each for each in exclusions) == says
 
 
 @pytest.mark.parametrize(
