@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raydpfl.report.comparison import Compared, Setting
+from raydpfl.report.comparison import Compared, SeedGroup
 from raydpfl.report.labels import number, quantity, with_std
-from raydpfl.report.pages.comparison import OWN
+from raydpfl.report.pages.comparison import EACH_ALONE
 
 WIDTH = 80
 ROWS = 40  # of a table on a terminal
@@ -60,10 +60,10 @@ def notes(compared: Compared) -> Iterator[str]:
     if compared.mixed:
         yield f"The epsilons are not of one kind. They differ in {compared.mixed}."
     if any(each.private for each in settings):
-        yield OWN
+        yield EACH_ALONE
 
 
-def _epsilon(setting: Setting, named: bool) -> str:
+def _epsilon(setting: SeedGroup, named: bool) -> str:
     """What holds, with its accountant where there are several."""
     if setting.epsilon is None:
         return "none holds" if setting.private else "none"

@@ -12,19 +12,20 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydpfl import storage
 from raydpfl.errors import ConfigError
 from raydpfl.report.comparison import Compared
-from raydpfl.report.figures import Drawing, Missing, Piece, parse
+from raydpfl.report.figures import Missing, Piece, Plot, parse
 from raydpfl.report.html import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.plot_style import PAPER, Drawn, whole
-from raydpfl.report.plot_style import render as drawn
-from raydpfl.report.run_reader import Case, Run
+from raydpfl.report.plot_style import PAPER, RenderedPlot, whole
+from raydpfl.report.plot_style import render as render_plot
+from raydpfl.report.run_reader import LabelledRun, Run
 from raydpfl.report.tables import Table, csv_of, markdown
 from raydpfl.storage.run_files import make_folder, replace_file
 
@@ -33,7 +34,7 @@ __all__ = ["compare", "figure", "write"]
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KEPT = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
+SUFFIXES = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
 
 
@@ -97,7 +98,7 @@ def compare(
         read = [stack.enter_context(storage.reading(each, "DIR", _read)) for each in directories]
         found = compared(read, metric)
         page = page_of_several(found)
-        return found, _put_page(page, _beside(directories) if out is None else out, columns)
+        return found, _put_page(page, _default_place(directories) if out is None else out, columns)
 
 
 def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
@@ -115,12 +116,12 @@ def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
     """
     with storage.reading(directory, "DIR", _read) as folder:
         run = Run(folder, folder.resolve().name)
-        pieces = parse(item, "plot").shown([Case({"run": run.name}, run)])
-        found = next((piece for piece in pieces if isinstance(piece, Drawing)), None)
-        if found is None:
-            why = "".join(f"; {piece.why}" for piece in pieces if isinstance(piece, Missing))
-            raise ConfigError("plot", dict(item), f"something that this run has{why}")
-        return whole(found)
+        pieces = parse(item, "plot").shown([LabelledRun({"run": run.name}, run)])
+        for piece in pieces:
+            if isinstance(piece, Plot):
+                return whole(piece)
+        why = "".join(f"; {piece.why}" for piece in pieces if isinstance(piece, Missing))
+        raise ConfigError("plot", dict(item), f"something that this run has{why}")
 
 
 def _read(name: str) -> bool:
@@ -138,37 +139,35 @@ def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
 def _write(page: Page, place: Path, columns: int | None) -> None:
     _clear(place)
     names = set[str]()
-    figures: dict[str, Drawn] = {}
+    plots: dict[str, RenderedPlot] = {}
     sections = [
         replace(section, pieces=[_named(piece, names) for piece in section.pieces])
         for section in page.sections
     ]
     page = replace(page, sections=sections)
-    for piece in (piece for section in sections for piece in section.pieces):
-        if isinstance(piece, Drawing):
-            figures[piece.name] = drawn(piece, columns)
-            for suffix, content in figures[piece.name].files.items():
+    for piece in page.pieces:
+        if isinstance(piece, Plot):
+            plots[piece.name] = render_plot(piece, columns)
+            for suffix, content in plots[piece.name].files.items():
                 _put(place / "figures" / f"{piece.name}.{suffix}", content)
         elif isinstance(piece, Table):
             _put(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
             _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
-    _put(place / "index.html", render(page, figures).encode())
+    _put(place / "index.html", render(page, plots).encode())
 
 
 def _named(piece: Piece, names: set[str]) -> Piece:
     """A figure or table whose name no other has: a number is put behind one that is taken."""
-    if not isinstance(piece, (Drawing, Table)):
+    if not isinstance(piece, (Plot, Table)):
         return piece
-    name = piece.name
-    count = 1
-    while name in names:
-        count += 1
-        name = f"{piece.name}-{count}"
+    every = chain([piece.name], (f"{piece.name}-{number}" for number in count(2)))
+    name = next(each for each in every if each not in names)
     names.add(name)
     return replace(piece, name=name)
 
 
-def _beside(directories: Sequence[str | Path]) -> str:
+def _default_place(directories: Sequence[str | Path]) -> str:
+    """`report-` and the names of the directories."""
     known = [storage.absolute(each) for each in directories]
     joined = "-".join(each.partition("?")[0].rstrip("/").rpartition("/")[2] for each in known)
     if len(joined) > 60:
@@ -185,7 +184,7 @@ def _clear(place: Path) -> None:
         return
     if not index.is_file() or MARK not in index.read_text(errors="replace"):
         raise ConfigError("--out", str(place), "a new or empty directory, or that of a report")
-    for folder, suffixes in KEPT.items():
+    for folder, suffixes in SUFFIXES.items():
         for path in sorted((place / folder).glob("*")):
             if path.suffix in suffixes:
                 path.unlink()

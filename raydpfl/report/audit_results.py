@@ -1,4 +1,4 @@
-"""The figures of an audit: bounds beside claims, and canaries' scores."""
+"""The figures of an audit: bounds next to claims, and canaries' scores."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raydpfl.report.figures import Drawing, Missing, Piece
+from raydpfl.report.figures import Missing, Piece, Plot
 from raydpfl.report.labels import Quantity, number
-from raydpfl.report.plot_style import CHARACTERS, INK, Key, Look, Part, look, scale
+from raydpfl.report.plot_style import CHARACTERS, INK, LegendKey, Look, Subplot, look, scale
 from raydpfl.report.run_reader import Columns
 
 if TYPE_CHECKING:
@@ -29,18 +29,18 @@ def bounds(views: Sequence[dict[str, Any]]) -> Piece:
     """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
     if not views:
         return Missing("Bounds against claims", "needs the views of audit.json")
-    parts = [Part(observer(view), partial(_bounds, view=view)) for view in views]
+    subplots = [Subplot(observer(view), partial(_bounds, view=view)) for view in views]
     caption = (
         "Proven: the least epsilon that the canaries' guesses leave possible, with the confidence "
         "of the audit. Estimated: what their scores look like, with its interval. The claim should "
         "lie to the right of what is proven. From audit.json."
     )
     keys = [
-        Key("claimed", CLAIM),
-        Key("proven at least", PROVEN, "point"),
-        Key("estimated", ESTIMATED, "line"),
+        LegendKey("claimed", CLAIM),
+        LegendKey("proven at least", PROVEN, "point"),
+        LegendKey("estimated", ESTIMATED, "line"),
     ]
-    return Drawing("bounds", "Bounds against claims", caption, parts, keys, height=2.1)
+    return Plot("bounds", "Bounds against claims", caption, subplots, keys, height=2.1)
 
 
 def observer(view: dict[str, Any]) -> str:
@@ -62,16 +62,10 @@ def _bounds(axes: Axes, view: dict[str, Any]) -> None:
     known = [claimed, view["lower"], estimate["high"]]
     finite = [value for value in known if np.isfinite(value)]
     most = 1.15 * max(finite, default=1.0) or 1.0
-    for height, value, said in ((1, view["lower"], "at least "), (0, estimate["epsilon"], "")):
-        left = value < claimed and value > most / 3
-        axes.annotate(
-            f"{said}{number(value)}",
-            (value, height),
-            (0, 8),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=9,
-        )
+    for height, value, words in ((1, view["lower"], "at least "), (0, estimate["epsilon"], "")):
+        side = "right" if most / 3 < value < claimed else "left"
+        style: Any = {"textcoords": "offset points", "ha": side, "fontsize": 9}
+        axes.annotate(f"{words}{number(value)}", (value, height), (0, 8), **style)
     axes.set_yticks([1, 0], [f"proven ({view['confidence']:.0%})", "estimated"])
     axes.set_ylim(-0.6, 1.8)
     axes.grid(axis="y", visible=False)
@@ -87,30 +81,28 @@ def scores(views: Sequence[dict[str, Any]], table: Columns) -> list[Piece]:
     title = "Scores of canaries"
     if not {"view", "inside", "score"} <= table.keys():
         return [Missing(title, "needs view, inside and score in scores.parquet")]
-    parts = []
+    subplots = []
     for place, view in enumerate(views):
         here = table["view"] == place
-        parts.append(Part(observer(view), _histogram(table["score"][here], table["inside"][here])))
+        draw = partial(_histogram, values=table["score"][here], inside=table["inside"][here])
+        subplots.append(Subplot(observer(view), draw))
     caption = (
         "How many canaries have which score, those that a coin put in and those that it left out. "
         "The further apart the two lie, the more the observer can tell. From scores.parquet."
     )
-    keys = [Key("inside", INSIDE, "bar"), Key("outside", OUTSIDE, "bar")]
-    return [Drawing("scores", title, caption, parts, keys)]
+    keys = [LegendKey("inside", INSIDE, "bar"), LegendKey("outside", OUTSIDE, "bar")]
+    return [Plot("scores", title, caption, subplots, keys)]
 
 
-def _histogram(values: np.ndarray, inside: np.ndarray) -> Any:
-    def draw(axes: Axes) -> None:
-        edges = np.histogram_bin_edges(values, BINS)
-        middles = (edges[1:] + edges[:-1]) / 2
-        tops = [0]
-        for drawn, there in ((INSIDE, 1.0), (OUTSIDE, 0.0)):
-            counts, _ = np.histogram(values[inside == there], edges)
-            tops.append(int(counts.max(initial=0)))
-            axes.stairs(counts, edges, color=drawn.colour, fill=True, alpha=0.35)
-            axes.stairs(counts, edges, color=drawn.colour, linestyle=drawn.dash, linewidth=1.4)
-        scale(axes, "x", Quantity("score", "score", "stds of the noise"), middles)
-        scale(axes, "y", Quantity("count", "canaries"), tops)
-        axes.set_ylim(bottom=0)
-
-    return draw
+def _histogram(axes: Axes, values: np.ndarray, inside: np.ndarray) -> None:
+    edges = np.histogram_bin_edges(values, BINS)
+    tops = [0]
+    for drawn, there in ((INSIDE, 1.0), (OUTSIDE, 0.0)):
+        counts, _ = np.histogram(values[inside == there], edges)
+        tops.append(int(counts.max(initial=0)))
+        axes.stairs(counts, edges, color=drawn.colour, fill=True, alpha=0.35)
+        axes.stairs(counts, edges, linewidth=1.4, **drawn.line)
+    middles = (edges[1:] + edges[:-1]) / 2
+    scale(axes, "x", Quantity("score", "score", "stds of the noise"), middles)
+    scale(axes, "y", Quantity("count", "canaries"), tops)
+    axes.set_ylim(bottom=0)

@@ -1,6 +1,6 @@
 """Which classes each client has, as a picture: a bar for each client, a colour for each class.
 
->>> drawing(np.array([[3, 0], [1, 2]]), ["cat", "dog"]).title
+>>> plot_of(np.array([[3, 0], [1, 2]]), ["cat", "dog"]).title
 'Classes of each client'
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.report.plot_style import Drawing, Key, Look, Part, render, thin
+from raydpfl.report.plot_style import LegendKey, Look, Plot, Subplot, render, thin
 from raydpfl.storage.run_files import make_folder, replace_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check(out: Path) -> None:
 
 
 def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draws what `drawing` does into a file.
+    """Draws what `plot_of` does into a file.
 
     Args:
         out: the file, .svg, .png or .pdf; one that is there is replaced.
@@ -50,12 +50,12 @@ def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
         FileError: where the file cannot be written.
     """
     check(out)
-    content = render(drawing(counts, names)).files[out.suffix[1:]]
+    content = render(plot_of(counts, names)).files[out.suffix[1:]]
     make_folder(out.parent)
     replace_file(out, lambda file: file.write(content))
 
 
-def drawing(counts: np.ndarray, names: Sequence[str]) -> Drawing:
+def plot_of(counts: np.ndarray, names: Sequence[str]) -> Plot:
     """The picture of counts [clients, classes]."""
     shown = thin(len(counts), MOST)
     clients, classes = counts.shape
@@ -69,12 +69,15 @@ def drawing(counts: np.ndarray, names: Sequence[str]) -> Drawing:
         labels.append(f"{classes - NAMED} others")
         colours.append(OTHERS)
     caption = f"{len(shown)} of {clients} clients; the samples that each trains on, by their class."
-    return Drawing(
+    return Plot(
         "split",
         "Classes of each client",
         caption,
-        [Part("", partial(_draw, columns, colours, shown))],
-        [Key(label, Look(colour), "bar") for label, colour in zip(labels, colours, strict=True)],
+        [Subplot("", partial(_draw, columns, colours, shown))],
+        [
+            LegendKey(label, Look(colour), "bar")
+            for label, colour in zip(labels, colours, strict=True)
+        ],
     )
 
 

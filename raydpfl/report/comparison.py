@@ -1,4 +1,4 @@
-"""Several runs beside one another: which of them are seeds of one setting, what tells the settings
+"""Several runs side by side: which of them are seeds of one setting, what tells the settings
 apart, and their numbers.
 
 Runs whose configs differ by the seed alone, and by how they are carried out (`HOW`), are seeds of
@@ -21,7 +21,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.report.labels import axis, in_print, listed, quantity
 from raydpfl.report.run_reader import Run
-from raydpfl.report.statistics import Spread, over_seeds
+from raydpfl.report.statistics import SeedSpread, over_seeds
 
 # Of `data`, what decides who holds which rows, and how a row is put: not which rows there are.
 DEALT = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
@@ -90,7 +90,7 @@ def labels(values: Sequence[Any]) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class SeedGroup:
     """Runs that are seeds of one setting. `label`: what tells it from the others; `values`: the
     keys in which the settings differ, in print.
     """
@@ -99,7 +99,7 @@ class Setting:
     values: Mapping[str, str]
     runs: Sequence[Run]
 
-    def spread(self, name: str) -> Spread:
+    def spread(self, name: str) -> SeedSpread:
         """A number of the last round, over the runs."""
         return over_seeds({place: last(run, name) for place, run in enumerate(self.runs)})
 
@@ -164,7 +164,7 @@ class Compared:
         return tuple(self._leaves[place].get(key) for key in keys)
 
     @cached_property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[SeedGroup]:
         """In the order of their first runs."""
         groups = self._grouped(self.keys)
         clashes = _clashes(groups, self.runs)
@@ -180,14 +180,14 @@ class Compared:
             if not name or names.count(name) > 1:
                 name = ", ".join(part for part in (name, self.runs[group[0]].name) if part)
             values = {key: tree.get(key, "") for key in self.keys}
-            found.append(Setting(name, values, [self.runs[place] for place in group]))
+            found.append(SeedGroup(name, values, [self.runs[place] for place in group]))
         return found
 
-    def ranked(self) -> list[Setting]:
+    def ranked(self) -> list[SeedGroup]:
         """The best first, by the mean of the metric; those without one at the end."""
         sign = quantity(self.metric).better or 1
 
-        def rank(setting: Setting) -> float:
+        def rank(setting: SeedGroup) -> float:
             mean = setting.spread(self.metric).mean
             return math.inf if math.isnan(mean) else -sign * mean
 

@@ -7,6 +7,7 @@ reads in light, in the dark and on paper. Colours are told apart by the colour-b
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
 import math
@@ -14,8 +15,9 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,39 +37,11 @@ NARROW = 3.5  # of one beside another, whose text is to be read where both have 
 HEIGHT = 3.0
 CHARACTERS = 42  # of a line of a panel's title
 PAPER = {1: 3.5, 2: 7.16}  # inches of one and two columns of a paper
-PRINT = 8  # points of text in a figure for a paper
 FACTOR = 4.0  # of labels and of epsilon across: as `DECADES`
 MARGIN = 0.05  # of an axis, beyond its values
 DECADES = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
-SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "raydpfl",
-    "pdf.fonttype": 42,
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.labelsize": 10,
-    "axes.titlelocation": "left",
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.18,
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "axes.linewidth": 0.8,
-    "axes.formatter.useoffset": False,
-    "axes.unicode_minus": True,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    ),
-    "grid.color": INK,
-    "axes.titlecolor": INK,
-}
+STYLE = Path(__file__).parent / "report.mplstyle"
+PAPER_STYLE = Path(__file__).parent / "paper.mplstyle"
 
 
 @dataclass(frozen=True)
@@ -77,6 +51,18 @@ class Look:
     colour: str
     dash: Any = "-"
     marker: str = "o"
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What `Axes.plot` takes of it for a line without markers."""
+        return {"color": self.colour, "linestyle": self.dash}
+
+    @property
+    def dash_array(self) -> str:
+        """The dash as SVG has it, empty for an unbroken line."""
+        if isinstance(self.dash, str):
+            return {"--": "6 3", "-.": "7 2.5 1.6 2.5"}.get(self.dash, "")
+        return " ".join(f"{1.6 * part:g}" for part in self.dash[1])
 
 
 REFERENCE = Look(INK, (0, (4, 2)), "")
@@ -93,8 +79,8 @@ def look(place: int, dash: int | None = None) -> Look:
 
 
 @dataclass(frozen=True)
-class Key:
-    """A line of the legend. `shape`: line, point, band or bar."""
+class LegendKey:
+    """An entry of the legend. `shape`: line, point, band or bar."""
 
     label: str
     look: Look
@@ -102,9 +88,9 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Part:
+class Subplot:
     """One pair of axes: its title, empty for none, what draws it, and its row and column where all
-    parts stand in a grid.
+    subplots stand in a grid.
     """
 
     title: str
@@ -113,180 +99,150 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Plot:
     """A figure before it is drawn. `name`: of its files; `caption`: what is shown, from where."""
 
     name: str
     title: str
     caption: str
-    parts: Sequence[Part]
-    keys: Sequence[Key] = ()
+    subplots: Sequence[Subplot]
+    keys: Sequence[LegendKey] = ()
     height: float = HEIGHT
 
     @property
-    def grid(self) -> list[list[Part | None]]:
-        """The parts by row and column, None for a place without one; rows of up to two where the
-        parts have no places.
+    def grid(self) -> list[list[Subplot | None]]:
+        """The subplots by row and column, None for an empty place; rows of up to two where they
+        have no places.
         """
-        places = {part.place: part for part in self.parts}
-        if None in places or len(places) < len(self.parts):
-            return broken([[*self.parts]], 2)
+        places = {each.place: each for each in self.subplots}
+        if None in places or len(places) < len(self.subplots):
+            return broken([[*self.subplots]], 2)
         rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
         return [[places.get((row, column)) for column in columns] for row in rows]
 
     @property
     def across(self) -> int:
-        """How many parts stand beside one another; 0: as many as there is room for."""
-        return len(self.grid[0]) if all(part.place for part in self.parts) else 0
+        """The columns of the grid; 0: as many as there is room for."""
+        return len(self.grid[0]) if all(each.place for each in self.subplots) else 0
+
+    def only(self, subplot: Subplot) -> Plot:
+        """One of the subplots, without the legend."""
+        return replace(self, subplots=[replace(subplot, place=None)], keys=())
 
 
-def broken(rows: Sequence[Sequence[Part | None]], most: int) -> list[list[Part | None]]:
-    """Rows of `most` places at most: of a longer one so many as it takes, none of them empty."""
+def broken(rows: Sequence[Sequence[Subplot | None]], most: int) -> list[list[Subplot | None]]:
+    """The rows of a grid, longer ones cut into several of `most` places, none of them empty."""
     across = min(most, max(map(len, rows)))
-    found = []
-    for row in rows:
-        for at in range(0, len(row), across):
-            piece = [*row[at : at + across]]
-            if any(piece):
-                found.append([*piece, *[None] * (across - len(piece))])
-    return found
+    pieces = [[*row[at : at + across]] for row in rows for at in range(0, len(row), across)]
+    return [[*piece, *[None] * (across - len(piece))] for piece in pieces if any(piece)]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure. `files`: by suffix; `inline`: an SVG for each of its parts, to stand in a page,
-    empty for a place of its grid without one.
+class RenderedPlot:
+    """The files of a figure by suffix, and an SVG of each subplot for the page, empty for an empty
+    place of its grid.
     """
 
-    drawing: Drawing
-    files: dict[str, bytes] = field(default_factory=dict)
-    inline: Sequence[str] = ()
+    files: dict[str, bytes]
+    inline: Sequence[str]
 
 
-def render(drawing: Drawing, columns: int | None = None) -> Drawn:
+def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
     """Draws a figure into its files, the same bytes each time, and into SVGs for the page.
 
     Args:
-        drawing: the figure.
+        plot: the figure.
         columns: of a paper that its files are as wide as, 1 or 2, with text of 8 points; None: as
             wide as it takes.
     """
-    import matplotlib
+    from matplotlib import style
 
-    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+    with style.context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of axes without room
-        with matplotlib.rc_context(None if columns is None else _printed()):
-            together = _laid_out(_figure(drawing, columns))
+        with style.context(PAPER_STYLE if columns else {}):
+            together = _laid_out(_figure(plot, columns))
             text = _svg(together)
             files = {"svg": _alone(text).encode(), "pdf": _pdf(together), "png": _png(together)}
-        parts = [text]
-        if len(drawing.parts) > 1 or drawing.keys or columns is not None:
-            shown: list[Part | None] = [*drawing.parts]
-            if drawing.across:
-                shown = [part for row in drawing.grid for part in row]
-            parts = [
-                _svg(_laid_out(_single(part, drawing.height))) if part else "" for part in shown
-            ]
-        inline = [
-            _inline(each, f"{drawing.name}-{place}-", drawing.title) if each else ""
-            for place, each in enumerate(parts)
-        ]
-    return Drawn(drawing, files, inline)
+        svgs = [text]
+        if len(plot.subplots) > 1 or plot.keys or columns:
+            shown = itertools.chain(*plot.grid) if plot.across else plot.subplots
+            svgs = [_svg(_laid_out(_figure(plot.only(each)))) if each else "" for each in shown]
+    inline = [
+        _inline(svg, f"{plot.name}-{place}-", plot.title) if svg else ""
+        for place, svg in enumerate(svgs)
+    ]
+    return RenderedPlot(files, inline)
 
 
-def whole(drawing: Drawing) -> Figure:
-    """A figure with all of its parts, in the style of the report, which a notebook shows."""
-    import matplotlib
+def whole(plot: Plot) -> Figure:
+    """A figure with all of its subplots, in the style of the report, which a notebook shows."""
+    from matplotlib import style
 
-    with matplotlib.rc_context(SETTINGS):
-        figure = _figure(drawing)
+    with style.context(STYLE):
+        figure = _figure(plot)
     figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _printed() -> Any:
-    """What a figure for a paper has of its own: text and lines for its size."""
-    sizes = [name for name in SETTINGS if name.endswith(("titlesize", "labelsize", "fontsize"))]
-    lines = {"lines.linewidth": 1.2, "lines.markersize": 3.5}
-    return {**dict.fromkeys([*sizes, "font.size"], PRINT), **lines}
-
-
-def _figure(drawing: Drawing, columns: int | None = None) -> Figure:
-    """All parts in a grid of two beside one another at most, the legend below them. `columns`: see
+def _figure(plot: Plot, columns: int | None = None) -> Figure:
+    """All subplots in a grid of two columns at most, the legend below them. `columns`: see
     `render`.
     """
-    parts = broken(drawing.grid, columns or 2)
-    across = len(parts[0])
-    down = len(parts)
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = broken(plot.grid, columns or 2)
+    across = len(rows[0])
     width = across * (WIDTH if across == 1 else NARROW)
-    height = drawing.height
-    size = 10
+    height = plot.height
     if columns is not None:
         width = PAPER[columns]
         height *= min(1.0, width / across / WIDTH)
-        size = PRINT
-    longest = max((len(key.label) for key in drawing.keys), default=0)
-    beside = max(1, int(width / ((0.55 + 0.08 * longest) * size / 10)))
-    lines = math.ceil(len(drawing.keys) / beside)
-    figure = _empty(width, height * down + 0.2 * lines)
-    grid = figure.subplots(down, across, squeeze=False)
-    for part, axes in zip(itertools.chain(*parts), grid.ravel(), strict=True):
-        if part is None:
+    size = matplotlib.rcParams["font.size"] / 10
+    longest = max((len(key.label) for key in plot.keys), default=0)
+    keys_across = max(1, int(width / ((0.55 + 0.08 * longest) * size)))
+    lines = math.ceil(len(plot.keys) / keys_across)
+    figure = Figure(figsize=(width, height * len(rows) + 0.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(rows), across, squeeze=False)
+    for subplot, axes in zip(itertools.chain(*rows), grid.ravel(), strict=True):
+        if subplot is None:
             axes.set_axis_off()
             continue
-        room = CHARACTERS * width / across / WIDTH * 10 / size
-        axes.set_title(textwrap.fill(part.title, round(room)))
-        part.draw(axes)
-    if drawing.keys:
+        axes.set_title(
+            textwrap.fill(subplot.title, round(CHARACTERS * width / across / WIDTH / size))
+        )
+        subplot.draw(axes)
+    if plot.keys:
         figure.legend(
-            handles=[_handle(key) for key in drawing.keys],
+            handles=[_handle(key) for key in plot.keys],
             loc="outside lower center",
-            ncols=min(beside, len(drawing.keys)),
+            ncols=min(keys_across, len(plot.keys)),
             frameon=False,
         )
     return figure
 
 
-def _single(part: Part, height: float) -> Figure:
-    figure = _empty(WIDTH, height)
-    axes = figure.subplots()
-    axes.set_title(textwrap.fill(part.title, CHARACTERS))
-    part.draw(axes)
-    return figure
-
-
-def _empty(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _handle(key: Key) -> Any:
+def _handle(key: LegendKey) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    look = key.look
     if key.shape in ("band", "bar"):
-        return Patch(
-            color=key.look.colour, alpha=0.25 if key.shape == "band" else 1.0, label=key.label
-        )
-    dash: Any = key.look.dash if key.shape == "line" else "none"
-    return Line2D(
-        [], [], color=key.look.colour, linestyle=dash, marker=key.look.marker, label=key.label
-    )
+        return Patch(color=look.colour, alpha=0.25 if key.shape == "band" else 1.0, label=key.label)
+    dash: Any = look.dash if key.shape == "line" else "none"
+    return Line2D([], [], color=look.colour, linestyle=dash, marker=look.marker, label=key.label)
 
 
 def _laid_out(figure: Figure) -> Figure:
-    """The figure with its parts in their places, which all of its files share."""
+    """The figure with everything in its place, which all of its files share."""
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
     figure.set_layout_engine("none")
-    figure.patch.set_visible(False)
-    for axes in figure.axes:
-        axes.patch.set_visible(False)
+    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
+        patch.set_visible(False)
     return figure
 
 
@@ -320,19 +276,14 @@ def _svg(figure: Figure) -> str:
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
     text = buffer.getvalue().decode()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!DOCTYPE.*?>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!DOCTYPE.*?>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
     text = re.sub(r"(font: [^'\"]*)'DejaVu Sans'[^;\"]*", r"\1system-ui, sans-serif", text)
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
-    text = re.sub(r' (?:d|x|y)="[^"]*"', _shorter, text)
+    # coordinates to a hundredth of a point
+    shorter = partial(re.sub, r"(\.\d\d)\d+", r"\1")
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: shorter(match[0]), text)
     return re.sub(r"\n\s*", "\n", text)
-
-
-def _shorter(found: re.Match[str]) -> str:
-    """Coordinates to a hundredth of a point."""
-    return re.sub(r"(\.\d\d)\d+", r"\1", found.group())
 
 
 DARK = (
@@ -354,32 +305,21 @@ def _inline(text: str, prefix: str, title: str) -> str:
     text = re.sub(r'\bid="', f'id="{prefix}', text)
     text = re.sub(r"url\(#", f"url(#{prefix}", text)
     text = re.sub(r'href="#', f'href="#{prefix}', text)
-    said = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return re.sub(
-        r'<svg[^>]*?(viewBox="[^"]*")[^>]*>',
-        rf'<svg role="img" aria-label="{said}" \1>',
-        text,
-        count=1,
-        flags=re.DOTALL,
-    )
+    box = re.search(r'viewBox="[^"]*"', text)
+    opening = f'<svg role="img" aria-label="{html.escape(title)}" {box[0] if box else ""}>'
+    return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1, flags=re.DOTALL)
 
 
 # --- axes ---
 
 
-def dots(axes: Axes, points: Any, drawn: Look, alpha: float = 0.7, size: float = 4.5) -> None:
-    """Points without a line between them.
-
-    Args:
-        axes: where they are drawn.
-        points: float array [n, 2], or as many pairs.
-        drawn: their colour and marker.
-        alpha: how opaque they are.
-        size: of a marker, in points.
+def dots(axes: Axes, points: Any, look: Look, alpha: float = 0.7, size: float = 4.5) -> None:
+    """Points (float array [n, 2], or as many pairs) without a line between them; `alpha`: how
+    opaque, `size`: of a marker, in points of print.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
-    given: Any = {"marker": drawn.marker, "markersize": size, "markeredgewidth": 0}
-    axes.plot(x, y, linestyle="none", color=drawn.colour, alpha=alpha, **given)
+    style: Any = {"marker": look.marker, "markersize": size, "markeredgewidth": 0}
+    axes.plot(x, y, linestyle="none", color=look.colour, alpha=alpha, **style)
 
 
 def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | None = None) -> None:

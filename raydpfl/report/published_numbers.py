@@ -1,14 +1,14 @@
-"""What a paper prints, beside what was measured here.
+"""What a paper prints, next to what was measured here.
 
 A table of printed numbers has a row for each, and columns that say what it is of. A column is an
 axis of the study if it has its name, or shares labels with it; a study may say so itself. Only
-numbers of the same data set are put beside ours.
+numbers of the same data set are put next to ours.
 
->>> printed = Printed([{"algorithm": "dpnfl", "dataset": "mnist", "accuracy": "80.59"}])
+>>> printed = PublishedTable([{"algorithm": "dpnfl", "dataset": "mnist", "accuracy": "80.59"}])
 >>> columns = printed.columns({"arm": ["DPNFL", "DPFedAvg"]}, {})
->>> columns, printed.of({"arm": "DPNFL"}, columns, "mnist", {}).number
+>>> columns, printed.number({"arm": "DPNFL"}, columns, "mnist", {}).text
 ({'algorithm': 'arm'}, '80.59')
->>> printed.of({"arm": "DPNFL"}, columns, "fashion_mnist_mini", {}).other
+>>> printed.number({"arm": "DPNFL"}, columns, "fashion_mnist_mini", {}).other
 'mnist'
 """
 
@@ -24,38 +24,38 @@ VALUES = ("accuracy", "std", "note", "source")  # columns that no label stands i
 
 
 @dataclass(frozen=True)
-class Found:
+class PublishedNumber:
     """A printed number as it stands; `std` as printed, empty for none; `other`: the data set that
     it is of, where that is not ours.
     """
 
-    number: str
+    text: str
     std: str = ""
     other: str = ""
 
 
 @dataclass(frozen=True)
-class Printed:
+class PublishedTable:
     """The rows of a table of printed numbers, by column."""
 
     rows: Sequence[Mapping[str, str]]
 
     @classmethod
-    def read(cls, path: Path) -> Printed:
+    def read(cls, path: Path) -> PublishedTable:
         """The table in a CSV file. Raises OSError, ValueError."""
         with path.open(newline="") as file:
             return cls([dict(row) for row in csv.DictReader(file)])
 
     def columns(
-        self, axes: Mapping[str, Sequence[str]], given: Mapping[str, str]
+        self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
     ) -> dict[str, str]:
         """Which axis each column of labels is.
 
         Args:
             axes: the labels of every axis.
-            given: what the study says of it, by column.
+            stated: what the study says of it, by column.
         """
-        found = dict(given)
+        found = dict(stated)
         names = self.rows[0] if self.rows else ()
         for name in names:
             if name in found or name in VALUES:
@@ -67,14 +67,14 @@ class Printed:
                     break
         return found
 
-    def of(
+    def number(
         self,
         labels: Mapping[str, str],
         columns: Mapping[str, str],
         data: str,
         where: Mapping[str, str],
         value: str = "accuracy",
-    ) -> Found | None:
+    ) -> PublishedNumber | None:
         """The number that is printed for these labels; None where there is none, or several.
 
         Args:
@@ -90,12 +90,11 @@ class Printed:
             if _is_number(row.get(value)) and _fits(row, labels, columns, where)
         ]
         same = [row for row in fitting if _same(row.get("dataset"), data)]
-        kept = same or fitting
-        if len(kept) != 1:
+        if len(same or fitting) != 1:
             return None
-        (row,) = kept
+        row = (same or fitting)[0]
         other = "" if same else (row.get("dataset") or "unknown data")
-        return Found(row[value], row.get("std") or "", other)
+        return PublishedNumber(row[value], row.get("std") or "", other)
 
 
 def _fits(
@@ -106,13 +105,12 @@ def _fits(
 ) -> bool:
     if any(plain(row.get(name) or "") != plain(each) for name, each in where.items()):
         return False
+    # where no label is printed, it is all of them
     pairs = ((row.get(name) or "", labels.get(axis)) for name, axis in columns.items())
-    return all(label is not None and _alike(printed, label) for printed, label in pairs)
-
-
-def _alike(printed: str, label: str) -> bool:
-    """Whether a printed label is ours; where none is printed, it is all of them."""
-    return not printed or plain(printed) == plain(label)
+    return all(
+        label is not None and (not printed or plain(printed) == plain(label))
+        for printed, label in pairs
+    )
 
 
 def _is_number(text: str | None) -> bool:

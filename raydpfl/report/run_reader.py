@@ -154,8 +154,8 @@ class Run:
         return sorted(names, key=lambda name: name not in RIGOROUS)
 
     def kind_of(self, name: str) -> str:
-        """What the epsilons of a column are: rigorous or paper."""
-        return "rigorous" if name in RIGOROUS else "paper"
+        """What the epsilons of a column are, in print."""
+        return "rigorous" if name in RIGOROUS else "formula"
 
     @property
     def holding(self) -> str | None:
@@ -229,7 +229,7 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class LabelledRun:
     """A run with what tells it from others on a page: the label of each axis. Runs with the same
     labels differ by their `seed`. `numbers` are what a table of results has of it, `home` is the
     directory of the study that it is part of.
@@ -266,14 +266,19 @@ class Panel:
     groups: Sequence[Group]
     place: tuple[int, int] | None = None
 
+    @property
+    def run(self) -> Run:
+        """The first run of the first group."""
+        return self.groups[0].runs[0]
 
-def labels_of(cases: Sequence[Case], axis: str) -> list[str]:
+
+def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
     """The labels of an axis, in the order in which they come."""
     return list(dict.fromkeys(case.labels[axis] for case in cases if axis in case.labels))
 
 
 def in_order(
-    keys: Iterable[tuple[str, ...]], cases: Sequence[Case], axes: Sequence[str]
+    keys: Iterable[tuple[str, ...]], cases: Sequence[LabelledRun], axes: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Labels on these axes, each combination once, in the order of the labels of the cases: the
     first axis is the slowest.
@@ -286,7 +291,7 @@ def in_order(
     )
 
 
-def varying(cases: Sequence[Case]) -> list[str]:
+def varying(cases: Sequence[LabelledRun]) -> list[str]:
     """The axes that have more than one label here."""
     axes = dict.fromkeys(axis for case in cases for axis in case.labels)
     return [axis for axis in axes if len(labels_of(cases, axis)) > 1]
@@ -297,11 +302,13 @@ class Facet:
     """Cases with the same labels: these in words, empty for none, and their place in a grid."""
 
     title: str
-    cases: Sequence[Case]
+    cases: Sequence[LabelledRun]
     place: tuple[int, int] | None = None
 
 
-def facets(cases: Sequence[Case], apart: Sequence[str], named: Sequence[str] = ()) -> list[Facet]:
+def facets(
+    cases: Sequence[LabelledRun], apart: Sequence[str], named: Sequence[str] = ()
+) -> list[Facet]:
     """The cases by the labels of all axes that vary.
 
     Args:
@@ -310,7 +317,7 @@ def facets(cases: Sequence[Case], apart: Sequence[str], named: Sequence[str] = (
         named: Axes that make a grid, where two of them vary: the last one goes across.
     """
     axes = [axis for axis in varying(cases) if axis not in apart]
-    found: dict[tuple[str, ...], list[Case]] = {}
+    found: dict[tuple[str, ...], list[LabelledRun]] = {}
     for case in cases:
         found.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
     places = _grid([*found], axes, [axis for axis in named if axis in axes])
@@ -359,7 +366,7 @@ def named(axis: str, label: str) -> str:
     return f"{axis_words(axis)} {label}"
 
 
-def arrange(cases: Sequence[Case], colour: str, facet: Sequence[str] = ()) -> list[Panel]:
+def arrange(cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = ()) -> list[Panel]:
     """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
 
     Runs are never averaged over anything but their seeds. `facet`: the axes of a grid, see

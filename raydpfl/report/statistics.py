@@ -1,4 +1,4 @@
-"""Numbers of several runs beside one another: the mean over seeds, its spread, and differences
+"""Numbers of several runs side by side: the mean over seeds, its spread, and differences
 between what ran with the same seeds.
 
 >>> spread = over_seeds({1: 0.7, 2: 0.8, 3: 0.9})
@@ -19,12 +19,9 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Of `count` numbers, in their own units.
-
-    Attributes:
-        mean: NaN for none.
-        std: The sample standard deviation (n - 1); NaN below two.
+class SeedSpread:
+    """The mean (NaN of none) and the sample standard deviation (n - 1; NaN below two) of `count`
+    numbers, in their units.
     """
 
     count: int
@@ -32,22 +29,20 @@ class Spread:
     std: float
 
 
-def over_seeds(values: Mapping[int, float | None]) -> Spread:
+def over_seeds(values: Mapping[int, float | None]) -> SeedSpread:
     """The spread of a number over the seeds whose runs have it.
 
     Args:
         values: By seed; None and NaN stand for a run without it.
     """
-    known = [values[seed] for seed in sorted(values)]
-    numbers = np.array([each for each in known if each is not None], np.float64)
+    numbers = np.array([values[seed] for seed in sorted(values)], np.float64)  # None is NaN
     numbers = numbers[~np.isnan(numbers)]
-    if not len(numbers):
-        return Spread(0, math.nan, math.nan)
+    mean = float(np.mean(numbers)) if len(numbers) else math.nan
     std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
-    return Spread(len(numbers), float(np.mean(numbers)), std)
+    return SeedSpread(len(numbers), mean, std)
 
 
-def paired(values: Mapping[int, float | None], against: Mapping[int, float | None]) -> Spread:
+def paired(values: Mapping[int, float | None], against: Mapping[int, float | None]) -> SeedSpread:
     """The spread of `values` - `against`, seed by seed, over the seeds that both have.
 
     What the runs of one seed share (the data, the split, the cohorts) is no part of it, so that it
@@ -56,10 +51,6 @@ def paired(values: Mapping[int, float | None], against: Mapping[int, float | Non
     Args:
         values, against: By seed; None and NaN stand for a run without the number.
     """
-    differences: dict[int, float | None] = {}
-    for seed in values.keys() & against.keys():
-        here = values[seed]
-        there = against[seed]
-        if here is not None and there is not None:
-            differences[seed] = here - there
-    return over_seeds(differences)
+    pairs = {seed: (values[seed], against[seed]) for seed in values.keys() & against.keys()}
+    known = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    return over_seeds(known)

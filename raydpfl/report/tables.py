@@ -1,6 +1,7 @@
-"""A table in Markdown, CSV and HTML.
+"""A table in Markdown and CSV, and its cells for a page.
 
->>> table = Table("means", "Means", "Of a run.", ("arm", "accuracy"), [["A|B", 0.5]], {1})
+>>> columns = [Column("arm", ["A|B"]), Column("accuracy", [0.5], percent=True)]
+>>> table = Table("means", "Means", "Of a run.", columns)
 >>> print(markdown(table).strip())
 **Means.** Of a run.
 <BLANKLINE>
@@ -18,70 +19,134 @@ import csv
 import html
 import io
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raydpfl.report.labels import number
+from raydpfl.report.labels import number, quantity, with_std
+from raydpfl.report.statistics import SeedSpread
 
 LONG = 28  # characters from which a cell is a text, or a word may be broken
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A value that is shown in words of its own. `value` is what CSV has."""
+class PrintedCell:
+    """A value with its own text in print. `value` is what CSV has."""
 
     value: Any
-    shown: str
+    text: str
     strong: bool = False
+
+
+def mean_cell(spread: SeedSpread, percent: bool, sign: bool = False) -> PrintedCell | None:
+    """A mean with its standard deviation in print, and the mean as the value; None for no number.
+    `sign`: of a difference, whose percentage points have no unit.
+    """
+    if not spread.count:
+        return None
+    text = with_std(spread.mean, spread.std, percent)
+    if sign:
+        text = f"{'+' if spread.mean > 0 else ''}{text.removesuffix(' %')}"
+    return PrintedCell(spread.mean, text)
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values of a column under its `head`; `percent`: shares, which print shows in percent."""
+
+    head: str
+    values: Sequence[Any]
+    percent: bool = False
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[Any]) -> Column:
+        """A column of the quantity `name`, under its label."""
+        measured = quantity(name)
+        return cls(measured.label, values, measured.percent)
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it has a number."""
+        return any(
+            isinstance(value, (int, float)) and not isinstance(value, bool)
+            for value in map(_value, self.values)
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether no cell of it has anything."""
+        return all(value in (None, "") for value in self.values)
+
+    @property
+    def texts(self) -> list[str]:
+        """The values in print."""
+        return [
+            value.text if isinstance(value, PrintedCell) else number(value, self.percent)
+            for value in self.values
+        ]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head. `name`: of its files; `percents`: the columns that hold shares, in print
-    in percent; `most`: how many rows a page shows, all being in the files; `unit`: that of the
-    numbers in CSV, where they keep all their digits, which then has it as a column of its own.
+    """Columns side by side. `name`: of its files; `most`: how many rows a page shows, all being in
+    the files; `unit`: that of the numbers in CSV, where they keep all their digits, which then has
+    it as a column of its own.
     """
 
     name: str
     title: str
     caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    percents: Collection[int] = ()
+    columns: Sequence[Column]
     most: int = 60
     unit: str = ""
 
+    @property
+    def head(self) -> list[str]:
+        return [column.head for column in self.columns]
 
-def _shown(table: Table, place: int, value: Any) -> str:
-    if isinstance(value, Cell):
-        return value.shown
-    return number(value, percent=place in table.percents)
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        return [*zip(*(column.values for column in self.columns), strict=True)]
+
+    @property
+    def head_cells(self) -> list[tuple[str, str, bool]]:
+        """The text of each cell of the head, its CSS classes, and whether it is strong."""
+        return [(each.head, _classes(each.head, each.numeric), False) for each in self.columns]
+
+    @property
+    def cells(self) -> list[tuple[tuple[str, str, bool], ...]]:
+        """The cells of the rows that a page shows, as `head_cells`."""
+        columns = []
+        for column in self.columns:
+            strong = [isinstance(value, PrintedCell) and value.strong for value in column.values]
+            classes = [_classes(text, column.numeric) for text in column.texts]
+            columns.append([*zip(column.texts, classes, strong, strict=True)][: self.most])
+        return [*zip(*columns, strict=True)]
 
 
-def _right(table: Table) -> list[bool]:
-    """Which columns hold numbers."""
-    return [
-        any(_is_number(_value(row[place])) for row in table.rows)
-        for place in range(len(table.head))
-    ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def columns_of(heads: Iterable[str], rows: Iterable[Sequence[Any]]) -> list[Column]:
+    """Columns of rows, none of them in percent."""
+    rows = [*rows]
+    return [Column(head, [row[place] for row in rows]) for place, head in enumerate(heads)]
 
 
 def _value(value: Any) -> Any:
-    return value.value if isinstance(value, Cell) else value
+    return value.value if isinstance(value, PrintedCell) else value
+
+
+def _classes(text: str, numeric: bool) -> str:
+    long = len(text) > LONG
+    unbroken = any(len(word) > LONG for word in text.split())
+    kinds = {"number": numeric and not long, "text": long, "unbroken": unbroken}
+    return " ".join(kind for kind, holds in kinds.items() if holds)
 
 
 def markdown(table: Table) -> str:
     """The table as Markdown has it, under its title and caption; text is never HTML or a link."""
-    lines = [[_escaped(name) for name in table.head]]
-    lines.append(["--:" if right else ":--" for right in _right(table)])
-    lines += [
-        [_escaped(_shown(table, place, value)) for place, value in enumerate(row)]
-        for row in table.rows
+    lines = [
+        map(_escaped, table.head),
+        ("--:" if column.numeric else ":--" for column in table.columns),
+        *zip(*(map(_escaped, column.texts) for column in table.columns), strict=True),
     ]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"**{_escaped(table.title)}.** {_escaped(table.caption)}\n\n{rows}\n"
@@ -90,6 +155,16 @@ def markdown(table: Table) -> str:
 def _escaped(text: str) -> str:
     plain = html.escape(text.replace("\\", "\\\\"), quote=False)
     return " ".join(plain.replace("|", "\\|").replace("](", "]\\(").split())
+
+
+def csv_of(table: Table) -> str:
+    """The table as CSV, an empty field for none. No field is a formula."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(_inert, [*table.head, *(["unit"] if table.unit else [])]))
+    for row in table.rows:
+        writer.writerow(map(_inert, [*map(_value, row), *([table.unit] if table.unit else [])]))
+    return out.getvalue()
 
 
 def _inert(value: Any) -> str:
@@ -109,41 +184,3 @@ def _inert(value: Any) -> str:
     except ValueError:
         return f"'{text}"
     return text
-
-
-def csv_of(table: Table) -> str:
-    """The table as CSV, an empty field for none. No field is a formula."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    unit = [table.unit] if table.unit else []
-    writer.writerow([_inert(name) for name in [*table.head, *(["unit"] if unit else [])]])
-    for row in table.rows:
-        writer.writerow([_inert(_value(value)) for value in [*row, *unit]])
-    return out.getvalue()
-
-
-def html_of(table: Table) -> str:
-    """The table in a box of its own, which scrolls where it is wider than the page."""
-    right = _right(table)
-    head = "".join(_cell("th", name, side) for name, side in zip(table.head, right, strict=True))
-    body = []
-    for row in table.rows[: table.most]:
-        cells = []
-        for place, value in enumerate(row):
-            strong = isinstance(value, Cell) and value.strong
-            cells.append(_cell("td", _shown(table, place, value), right[place], strong))
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    rows = "\n".join(body)
-    inside = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
-    return f'<div class="scroll" tabindex="0"><table>\n{inside}\n</table></div>'
-
-
-def _cell(tag: str, text: str, right: bool, strong: bool = False) -> str:
-    kinds = ["number"] if right and len(text) <= LONG else []
-    if len(text) > LONG:
-        kinds.append("text")
-    if any(len(word) > LONG for word in text.split()):
-        kinds.append("unbroken")
-    given = f' class="{" ".join(kinds)}"' if kinds else ""
-    inside = html.escape(text)
-    return f"<{tag}{given}>{f'<strong>{inside}</strong>' if strong else inside}</{tag}>"

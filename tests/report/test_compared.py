@@ -18,7 +18,7 @@ from test_report import GUARANTEE, lean, made, studied, swept
 from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
 from raydpfl.report import compare
-from raydpfl.report.figures import Drawing
+from raydpfl.report.figures import Plot
 from raydpfl.report.pages import compared
 from raydpfl.report.pages.comparison import page_of_several
 
@@ -155,13 +155,11 @@ def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path)
     folders.append(changed(lean(tmp_path / "c", "epsilon_pld", "seconds"), local={"lr": 0.7}))
     page = page_of_several(compared(folders))
     section = next(each for each in page.sections if each.title.startswith("Test accuracy by"))
-    drawings = [piece for piece in section.pieces if isinstance(piece, Drawing)]
+    drawings = [piece for piece in section.pieces if isinstance(piece, Plot)]
     assert [each.name.rpartition("-")[2] for each in drawings] == ["round", "seconds", "epsilon"]
     assert all("means over 1 to 2 seeds; bands" in each.caption for each in drawings)
     assert [key.label for key in drawings[0].keys] == ["local lr 0.1", "local lr 0.7"]
-    every = [
-        each.name for part in page.sections for each in part.pieces if isinstance(each, Drawing)
-    ]
+    every = [each.name for part in page.sections for each in part.pieces if isinstance(each, Plot)]
     assert len(set(every)) == len(every)
 
 
@@ -178,7 +176,7 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
         if hasattr(piece, "rows")
     }
     assert len(tables["results"].rows) == 9
-    assert tables["differences"].head == ("setting", "local.lr")
+    assert tables["differences"].head == ["setting", "local.lr"]
 
 
 @pytest.mark.slow

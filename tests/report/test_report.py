@@ -22,15 +22,15 @@ from matplotlib.figure import Figure
 from raydpfl import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.report import write
-from raydpfl.report.figures import FAMILY, Drawing, Missing, parse
+from raydpfl.report.figures import FAMILY, Missing, Plot, parse
 from raydpfl.report.figures.confusion import matrix_of
-from raydpfl.report.html import render
+from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
-from raydpfl.report.plot_style import Drawn, Key, Part, look, whole
+from raydpfl.report.plot_style import LegendKey, RenderedPlot, Subplot, look, whole
 from raydpfl.report.plot_style import render as drawn
-from raydpfl.report.run_reader import Case, Run, arrange, facets
-from raydpfl.report.tables import Cell, Table, csv_of, html_of, markdown
+from raydpfl.report.run_reader import LabelledRun, Run, arrange, facets
+from raydpfl.report.tables import Column, PrintedCell, Table, columns_of, csv_of, markdown
 
 ROUNDS = 6
 CLIENTS = 12
@@ -190,7 +190,7 @@ def test_names_are_escaped(run):
 
 @pytest.mark.slow
 def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
-    cases = [Case({"run": "one"}, Run(run, "one"))]
+    cases = [LabelledRun({"run": "one"}, Run(run, "one"))]
     names = {path.stem for path in (run / "report" / "figures").iterdir()}
     placed = [(cls, place) for cls in FAMILY.values() for place in cls.placed]
     assert len(placed) > 12
@@ -218,7 +218,7 @@ def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_
     assert found.shares().tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
     assert (found.round, found.names) == (ROUNDS - 1, ["left", "right", "a very l.."])
     item = parse({"confusion": "validation"}, "study.show[0]")
-    (left_out,) = item.make([Case({"run": "one"}, one)])
+    (left_out,) = item.make([LabelledRun({"run": "one"}, one)])
     assert isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.why
 
 
@@ -262,7 +262,7 @@ def test_the_same_directory_gives_the_same_bytes(run):
 )
 def test_a_missing_table_leaves_its_figure_out_and_says_so(file, gone, why, tmp_path):
     folder = made(tmp_path / "run")
-    assert isinstance(pieces(folder)[gone], Drawing)
+    assert isinstance(pieces(folder)[gone], Plot)
     (path,) = folder.glob(f"{file}.*")
     path.unlink()
     found = pieces(folder)
@@ -285,7 +285,7 @@ def test_a_damaged_table_is_told_and_the_rest_is_drawn(tmp_path):
     (folder / "clients.parquet").write_bytes(b"PAR1 nothing")
     found = page_of(folder)
     assert [flaw.partition(" (")[0] for flaw in found.flaws] == ["clients.parquet cannot be read"]
-    assert isinstance(pieces(folder)["norms"], Drawing)
+    assert isinstance(pieces(folder)["norms"], Plot)
 
 
 def test_a_run_that_goes_on_has_a_page_without_a_summary(tmp_path):
@@ -294,7 +294,7 @@ def test_a_run_that_goes_on_has_a_page_without_a_summary(tmp_path):
     found = page_of(folder)
     assert found.warnings == ["There is no summary.json: the run goes on, or was killed."]
     assert not any("No privacy" in each for each in found.lead)
-    assert isinstance(pieces(folder)["epsilon-by-round"], Drawing)
+    assert isinstance(pieces(folder)["epsilon-by-round"], Plot)
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_runs_with_models_of_several_sizes_have_no_path_in_common(tmp_path):
 def test_nothing_but_seeds_is_averaged(tmp_path):
     folder = made(tmp_path / "run")
     labels = [("x", "1"), ("x", "2"), ("y", "1"), ("y", "1")]
-    cases = [Case({"arm": arm, "size": size}, Run(folder, "r")) for arm, size in labels]
+    cases = [LabelledRun({"arm": arm, "size": size}, Run(folder, "r")) for arm, size in labels]
     panels = arrange(cases, "arm")
     assert [panel.title for panel in panels] == ["size 1", "size 2"]
     assert [[len(group.runs) for group in panel.groups] for panel in panels] == [[1, 2], [1]]
@@ -326,7 +326,7 @@ def test_nothing_but_seeds_is_averaged(tmp_path):
 def test_the_last_facet_goes_across_and_the_others_down(tmp_path):
     run = Run(made(tmp_path / "run"), "r")
     labels = [("s", "1", "x"), ("s", "2", "x"), ("s", "1", "y"), ("t", "2", "x")]
-    cases = [Case({"split": a, "size": b, "by": c}, run) for a, b, c in labels]
+    cases = [LabelledRun({"split": a, "size": b, "by": c}, run) for a, b, c in labels]
     found = facets(cases, (), ("split", "size"))
     assert [each.place for each in found] == [(0, 0), (0, 1), (1, 0), (2, 1)]
     assert {each.place for each in facets(cases, (), ("size",))} == {None}
@@ -341,8 +341,8 @@ def test_the_last_facet_goes_across_and_the_others_down(tmp_path):
 
 
 def test_parts_without_places_fill_rows_of_two():
-    parts = [Part(str(place), lambda axes: None) for place in range(3)]
-    drawing = Drawing("n", "N", "", parts)
+    parts = [Subplot(str(place), lambda axes: None) for place in range(3)]
+    drawing = Plot("n", "N", "", parts)
     assert drawing.across == 0
     assert [[part and part.title for part in row] for row in drawing.grid] == [
         ["0", "1"],
@@ -354,9 +354,9 @@ def test_parts_without_places_fill_rows_of_two():
 def test_the_rows_of_a_table_are_in_the_order_of_the_axes_that_it_names(kind, tmp_path):
     run = Run(made(tmp_path / "run"), "r")
     labels = [(a, b) for a in ("x", "y") for b in ("2", "1")]
-    cases = [Case({"slow": a, "fast": b}, run, {"snr": 1.0}, 1) for a, b in labels]
+    cases = [LabelledRun({"slow": a, "fast": b}, run, {"snr": 1.0}, 1) for a, b in labels]
     rows = parse({kind: "snr", "rows": ["fast", "slow"]}, "show.0").make(cases)[0].rows
-    assert [row[:2] for row in rows] == [["2", "x"], ["2", "y"], ["1", "x"], ["1", "y"]]
+    assert [row[:2] for row in rows] == [("2", "x"), ("2", "y"), ("1", "x"), ("1", "y")]
 
 
 def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
@@ -373,7 +373,7 @@ def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
 def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):
     other = {**GUARANTEE, "delta": 1e-3}
     folders = {"A": made(tmp_path / "a"), "B": made(tmp_path / "b", holds=[other])}
-    cases = [Case({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
+    cases = [LabelledRun({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
     (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases)
     seen = "that of one client against an observer of every aggregate (fixed size 4 of 12, cohort "
     seen += "hidden)"
@@ -597,7 +597,7 @@ def items(study):
 
 def rows_of(items, name):
     table = items[name]
-    cells = [[getattr(cell, "shown", cell) for cell in row] for row in table.rows]
+    cells = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
     return [dict(zip(table.head, row, strict=True)) for row in cells]
 
 
@@ -607,7 +607,7 @@ def test_a_study_shows_every_item_of_its_list(items):
     names |= {"selection-by-budget", "values-test_loss-deep.number", "table-test_accuracy"}
     assert names <= found.keys() and not any(isinstance(each, Missing) for each in found.values())
     assert found["cloud"].caption.endswith("Of the true ones.")
-    assert [part.title for part in found["test_accuracy-by-round"].parts] == [
+    assert [part.title for part in found["test_accuracy-by-round"].subplots] == [
         "iid, paper accounting",
         "iid, true accounting",
         "data 0.5, paper accounting",
@@ -668,7 +668,7 @@ def test_a_study_tells_its_scale_and_what_is_broken(study, items):
 
 def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     drawing = items["tuned-local.lr"]
-    assert [part.title for part in drawing.parts] == [
+    assert [part.title for part in drawing.subplots] == [
         "iid, paper accounting",
         "iid",
         "iid, true accounting",
@@ -679,7 +679,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     assert [key.label for key in drawing.keys] == ["A-1", "B", "Free", "chosen"]
     figure = Figure()
     axes = figure.subplots()
-    drawing.parts[0].draw(axes)
+    drawing.subplots[0].draw(axes)
     lines = [line.get_xydata().tolist() for line in axes.lines if line.get_linestyle() != "None"]
     assert lines == [[[0.1, 0.05], [1.0, 0.5]]] * 2  # the best of two rates of the server
     stars = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "*"]
@@ -691,7 +691,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
 def test_no_two_things_on_a_page_have_one_id(study):
     found = page_of(study)
     every = [piece for section in found.sections for piece in section.pieces]
-    drawn = {each.name: Drawn(each) for each in every if isinstance(each, Drawing)}
+    drawn = {each.name: RenderedPlot({}, []) for each in every if isinstance(each, Plot)}
     ids = Balance(render(found, drawn)).ids
     assert len(ids) > 20 and len(set(ids)) == len(ids)
 
@@ -784,18 +784,20 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
     left_out = page(tmp_path / "o").partition('id="left-out"')[2]
     assert set(re.findall(r"<li><strong>(.*?)</strong>", left_out)) == {
         *(f"{what} by second" for what in ("Test accuracy", "Loss", "Epsilon")),  # under 5 s
-        "Every client&#x27;s epsilon against its budget",
-        "Probability of selection over the clients&#x27; budgets",
-        "Probability of selection over the clients&#x27; sizes",
+        "Every client&#39;s epsilon against its budget",
+        "Probability of selection over the clients&#39; budgets",
+        "Probability of selection over the clients&#39; sizes",
         "Which classes are taken for which",
     }
 
 
 def test_tables_say_the_same_in_three_forms():
-    table = Table("t", "T", "Of.", ("name", "share"), [["<a|b>", 0.5], ["c", None]], {1})
+    columns = [Column("name", ["<a|b>", "c"]), Column("share", [0.5, None], percent=True)]
+    table = Table("t", "T", "Of.", columns)
     assert "| &lt;a\\|b&gt; | 50.00 % |" in markdown(table)
     assert csv_of(table) == "name,share\n<a|b>,0.5\nc,\n"
-    assert "&lt;a|b&gt;" in html_of(table) and "50.00 %" in html_of(table)
+    page = render(Page("P", [], [], [PageSection("S", [table])]), {})
+    assert "&lt;a|b&gt;" in page and "50.00\xa0%" in page
 
 
 FORMULAS = ("=1+1", "+A1", "-A1", "@SUM(A1)", "\t=1", " =1", "\uff1d1+1", "-2+3", "\r=1", "\n=1")
@@ -803,9 +805,10 @@ NUMBERS = (-0.5, np.float32(-2.0), -3, "-0.5", "+1e-3", "-inf", "a=1", "1-2", ""
 
 
 def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers():
-    rows = [[Cell(text, text), number] for text, number in zip(FORMULAS, NUMBERS, strict=True)]
-    table = Table("t", "T", "Of.", ("=cmd()", "-n"), rows, unit="@u")
-    inside = replace(table, rows=[[f"a{text}" for text in FORMULAS[:2]], ["a\r=1", "a\n=1"]])
+    cells = [PrintedCell(text, text) for text in FORMULAS]
+    table = Table("t", "T", "Of.", [Column("=cmd()", cells), Column("-n", NUMBERS)], unit="@u")
+    texts = [[f"a{text}" for text in FORMULAS[:2]], ["a\r=1", "a\n=1"]]
+    inside = replace(table, columns=columns_of(table.head, texts))
     assert all(row[0][0] == "a" for row in list(csv.reader(csv_of(inside).splitlines()))[1:])
     head, *found = csv.reader(io.StringIO(csv_of(table), newline=""))
     assert head == ["'=cmd()", "'-n", "unit"] and all(row[2] == "'@u" for row in found)
@@ -815,16 +818,16 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers():
 
 def test_what_markdown_shows_is_neither_html_nor_a_link():
     hostile = "<img src=x onerror=alert(1)> &lt; [a](javascript:b)"
-    table = Table("t", hostile, hostile, (hostile,), [[hostile]])
+    table = Table("t", hostile, hostile, [Column(hostile, [hostile])])
     found = markdown(table)
     assert "<" not in found and "](" not in found and found.count("&lt;img") == 4
     assert "&amp;lt;" in found
 
 
 def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_page():
-    parts = [Part(f"panel {place}", lambda axes: axes.plot([0, 1])) for place in range(4)]
+    parts = [Subplot(f"panel {place}", lambda axes: axes.plot([0, 1])) for place in range(4)]
     for count, most in ((1, 4.6), (2, 7.0), (4, 7.0)):
-        drawing = Drawing("few", "Few", "", parts[:count])
+        drawing = Plot("few", "Few", "", parts[:count])
         width, _ = whole(drawing).get_size_inches()
         assert width <= most
     assert [len(row) for row in drawing.grid] == [2, 2]
@@ -833,7 +836,7 @@ def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_pa
 def test_figures_of_four_columns_are_two_by_two(tmp_path):
     run = Run(made(tmp_path / "run"), "r")
     labels = [(a, b) for a in "st" for b in "1234"][:7]
-    cases = [Case({"split": a, "size": b}, run) for a, b in labels]
+    cases = [LabelledRun({"split": a, "size": b}, run) for a, b in labels]
     (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
     figure = whole(drawing)
     width, _ = figure.get_size_inches()
@@ -850,8 +853,8 @@ def test_figures_for_a_paper_are_as_wide_as_its_columns_with_text_of_eight_point
         axes.plot([0, 1], label="some")
         axes.set_xlabel("round")
 
-    parts = [Part(f"panel {place}", draw) for place in range(4)]
-    found = drawn(Drawing("few", "Few", "", parts, [Key("some", look(0))]), columns)
+    parts = [Subplot(f"panel {place}", draw) for place in range(4)]
+    found = drawn(Plot("few", "Few", "", parts, [LegendKey("some", look(0))]), columns)
     svg = found.files["svg"].decode()
     assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1]) == pytest.approx(72 * inches)
     box = re.search(rb"/MediaBox \[([^\]]*)\]", found.files["pdf"])[1].split()
@@ -883,11 +886,11 @@ def test_curves_by_second_need_a_run_of_some_seconds_unless_they_are_asked_for(s
     pq.write_table(table, folder / "rounds.parquet")
     shown = pieces(folder)
     titles = {each.title: each for each in shown.values()}
-    assert isinstance(titles["Test accuracy by second"], Drawing) == (seconds == 1.0)
-    assert isinstance(titles["Test accuracy by round"], Drawing)
-    case = Case({"run": "r"}, Run(folder, "r"))
+    assert isinstance(titles["Test accuracy by second"], Plot) == (seconds == 1.0)
+    assert isinstance(titles["Test accuracy by round"], Plot)
+    case = LabelledRun({"run": "r"}, Run(folder, "r"))
     asked = parse({"curves": "test_accuracy", "x": "seconds"}, "show.0")
-    assert isinstance(asked.shown([case])[0], Drawing)
+    assert isinstance(asked.shown([case])[0], Plot)
 
 
 @pytest.mark.parametrize(("first", "scale"), [(1.0, "linear"), (0.4, "log")])

@@ -28,7 +28,7 @@ from test_same_bits import kill_tree
 from raydpfl.cli.study_display import Display
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
-from raydpfl.report.published_numbers import Printed
+from raydpfl.report.published_numbers import PublishedTable
 from raydpfl.report.statistics import over_seeds, paired
 from raydpfl.sweep import study as room
 from raydpfl.sweep.directory import Directory
@@ -374,10 +374,12 @@ def test_every_printed_table_is_read_by_a_study_which_finds_its_numbers():
         labels = {axis: [*names] for axis, names in asked.labels.items()}
         for item in map(parse, tables, [path.stem] * len(tables)):
             read.add(item.published)
-            printed = Printed.read(builtin.PUBLISHED / item.published)
+            printed = PublishedTable.read(builtin.PUBLISHED / item.published)
             columns = printed.columns(labels, item.match)
             found = [
-                printed.of({**cell.labels, "arm": cell.arm}, columns, "", item.where, item.value)
+                printed.number(
+                    {**cell.labels, "arm": cell.arm}, columns, "", item.where, item.value
+                )
                 for cell in asked.cells
             ]
             assert any(found), (path, item.published)

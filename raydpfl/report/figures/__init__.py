@@ -23,14 +23,14 @@ from typing import Any
 
 from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
-from raydpfl.report.figures.base import Drawing, Figure, Missing, Need, Piece, Shown, Words
+from raydpfl.report.figures.base import Missing, Piece, Plot, PlotItem, ReportItem, Words
 
-__all__ = ["FAMILY", "Drawing", "Figure", "Missing", "Need", "Piece", "Shown", "Words", "parse"]
+__all__ = ["FAMILY", "Missing", "Piece", "Plot", "PlotItem", "ReportItem", "Words", "parse"]
 
-FAMILY: dict[str, type[Shown]] = family(__name__, Shown)
+FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem)
 
 
-def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None) -> Shown:
+def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None) -> ReportItem:
     """An item of a `show` list.
 
     Args:
@@ -44,28 +44,23 @@ def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None
     kinds = [key for key in item if key in FAMILY] if isinstance(item, Mapping) else []
     if not kinds:
         raise ConfigError(where, item, f"one of {', '.join(FAMILY)}, as in {{curves: test_loss}}")
-    fields = {key: value for key, value in item.items() if key != kinds[0]}
-    given = {"kind": kinds[0], **fields}
-    of = item[kinds[0]]
-    if of not in (None, {}):
-        if "of" not in FAMILY[kinds[0]].model_fields:
-            raise ConfigError(f"{where}.{kinds[0]}", of, "{}: it shows no number of one's choice")
-        given["of"] = of
-    found = choose(where, given, FAMILY, Shown)
-    if axes is None:
-        return found
-    for axis in found.axes():
-        if axis not in axes:
-            raise ConfigError(where, axis, f"one of the axes of the study: {_listed(axis, axes)}")
-    for axis, label in found.labels():
-        if label not in axes[axis]:
-            raise ConfigError(
-                where, label, f"one of the labels of {axis}: {_listed(label, axes[axis])}"
-            )
-    return found
+    kind = kinds[0]
+    fields = {"kind": kind, **{key: value for key, value in item.items() if key != kind}}
+    if item[kind] not in (None, {}):
+        if "of" not in FAMILY[kind].model_fields:
+            expected = "{}: it shows no number of one's choice"
+            raise ConfigError(f"{where}.{kind}", item[kind], expected)
+        fields["of"] = item[kind]
+    shown = choose(where, fields, FAMILY, ReportItem)
+    if axes is not None:
+        for axis in shown.axes():
+            _check(where, axis, axes, "axes of the study")
+        for axis, label in shown.labels():
+            _check(where, label, axes[axis], f"labels of {axis}")
+    return shown
 
 
-def _listed(name: str, known: Collection[str]) -> str:
-    """All that are known, and the one that may be meant."""
-    near = difflib.get_close_matches(name, known, 1)
-    return ", ".join(known) + (f" ({near[0]}?)" if near else "")
+def _check(where: str, name: str, known: Collection[str], what: str) -> None:
+    if name not in known:
+        near = [f" ({each}?)" for each in difflib.get_close_matches(name, known, 1)]
+        raise ConfigError(where, name, f"one of the {what}: {', '.join(known)}{''.join(near)}")

@@ -1,4 +1,4 @@
-"""The base of what a report can show: figures, and the tables that a study asks for."""
+"""The base of the items of a report: figures, and the tables that a study asks for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from raydpfl.config.registry import Member
 from raydpfl.report.labels import listed
-from raydpfl.report.plot_style import Drawing, Key, Part, look
-from raydpfl.report.run_reader import ACROSS, Case, Group, Panel, Run, arrange
+from raydpfl.report.plot_style import LegendKey, Plot, Subplot, look
+from raydpfl.report.run_reader import ACROSS, Group, LabelledRun, Panel, Run, arrange
 from raydpfl.report.tables import Table
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class Need:
 
     def __str__(self) -> str:
         suffix = "bin" if self.table == "trajectory" else "parquet"
-        named = listed(self.columns)
-        text = f"{named} in {self.table}.{suffix}" if named else f"{self.table}.{suffix}"
-        return f"{text} ({self.hint})" if self.hint else text
+        columns = f"{listed(self.columns)} in " if self.columns else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{columns}{self.table}.{suffix}{hint}"
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class Missing:
 
 @dataclass(frozen=True)
 class Words:
-    """A heading of its own and paragraphs; `preformatted`: a text whose lines stay as they are."""
+    """A heading and paragraphs; `preformatted`: a text whose lines stay as they are."""
 
     title: str
     paragraphs: Sequence[str]
     preformatted: str = ""
 
 
-Piece = Drawing | Table | Missing | Words
+Piece = Plot | Table | Missing | Words
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a page of runs has an item without being asked: in which section, by which fields;
-    those of a lower `rank` come first.
+    """An item that every page of runs has: in which section, with which fields; those of a lower
+    `rank` come first.
     """
 
     section: str
@@ -95,12 +95,12 @@ def name_of(*words: str) -> str:
     return re.sub(r"[^a-z0-9_.]+", "-", "-".join(words).lower()).strip("-.")[:80]
 
 
-class Shown(Member):
+class ReportItem(Member):
     """Base of the family: an item of a report, with its fields as a study's `show` has them.
 
-    An item of a study is written `{KIND: OF, field: value, ...}`; what stands behind the kind is
-    its field `of`, `{KIND: {}, ...}` if it has none. `only` keeps the cases with these labels, by
-    axis. `title` replaces the item's own, `note` is put behind its caption.
+    An item of a study is written `{KIND: OF, field: value, ...}`; `OF` is its field `of`, or {}
+    where it has none. `only` keeps the cases with these labels, by axis. `title` replaces the
+    item's title, `note` is put behind its caption.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = ()
@@ -125,46 +125,41 @@ class Shown(Member):
     def axes(self) -> Iterable[str]:
         """The axes of the cases that the item names."""
         for name in self.axes_named:
-            value = getattr(self, name)
-            yield from (value,) if isinstance(value, str) else value
+            yield from _one_or_more(getattr(self, name))
         yield from self.only
 
     def labels(self) -> Iterable[tuple[str, str]]:
         """The labels that the item names, each with its axis."""
-        for axis, labels in self.only.items():
-            yield from ((axis, label) for label in labels)
+        return [(axis, label) for axis, labels in self.only.items() for label in labels]
 
     def numbers(self) -> Sequence[str]:
         """The numbers of a run that it shows, by name."""
         return ()
 
-    def shown(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def shown(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
         kept = [
             case
             for case in cases
             if all(case.labels.get(axis) in labels for axis, labels in self.only.items())
         ]
-        found = self.make(kept)
-        if not self.note:
-            return found
         return [
             replace(piece, caption=f"{piece.caption} {self.note}")
-            if isinstance(piece, (Drawing, Table))
+            if self.note and isinstance(piece, (Plot, Table))
             else piece
-            for piece in found
+            for piece in self.make(kept)
         ]
 
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of these runs. It reads their directories and nothing else."""
         raise NotImplementedError
 
-    def unasked(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def unasked(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """As `make`, for a page that shows the item by itself: left out where it says nothing."""
         return self.make(cases)
 
 
-class Panelled(Shown):
+class PanelledItem(ReportItem):
     """Base of items with panels.
 
     `colour` is the axis that tells lines apart (arms, or the runs that are compared), and `facet`
@@ -179,28 +174,27 @@ class Panelled(Shown):
     facet: Names = ()
 
 
-class Figure(Panelled):
+class PlotItem(PanelledItem):
     """Base of figures with a panel for each label of the facets, and in it a group for each colour
-    (a line, say).
+    (a line, say). With `per_group` each group has a panel, across where there are several of both.
     """
+
+    per_group: ClassVar[bool] = False
+    heading: ClassVar[str] = ""
 
     # --- what a figure gives ---
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Need:
         """What it reads of a run; one that lacks any of it is left out."""
-        return ()
+        raise NotImplementedError
 
     def headline(self) -> str:
-        """The title that it has by itself."""
-        raise NotImplementedError
+        """The title, where the item has no other."""
+        return self.heading
 
     def slug(self) -> str:
         """What its files are named by."""
         return name_of(type(self).model_fields["kind"].default)
-
-    def panels(self, cases: Sequence[Case]) -> list[Panel]:
-        """The panels of these runs."""
-        return arrange(cases, self.colour, self.facet)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """What all panels have in common, computed once; None: there is nothing to draw."""
@@ -210,7 +204,7 @@ class Figure(Panelled):
         """Draws one panel. `common`: what `prepare` gave."""
         raise NotImplementedError
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         """The legend: by default a line for each group, where there are several."""
         return group_keys(panels)
 
@@ -220,65 +214,64 @@ class Figure(Panelled):
 
     # --- what all have in common ---
 
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         title = self.title or self.headline()
-        kept = [case for case in cases if all(need.met(case.run) for need in self.needs())]
+        need = self.needs()
+        kept = [case for case in cases if need.met(case.run)]
         if not kept:
-            return [Missing(title, f"needs {listed([str(need) for need in self.needs()])}")]
-        panels = self.panels(kept)
+            return [Missing(title, f"needs {need}")]
+        panels = arrange(kept, self.colour, self.facet)
+        if self.per_group:
+            panels = _per_group(panels)
         common = self.prepare(panels)
         if common is None:
             return [Missing(title, "there is nothing to draw: no points of it are known")]
-        parts = [
-            Part(panel.title, partial(self.draw, panel=panel, common=common), panel.place)
+        subplots = [
+            Subplot(panel.title, partial(self.draw, panel=panel, common=common), panel.place)
             for panel in panels
         ]
         caption = self.caption(panels, common) + _without(cases, kept, self.colour)
-        return [Drawing(self.slug(), title, caption, parts, self.keys(panels, common))]
+        return [Plot(self.slug(), title, caption, subplots, self.keys(panels, common))]
 
 
-class Apart(Figure):
-    """Base of figures with a panel for each group too, across where there are several of both."""
-
-    def panels(self, cases: Sequence[Case]) -> list[Panel]:
-        panels = super().panels(cases)
-        several = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
-        return [apart for row, panel in enumerate(panels) for apart in _apart(panel, row, several)]
-
-
-def _apart(panel: Panel, row: int, several: bool) -> list[Panel]:
+def _per_group(panels: Sequence[Panel]) -> list[Panel]:
     """A panel for each group, named by it where there are several."""
-    if len(panel.groups) == 1 and not panel.title:
-        return [panel]
+    several = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
     found = []
-    for group in panel.groups:
-        title = ": ".join(part for part in (panel.title, group.label) if part)
-        place = (row, group.place) if several and group.place < ACROSS else None
-        found.append(Panel(title, [group], place))
+    for row, panel in enumerate(panels):
+        if len(panel.groups) == 1 and not panel.title:
+            found.append(panel)
+            continue
+        for group in panel.groups:
+            title = ": ".join(part for part in (panel.title, group.label) if part)
+            place = (row, group.place) if several and group.place < ACROSS else None
+            found.append(Panel(title, [group], place))
     return found
 
 
-def _without(cases: Sequence[Case], kept: Sequence[Case], colour: str) -> str:
+def _without(cases: Sequence[LabelledRun], kept: Sequence[LabelledRun], colour: str) -> str:
     """Says which labels have nothing to show."""
     there = {case.labels.get(colour) for case in kept}
-    gone = dict.fromkeys(
-        case.labels[colour]
-        for case in cases
-        if colour in case.labels and case.labels[colour] not in there
-    )
-    return f" Without {listed([*gone])}, of which none of it is known." if gone else ""
+    gone = dict.fromkeys(case.labels[colour] for case in cases if colour in case.labels)
+    names = [label for label in gone if label not in there]
+    return f" Without {listed(names)}, of which none of it is known." if names else ""
 
 
-def group_keys(panels: Sequence[Panel]) -> list[Key]:
+def group_keys(panels: Sequence[Panel]) -> list[LegendKey]:
     """A line for each group of any panel; none where there is only one."""
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for panel in panels:
         for group in panel.groups:
-            found.setdefault(group.label, group)
-    if len(found) < 2:
+            groups.setdefault(group.label, group)
+    if len(groups) < 2:
         return []
-    ordered = sorted(found.values(), key=lambda group: group.place)
-    return [Key(group.label, look(group.place)) for group in ordered]
+    ordered = sorted(groups.values(), key=lambda group: group.place)
+    return [LegendKey(group.label, look(group.place)) for group in ordered]
+
+
+def runs_of(panels: Sequence[Panel]) -> list[Run]:
+    """All runs of these panels, in their order."""
+    return [run for panel in panels for group in panel.groups for run in group.runs]
 
 
 def first_seed(panels: Sequence[Panel]) -> str:
@@ -289,10 +282,8 @@ def first_seed(panels: Sequence[Panel]) -> str:
 
 def seeds_of(panels: Sequence[Panel]) -> str:
     """What lines and bands are where groups have several runs."""
-    counts = {len(group.runs) for panel in panels for group in panel.groups}
-    if max(counts, default=1) < 2:
+    counts = sorted({len(group.runs) for panel in panels for group in panel.groups})
+    if counts[-1] < 2:
         return ""
-    least = min(counts)
-    most = max(counts)
-    of = f"{most} seeds" if least == most else f"{least} to {most} seeds"
-    return f" Lines are means over {of}; bands reach from the least to the greatest."
+    span = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return f" Lines are means over {span} seeds; bands reach from the least to the greatest."

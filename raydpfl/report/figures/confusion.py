@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Placed
-from raydpfl.report.plot_style import PALETTE, Key, thin
+from raydpfl.report.figures.base import Need, Placed, PlotItem
+from raydpfl.report.plot_style import PALETTE, LegendKey, thin
 from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
@@ -20,26 +20,25 @@ TICKS = 12  # classes that are named at most
 LONG = 10  # characters of a class's name
 
 
-class Confusion(Apart):
+class Confusion(PlotItem):
     """The confusion matrix of the last evaluation as a heat map: of the samples of each class, in a
     row, the share that was taken for each class. Of several seeds the samples are added up.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Accuracy and loss", {}, 9),)
+    per_group: ClassVar[bool] = True
+    heading: ClassVar[str] = "Which classes are taken for which"
 
     kind: str = "confusion"
     of: Literal["test", "validation"] = "test"  # the set
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Need:
         hint = "evaluate.metrics: [confusion_matrix]"
-        return (Need(self._table, ("actual", "predicted", "samples"), hint),)
+        return Need(self._table, ("actual", "predicted", "samples"), hint)
 
     @property
     def _table(self) -> str:
         return f"{self.of}_confusion_matrix"
-
-    def headline(self) -> str:
-        return "Which classes are taken for which"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         return {id(panel): matrix_of(panel.groups[0].runs, self._table) for panel in panels}
@@ -47,8 +46,8 @@ class Confusion(Apart):
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
-        found = common[id(panel)]
-        shares = found.shares()
+        matrix = common[id(panel)]
+        shares = matrix.shares()
         classes = len(shares)
         deep = to_rgba(PALETTE[0])
         colours = LinearSegmentedColormap.from_list("share", [(*deep[:3], 0.0), deep])
@@ -59,21 +58,21 @@ class Confusion(Apart):
             light = "white" if share > 0.6 else None
             text = f"{share:.0%}".rstrip("%")
             axes.text(predicted, actual, text, ha="center", va="center", fontsize=7, color=light)
-        named = thin(classes, TICKS)
-        labels = [found.names[place] for place in named]
+        ticks = thin(classes, TICKS)
+        labels = [matrix.names[place] for place in ticks]
         turned = 90 if max(map(len, labels)) > 2 else 0
-        axes.set_xticks(named, labels, rotation=turned, fontsize=8)
-        axes.set_yticks(named, labels, fontsize=8)
+        axes.set_xticks(ticks, labels, rotation=turned, fontsize=8)
+        axes.set_yticks(ticks, labels, fontsize=8)
         axes.invert_yaxis()
         axes.grid(visible=False)
         axes.set_xlabel("taken for")
         axes.set_ylabel("class")
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         return []
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        rounds = sorted({found.round + 1 for found in common.values()})  # as curves count them
+        rounds = sorted({matrix.round + 1 for matrix in common.values()})  # as curves count them
         text = "Of the samples of each class, in a row, the share in percent that was taken for "
         text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
@@ -98,17 +97,17 @@ class Matrix:
 
 def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
     """The matrix of the last evaluation of these runs, added up."""
-    kept = []
+    tables = []
     for run in runs:
         columns = run.table(table)
         last = columns["round"] == columns["round"].max()
-        kept.append({name: values[last].astype(int) for name, values in columns.items()})
-    given = [str(name) for name in runs[0].summary.get("class_names") or ()]
-    seen = [int(each[name].max()) + 1 for each in kept for name in ("actual", "predicted")]
-    classes = max(*seen, len(given))
+        tables.append({name: values[last].astype(int) for name, values in columns.items()})
+    names = [str(name) for name in runs[0].summary.get("class_names") or ()]
+    seen = [int(each[name].max()) + 1 for each in tables for name in ("actual", "predicted")]
+    classes = max(*seen, len(names))
     counts = np.zeros((classes, classes))
-    for each in kept:
+    for each in tables:
         np.add.at(counts, (each["actual"], each["predicted"]), each["samples"])
-    names = given or [str(place) for place in range(classes)]
+    names = names or [str(place) for place in range(classes)]
     short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
-    return Matrix(counts, short, int(kept[0]["round"][0]))
+    return Matrix(counts, short, int(tables[0]["round"][0]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Collection, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,19 +14,20 @@ from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.papers import cited
 from raydpfl.report.figures.base import (
-    Figure,
     Missing,
     Names,
     Need,
     Piece,
     Placed,
+    PlotItem,
     group_keys,
     name_of,
+    runs_of,
     seeds_of,
 )
 from raydpfl.report.labels import Quantity, listed, quantity
-from raydpfl.report.plot_style import FACTOR, Key, Look, look, scale
-from raydpfl.report.run_reader import Case, Group, Panel, Run, some
+from raydpfl.report.plot_style import FACTOR, LegendKey, Look, look, scale
+from raydpfl.report.run_reader import Group, LabelledRun, Panel, Run, some
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +42,12 @@ HINTS = {
 }
 SECONDS = 5.0  # that a run takes, from which curves by second say more than those by round
 MARKS = 12  # markers on a line at most
+# The titles of columns that begin so.
+TITLES = {
+    "epsilon": "Epsilon",
+    "angle": "Angles of clients' updates to the last global update",
+    "bias": "Bias of clipping",
+}
 # What a column is, in a sentence.
 ABOUT = {
     "test_accuracy": "On the test set, at the rounds that were evaluated.",
@@ -61,9 +70,13 @@ ALONE = (
 CLIPPED = "The share of the cohort whose updates bounding shortened."
 CLIPPED_SAMPLES = "The share of gradients longer than the bound, averaged over the cohort."
 X_WORDS = {"round": "round", "seconds": "second", "epsilon": "epsilon"}
+LOSSES = {"of": ["test_loss", "train_loss"], "main": "test_loss"}
+EPSILONS = {"of": "epsilon_*", "main": "epsilon"}
+ANGLES = ["angle_p10", "angle_p50", "angle_p90"]
+BIASES = ["bias_within", "bias_across"]
 
 
-class Curves(Figure):
+class Curves(PlotItem):
     """Columns of rounds.parquet (`of`: one, or several; `epsilon_*`: all that begin so) over `x`:
     `round`, `seconds`, `epsilon` (the one that holds) or another column. Several runs of a group
     are a mean line with a band. `main` is the one column that is drawn where there are several
@@ -76,27 +89,12 @@ class Curves(Figure):
     )
     placed: ClassVar[tuple[Placed, ...]] = (
         *(Placed("Accuracy and loss", {"of": "test_accuracy", "x": x}) for x in X_WORDS),
-        *(
-            Placed(
-                "Accuracy and loss",
-                {"of": ["test_loss", "train_loss"], "main": "test_loss", "x": x},
-            )
-            for x in ("round", "seconds")
-        ),
-        *(
-            Placed("Privacy", {"of": "epsilon_*", "main": "epsilon", "x": x})
-            for x in ("round", "seconds")
-        ),
+        *(Placed("Accuracy and loss", {**LOSSES, "x": x}) for x in ("round", "seconds")),
+        *(Placed("Privacy", {**EPSILONS, "x": x}) for x in ("round", "seconds")),
         Placed("Bounding and noise", {"of": "clipped"}, 1),
         Placed("Bounding and noise", {"of": "snr"}, 2),
-        Placed(
-            "Bounding and noise",
-            {"of": ["angle_p10", "angle_p50", "angle_p90"], "main": "angle_p50"},
-            3,
-        ),
-        Placed(
-            "Bounding and noise", {"of": ["bias_within", "bias_across"], "main": "bias_across"}, 5
-        ),
+        Placed("Bounding and noise", {"of": ANGLES, "main": "angle_p50"}, 3),
+        Placed("Bounding and noise", {"of": BIASES, "main": "bias_across"}, 5),
     )
 
     kind: str = "curves"
@@ -105,7 +103,7 @@ class Curves(Figure):
     main: str = ""
     log: bool | None = None
 
-    def unasked(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def unasked(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         if self.x == "seconds":
             longest = max((_last_second(case.run) for case in cases), default=0.0)
             if longest < SECONDS:
@@ -123,12 +121,10 @@ class Curves(Figure):
     def numbers(self) -> Sequence[str]:
         return self.of
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Need:
         first = self.main or self.of[-1]
-        hint = HINTS.get(first, HINTS.get(self.x, ""))
-        if first.startswith("epsilon"):
-            return (Need("rounds", ("epsilon", self.x), hint),)
-        return (Need("rounds", (first, self.x), hint),)
+        column = "epsilon" if first.startswith("epsilon") else first
+        return Need("rounds", (column, self.x), HINTS.get(first, HINTS.get(self.x, "")))
 
     def slug(self) -> str:
         return name_of(self.of[0].strip("*_"), "by", self.x)
@@ -140,7 +136,7 @@ class Curves(Figure):
 
     def columns(self, panels: Sequence[Panel]) -> list[str]:
         """The columns that are drawn."""
-        runs = [run for panel in panels for group in panel.groups for run in group.runs]
+        runs = runs_of(panels)
         several = any(len(panel.groups) > 1 for panel in panels)
         found: dict[str, None] = {}
         for name in (self.main,) if several and self.main else self.of:
@@ -153,40 +149,32 @@ class Curves(Figure):
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         columns = self.columns(panels)
-        lines = [
-            line(group, name, self.x)
-            for panel in panels
-            for group in panel.groups
-            for name in columns
-        ]
-        drawn = [each for each in lines if each is not None]
-        if not drawn:
+        groups = [group for panel in panels for group in panel.groups]
+        lines = {}
+        for group, name in itertools.product(groups, columns):
+            values = line(group, name, self.x)
+            if values is not None:
+                lines[id(group), name] = values
+        if not lines:
             return None
-        x = np.concatenate([each[0] for each in drawn])
-        y = np.concatenate([each[place] for each in drawn for place in (2, 3)])
-        return {"columns": columns, "x": x, "y": y}
+        x = np.concatenate([each[0] for each in lines.values()])
+        y = np.concatenate([each[place] for each in lines.values() for place in (2, 3)])
+        return {"columns": columns, "lines": lines, "x": x, "y": y}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         columns = common["columns"]
         for group in panel.groups:
             for place, name in enumerate(columns):
-                found = line(group, name, self.x)
-                if found is None:
+                if (id(group), name) not in common["lines"]:
                     continue
-                x, mean, low, high = found
+                x, mean, low, high = common["lines"][id(group), name]
                 drawn = self._look(group, place, len(panel.groups), columns)
                 if len(group.runs) > 1:
                     axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
                 if len(x) == 1:  # no band is seen there
                     axes.vlines(x, low, high, color=drawn.colour, linewidth=1)
-                axes.plot(
-                    x,
-                    mean,
-                    color=drawn.colour,
-                    linestyle=drawn.dash,
-                    marker=drawn.marker,
-                    markevery=max(1, len(x) // MARKS),
-                )
+                every = max(1, len(x) // MARKS)
+                axes.plot(x, mean, marker=drawn.marker, markevery=every, **drawn.line)
         x = common["x"]
         far = self.x.startswith("epsilon") and x.max() >= FACTOR * x.min()
         scale(axes, "x", quantity(self.x), x, far or None)
@@ -205,17 +193,19 @@ class Curves(Figure):
             return look(place)
         return look(group.place, None if len(columns) == 1 else place)
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         columns = common["columns"]
         groups = group_keys(panels)
         if len(columns) == 1:
             return groups
         if not groups:
-            run = panels[0].groups[0].runs[0]
-            return [Key(_of_column(name, run), look(place)) for place, name in enumerate(columns)]
+            run = panels[0].run
+            return [
+                LegendKey(_of_column(name, run), look(place)) for place, name in enumerate(columns)
+            ]
         keys = {group.label: group for panel in panels for group in panel.groups}
         return [
-            Key(f"{key.label}: {quantity(name).words}", look(keys[key.label].place, place))
+            LegendKey(f"{key.label}: {quantity(name).words}", look(keys[key.label].place, place))
             for key in groups
             for place, name in enumerate(columns)
         ]
@@ -240,15 +230,12 @@ def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
     runs = [run for run in group.runs if run.has("rounds", (name, x))]
     if not runs:
         return None
-    rounds = [_known(run, name, x) for run in runs]
-    shared = rounds[0]
-    for each in rounds[1:]:
-        shared = np.intersect1d(shared, each)
+    shared = reduce(np.intersect1d, [_known(run, name, x) for run in runs])
     if not len(shared):
         return None
-    places = [np.isin(run.table("rounds")["round"], shared) for run in runs]
-    across = np.array([_values(run, x)[at] for run, at in zip(runs, places, strict=True)])
-    values = np.array([_values(run, name)[at] for run, at in zip(runs, places, strict=True)])
+    places = [(run, np.isin(run.table("rounds")["round"], shared)) for run in runs]
+    across = np.array([_values(run, x)[place] for run, place in places])
+    values = np.array([_values(run, name)[place] for run, place in places])
     return across.mean(0), values.mean(0), values.min(0), values.max(0)
 
 
@@ -270,7 +257,7 @@ def _known(run: Run, name: str, x: str) -> np.ndarray:
 
 
 def _about(name: str, panels: Sequence[Panel]) -> str:
-    runs = [run for panel in panels for group in panel.groups for run in group.runs]
+    runs = runs_of(panels)
     if name == "clipped":
         samples = any(run.per_sample for run in runs)
         updates = not all(run.per_sample for run in runs)
@@ -282,15 +269,13 @@ def _about(name: str, panels: Sequence[Panel]) -> str:
 
 
 def _title(columns: Sequence[str]) -> str:
-    if columns[0].startswith("epsilon"):
-        return "Epsilon"
-    if columns[0].startswith("angle"):
-        return "Angles of clients' updates to the last global update"
-    if columns[0].startswith("bias"):
-        return "Bias of clipping"
+    first = columns[0]
+    kind = first.split("_")[0]
+    if kind in TITLES:
+        return TITLES[kind]
     if len(columns) > 1:
-        return "Loss" if columns[0].endswith("loss") else listed([*columns])
-    return quantity(columns[0]).words.capitalize()
+        return "Loss" if first.endswith("loss") else listed([*columns])
+    return quantity(first).words.capitalize()
 
 
 def _of_column(name: str, run: Run) -> str:
@@ -298,29 +283,25 @@ def _of_column(name: str, run: Run) -> str:
     words = quantity(name).words
     if not name.startswith("epsilon_"):
         return words
-    kinds = {"rigorous": "rigorous", "paper": "formula", "unproven": "not proved"}
-    return f"{words.removeprefix('epsilon, ')} ({kinds[run.kind_of(name)]})"
+    return f"{words.removeprefix('epsilon, ')} ({run.kind_of(name)})"
 
 
 def _whose(panels: Sequence[Panel]) -> str:
     """Whose epsilon it is, against whom; of several groups each its own, where they differ."""
-    told: dict[str, dict[str, None]] = {}
-    for panel in panels:
-        for group in panel.groups:
-            for run in group.runs[:1]:
-                stated = [*run.holds, *run.guarantees][:1]
-                told.setdefault("".join(map(_of_one, stated)), {})[group.label] = None
-    told.pop("", None)
-    if not told:
+    labels: dict[str, dict[str, None]] = {}
+    for group in (group for panel in panels for group in panel.groups):
+        run = group.runs[0]
+        for one in [*run.holds, *run.guarantees][:1]:
+            labels.setdefault(_of_one(one), {})[group.label] = None
+    if not labels:
         return "Epsilon is that of the ledger, by accountant."
-    if len(told) == 1:
-        return f"Epsilon is that of {next(iter(told))}."
-    each = (f"of {listed([*labels])} that of {words}" for words, labels in told.items())
-    return f"Epsilon is {'; '.join(each)}."
+    if len(labels) == 1:
+        return f"Epsilon is that of {next(iter(labels))}."
+    parts = (f"of {listed([*names])} that of {words}" for words, names in labels.items())
+    return f"Epsilon is {'; '.join(parts)}."
 
 
 def _of_one(one: Guarantee) -> str:
     sampling = str(one.sampling).split(";")[0]
-    return (
-        f"one {one.unit} against an observer of {one.observer} ({sampling}), at delta {one.delta:g}"
-    )
+    observer = f"an observer of {one.observer} ({sampling})"
+    return f"one {one.unit} against {observer}, at delta {one.delta:g}"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Missing, Panelled, Piece, name_of
+from raydpfl.report.figures.base import Missing, PanelledItem, Piece, name_of
 from raydpfl.report.labels import Quantity, axis, quantity
-from raydpfl.report.plot_style import FACTOR, Drawing, Key, Look, Part, dots, look, scale
-from raydpfl.report.run_reader import Case, facets, labels_of, varying
+from raydpfl.report.plot_style import FACTOR, LegendKey, Look, Plot, Subplot, dots, look, scale
+from raydpfl.report.run_reader import LabelledRun, facets, labels_of, varying
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ TICKS = 9  # numbers that each have a tick
 LONG = 34  # characters of all labels beyond which they are turned
 
 
-class Points(Panelled):
+class Points(PanelledItem):
     """A number of a run (`of`, in the table of results or the summary) over an axis `x`: a point
     for each run, a line through the means over the seeds. Labels stand where they are as numbers,
     or side by side where any of them is none.
@@ -37,7 +37,7 @@ class Points(Panelled):
     def numbers(self) -> Sequence[str]:
         return (self.of,)
 
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         measured = quantity(self.of)
         named = axis(self.x)
         title = self.title or f"{measured.words.capitalize()} over {named}"
@@ -53,38 +53,34 @@ class Points(Panelled):
             place = tuple(case.labels.get(name, "") for name in axes)
             groups.setdefault(place, []).append(case.number(self.of))
         every = [each for scores in groups.values() for each in reached(scores)]
-        common = (labels, labels_of(known, self.colour), every)
-        parts = [
-            Part(each.title, partial(self._draw, cases=each.cases, common=common), each.place)
+        colours = labels_of(known, self.colour)
+        common = (labels, colours, every)
+        subplots = [
+            Subplot(each.title, partial(self._draw, cases=each.cases, common=common), each.place)
             for each in facets(known, (self.x, self.colour), self.facet)
         ]
-        keys = [Key(name, look(place)) for place, name in enumerate(common[1])]
+        keys = [LegendKey(name, look(place)) for place, name in enumerate(colours)]
         caption = (
             "A point is a run in its last round, a line goes through the means over the seeds."
         )
         if self.of.startswith("best_"):
             caption = "A point is a run in its best round, chosen on what is shown, which flatters."
         caption += bars_said(max(map(len, groups.values())))
-        return [
-            Drawing(
-                name_of(self.of, "over", named),
-                title,
-                f"{caption} From the summaries of the runs.",
-                parts,
-                keys if len(keys) > 1 else [],
-            )
-        ]
+        caption += " From the summaries of the runs."
+        name = name_of(self.of, "over", named)
+        return [Plot(name, title, caption, subplots, keys if len(keys) > 1 else [])]
 
-    def _draw(self, axes: Axes, cases: Sequence[Case], common: Any) -> None:
+    def _draw(self, axes: Axes, cases: Sequence[LabelledRun], common: Any) -> None:
         labels, colours, every = common
         across = dict(zip(labels, positions(labels), strict=True))
         for place, colour in enumerate(colours or [""]):
-            drawn = look(place)
-            mine = [case for case in cases if case.labels.get(self.colour, "") == colour]
-            points = [(across[case.labels[self.x]], case.number(self.of)) for case in mine]
-            if not points:
-                continue
-            with_bars(axes, points, drawn)
+            points = [
+                (across[case.labels[self.x]], case.number(self.of))
+                for case in cases
+                if case.labels.get(self.colour, "") == colour
+            ]
+            if points:
+                with_bars(axes, points, look(place))
         label_axis(axes, axis(self.x), labels, self.log)
         scale(axes, "y", quantity(self.of), every)
 
@@ -112,17 +108,14 @@ def with_bars(axes: Axes, points: Any, drawn: Look) -> None:
     an error bar of one sample standard deviation, where there are several points.
     """
     x, y = np.array(points, np.float64).T
-    at = np.unique(x)
-    groups = [y[x == each] for each in at]
-    means = [group.mean() for group in groups]
-    several = [len(group) > 1 for group in groups]
-    bars = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
-    dots(axes, points, drawn, 0.35 if any(several) else 0.7)
-    axes.plot(at, means, color=drawn.colour, linestyle=drawn.dash)
-    for place, mean, bar in zip(at, means, bars, strict=True):
+    groups = {place: y[x == place] for place in np.unique(x)}
+    dots(axes, points, drawn, 0.35 if len(groups) < len(x) else 0.7)
+    axes.plot([*groups], [group.mean() for group in groups.values()], **drawn.line)
+    for place, group in groups.items():
+        bar = group.std(ddof=1) if len(group) > 1 else 0.0
         if bar:
-            given: Any = {"fmt": drawn.marker, "capsize": 3, "markersize": 4.5}
-            axes.errorbar(place, mean, bar, color=drawn.colour, elinewidth=1.2, **given)
+            style: Any = {"fmt": drawn.marker, "capsize": 3, "markersize": 4.5}
+            axes.errorbar(place, group.mean(), bar, color=drawn.colour, elinewidth=1.2, **style)
 
 
 def reached(scores: Sequence[float]) -> list[float]:

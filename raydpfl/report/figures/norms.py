@@ -3,69 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Piece, Placed, first_seed
+from raydpfl.report.figures.base import Need, Piece, Placed, PlotItem, first_seed
 from raydpfl.report.labels import quantity
-from raydpfl.report.plot_style import REFERENCE, Key, look, scale
-from raydpfl.report.run_reader import Case, Panel, Run
+from raydpfl.report.plot_style import REFERENCE, LegendKey, look, scale
+from raydpfl.report.run_reader import LabelledRun, Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEFORE = look(0)
-AFTER = look(1)
+BEFORE = replace(look(0), marker="")
+AFTER = replace(look(1), marker="")
 QUANTILES = (0.1, 0.5, 0.9)
 
 
-class Norms(Apart):
+class Norms(PlotItem):
     """Quantiles over the clients of each round: of the norms of what they would have sent, and of
     what bounding left (`norm` times `factor` of clients.parquet), with the bound of the round.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Bounding and noise", {}),)
+    per_group: ClassVar[bool] = True
+    heading: ClassVar[str] = "Norms before and after bounding"
 
     kind: str = "norms"
 
-    def needs(self) -> Sequence[Need]:
-        return (Need("rounds", ("norm_p10", "norm_p50", "norm_p90")),)
+    def needs(self) -> Need:
+        return Need("rounds", ("norm_p10", "norm_p50", "norm_p90"))
 
-    def headline(self) -> str:
-        return "Norms before and after bounding"
-
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
-        known = self.title or any(_recorded(case.run) for case in cases)
-        item = self if known else self.model_copy(update={"title": "Norms before bounding"})
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
+        recorded = self.title or any(_recorded(case.run) for case in cases)
+        item = self if recorded else self.model_copy(update={"title": "Norms before bounding"})
         return super(Norms, item).make(cases)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        return {run: _lines(run) for run in (panel.groups[0].runs[0] for panel in panels)}
+        return {panel.run: lines_of(panel.run) for panel in panels}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        lines = common[panel.groups[0].runs[0]]
+        lines = common[panel.run]
         for band, drawn in ((lines.before, BEFORE), (lines.after, AFTER)):
-            if band is None:
-                continue
-            x, low, middle, high = band
-            axes.fill_between(x, low, high, color=drawn.colour, alpha=0.2, linewidth=0)
-            axes.plot(x, middle, color=drawn.colour, linestyle=drawn.dash)
+            if band is not None:
+                x, low, middle, high = band
+                axes.fill_between(x, low, high, color=drawn.colour, alpha=0.2, linewidth=0)
+                axes.plot(x, middle, **drawn.line)
         x = lines.before[0]
         if lines.bound is not None:
-            bound = lines.bound
-            axes.plot(x, bound, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1.2)
+            axes.plot(x, lines.bound, linewidth=1.2, **REFERENCE.line)
         scale(axes, "x", quantity("round"), x)
         every = [values for each in common.values() for values in each.values()]
         scale(axes, "y", quantity("norm"), np.concatenate(every))
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
-        keys = [Key("before bounding", _bare(BEFORE))]
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
+        keys = [LegendKey("before bounding", BEFORE)]
         if any(lines.after is not None for lines in common.values()):
-            keys.append(Key("after bounding", _bare(AFTER)))
+            keys.append(LegendKey("after bounding", AFTER))
         if any(lines.bound is not None for lines in common.values()):
-            keys.append(Key("bound in force", REFERENCE))
+            keys.append(LegendKey("bound in force", REFERENCE))
         return keys
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
@@ -78,7 +75,7 @@ class Norms(Apart):
             text += " What bounding left is drawn of runs with measure: [clients]."
         if any(run.per_sample for run in common):
             text += " Where samples are clipped, the bound is that of a sample's gradient at each"
-            text += " step, and none is drawn beside the norms of updates."
+            text += " step, and is not drawn next to the norms of updates."
         return f"{text}{first_seed(panels)} From {files}."
 
 
@@ -98,33 +95,14 @@ class Lines:
         return bands if self.bound is None else [*bands, self.bound]
 
 
-def _lines(run: Run) -> Lines:
-    quantiles = (_series(run, f"norm_p{q}") for q in (10, 50, 90))
-    return Lines((_series(run, "round"), *quantiles), after(run), _bound(run))
-
-
-def _bare(drawn: Any) -> Any:
-    return type(drawn)(drawn.colour, drawn.dash, "")
-
-
-def _series(run: Run, name: str) -> np.ndarray:
-    found = run.series(name)
-    return np.empty(0) if found is None else found
-
-
-def after(run: Run) -> tuple[np.ndarray, ...] | None:
-    """Rounds, and three quantiles of what bounding left; None where clients were not recorded, or
-    where no update is bounded.
-    """
-    if not _recorded(run):
-        return None
-    clients = run.table("clients")
-    known = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
-    order = np.argsort(clients["round"][known], kind="stable")
-    bounded = (clients["norm"] * clients["factor"])[known][order]
-    rounds, first = np.unique(clients["round"][known][order], return_index=True)
-    found = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
-    return (rounds + 1, *np.array(found).T)
+def lines_of(run: Run) -> Lines:
+    """What is drawn of a run."""
+    columns = [run.series(name) for name in ("round", "norm_p10", "norm_p50", "norm_p90")]
+    before = tuple(each for each in columns if each is not None)  # all of them: see `needs`
+    bound = run.series("bound")
+    if run.per_sample or bound is None or not np.isfinite(bound).any():
+        bound = None
+    return Lines(before, _after(run), bound)
 
 
 def _recorded(run: Run) -> bool:
@@ -132,8 +110,14 @@ def _recorded(run: Run) -> bool:
     return not run.per_sample and run.has("clients", ("round", "norm", "factor"))
 
 
-def _bound(run: Run) -> np.ndarray | None:
-    bound = run.series("bound")
-    if run.per_sample or bound is None or not np.isfinite(bound).any():
+def _after(run: Run) -> tuple[np.ndarray, ...] | None:
+    """Rounds, and three quantiles of what bounding left; None where that is not known."""
+    if not _recorded(run):
         return None
-    return bound
+    clients = run.table("clients")
+    known = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
+    order = np.argsort(clients["round"][known], kind="stable")
+    bounded = (clients["norm"] * clients["factor"])[known][order]
+    rounds, first = np.unique(clients["round"][known][order], return_index=True)
+    quantiles = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
+    return (rounds + 1, *np.array(quantiles).T)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Apart, Need, Placed
+from raydpfl.report.figures.base import Need, Placed, PlotItem
 from raydpfl.report.labels import Quantity, number
-from raydpfl.report.plot_style import Key, look, scale
+from raydpfl.report.plot_style import LegendKey, look, scale
 from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
@@ -26,18 +26,17 @@ PHASES = {
 }
 
 
-class Phases(Apart):
+class Phases(PlotItem):
     """The seconds of all rounds by phase, a bar each; of several seeds the mean."""
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Time", {}),)
+    per_group: ClassVar[bool] = True
+    heading: ClassVar[str] = "Seconds by phase"
 
     kind: str = "phases"
 
-    def needs(self) -> Sequence[Need]:
-        return (Need("rounds", ("seconds_collect",)),)
-
-    def headline(self) -> str:
-        return "Seconds by phase"
+    def needs(self) -> Need:
+        return Need("rounds", ("seconds_collect",))
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         return max(max(spent(panel.groups[0].runs).values()) for panel in panels)
@@ -48,16 +47,16 @@ class Phases(Apart):
         places = np.arange(len(seconds))[::-1]
         axes.barh(places, [*seconds.values()], color=look(panel.groups[0].place).colour, height=0.6)
         for place, value in zip(places, seconds.values(), strict=True):
-            said = f"{number(round(value, 4))} s, {value / total:.0%}"
+            text = f"{number(round(value, 4))} s, {value / total:.0%}"
             size = axes.xaxis.get_ticklabels()[0].get_fontsize()
-            given: Any = {"textcoords": "offset points", "va": "center", "fontsize": size}
-            axes.annotate(said, (value, place), (4, 0), **given)
+            style: Any = {"textcoords": "offset points", "va": "center", "fontsize": size}
+            axes.annotate(text, (value, place), (4, 0), **style)
         axes.set_yticks(places, [*seconds])
         axes.grid(axis="y", visible=False)
         scale(axes, "x", Quantity("total", "all rounds together", "s"), [0.0, common])
         axes.set_xlim(0, 1.4 * common or 1.0)
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         return []
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
@@ -70,10 +69,10 @@ class Phases(Apart):
 
 def spent(runs: Sequence[Run]) -> dict[str, float]:
     """Seconds by phase, in words, those that a run has; the mean over the runs."""
-    found = {}
+    seconds = {}
     for name, words in PHASES.items():
-        values = [run.series(f"seconds_{name}") for run in runs]
-        sums = [float(np.nansum(each)) for each in values if each is not None]
+        columns = [run.series(f"seconds_{name}") for run in runs]
+        sums = [float(np.nansum(each)) for each in columns if each is not None]
         if sums:
-            found[words] = float(np.mean(sums))
-    return found
+            seconds[words] = float(np.mean(sums))
+    return seconds

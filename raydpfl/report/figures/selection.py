@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Figure, Need, Placed, first_seed, name_of
+from raydpfl.report.figures.base import Need, Placed, PlotItem, first_seed, name_of, runs_of
 from raydpfl.report.labels import quantity
-from raydpfl.report.plot_style import REFERENCE, Key, dots, look, scale, thin
+from raydpfl.report.plot_style import REFERENCE, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MOST = 500  # clients of a run that are drawn
 COLUMNS = {"size": "samples", "budget": "budget"}
 
 
-class Selection(Figure):
+class SelectionProbability(PlotItem):
     """A point for each client: `of` of selection.parquet over its size or its budget."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"x": "budget"})
@@ -34,9 +34,9 @@ class Selection(Figure):
         """The column of what is across."""
         return COLUMNS[self.x]
 
-    def needs(self) -> Sequence[Need]:
+    def needs(self) -> Need:
         hint = "measure: [selection], and a selection that draws clients one by one"
-        return (Need("selection", (self.column, self.of), hint),)
+        return Need("selection", (self.column, self.of), hint)
 
     def slug(self) -> str:
         return name_of("selection", "by", self.x)
@@ -45,28 +45,23 @@ class Selection(Figure):
         return f"Probability of selection over the clients' {self.x}s"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        runs = [run for panel in panels for group in panel.groups for run in group.runs]
-        found = [points(run, self.column, self.of) for run in runs]
-        return np.concatenate([*found, *([self._share(runs[0])] if self.x == "size" else [])])
-
-    def _share(self, run: Run) -> np.ndarray:
-        """The probabilities by size alone, float64 [n, 2]."""
-        return points(run, self.column, "share")
+        runs = runs_of(panels)
+        by_size = [points(runs[0], self.column, "share")] if self.x == "size" else []
+        return np.concatenate([*(points(run, self.column, self.of) for run in runs), *by_size])
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
-            found = points(group.runs[0], self.column, self.of)
-            dots(axes, found[thin(len(found), MOST)], look(group.place), alpha=0.6)
+            clients = points(group.runs[0], self.column, self.of)
+            dots(axes, clients[thin(len(clients), MOST)], look(group.place), alpha=0.6)
         if self.x == "size":
-            line = self._share(panel.groups[0].runs[0]).T
-            axes.plot(*line, color=REFERENCE.colour, linestyle=REFERENCE.dash, linewidth=1)
+            axes.plot(*points(panel.run, self.column, "share").T, linewidth=1, **REFERENCE.line)
         scale(axes, "x", quantity(self.column), common[:, 0])
         scale(axes, "y", quantity(self.of), common[:, 1])
         axes.set_ylim(bottom=0)
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
-        keys = [Key(key.label, key.look, "point") for key in super().keys(panels, common)]
-        return [*keys, Key("by size alone", REFERENCE)] if self.x == "size" else keys
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
+        keys = [LegendKey(key.label, key.look, "point") for key in super().keys(panels, common)]
+        return [*keys, LegendKey("by size alone", REFERENCE)] if self.x == "size" else keys
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is a client: the probability of a draw, as the selection has it."
@@ -81,5 +76,5 @@ def points(run: Run, x: str, y: str) -> np.ndarray:
     if y not in table:
         return np.empty((0, 2))
     known = np.isfinite(table[x]) & np.isfinite(table[y])
-    found = np.stack([table[x][known], table[y][known]], 1)
-    return found[np.argsort(found[:, 0], kind="stable")]
+    pairs = np.stack([table[x][known], table[y][known]], 1)
+    return pairs[np.argsort(pairs[:, 0], kind="stable")]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from raydpfl.report.figures.base import Missing, Names, Piece, Shown, name_of
+from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
 from raydpfl.report.labels import axis as in_words
-from raydpfl.report.labels import quantity, with_std
-from raydpfl.report.run_reader import Case, in_order, varying
-from raydpfl.report.statistics import over_seeds
-from raydpfl.report.tables import Cell, Table
+from raydpfl.report.labels import quantity
+from raydpfl.report.run_reader import LabelledRun, in_order, varying
+from raydpfl.report.statistics import SeedSpread, over_seeds
+from raydpfl.report.tables import Column, Table, columns_of, mean_cell
 
 
-class Values(Shown):
+class Values(ReportItem):
     """A column for each of the numbers `of` (one of a mapping with a dot: `stationary.final_x`), a
     row for each cell: `rows` are the axes that come first.
     """
@@ -28,29 +28,25 @@ class Values(Shown):
     def numbers(self) -> Sequence[str]:
         return self.of
 
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
-        there = [*dict.fromkeys([*self.rows, *varying(cases)])]
-        axes = [axis for axis in there if any(axis in case.labels for case in cases)]
-        cells: dict[tuple[str, ...], list[Case]] = {}
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
+        named = dict.fromkeys([*self.rows, *varying(cases)])
+        axes = [axis for axis in named if any(axis in case.labels for case in cases)]
+        cells: dict[tuple[str, ...], list[LabelledRun]] = {}
         for case in cases:
             cells.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
-        rows = [
-            [*labels, *(_cell(cells[labels], name) for name in self.of)]
-            for labels in in_order(cells, cases, axes)
-        ]
-        shown = [quantity(name).label for name in self.of]
+        rows = in_order(cells, cases, axes)
+        columns = []
+        for name in self.of:
+            spreads = [_over(cells[row], name) for row in rows]
+            means = [mean_cell(spread, quantity(name).percent) for spread in spreads]
+            columns.append(Column(quantity(name).label, means))
         title = self.title or "Values"
-        if not any(cell is not None for row in rows for cell in row[len(axes) :]):
+        if all(column.empty for column in columns):
             return [Missing(title, f"needs {', '.join(self.of)} in the summaries of the runs")]
         caption = "Means and sample standard deviations over the seeds. From results.parquet."
-        head = [*(in_words(axis) for axis in axes), *shown]
-        return [Table(name_of("values", *self.of), title, caption, head, rows)]
+        columns = [*columns_of(map(in_words, axes), rows), *columns]
+        return [Table(name_of("values", *self.of), title, caption, columns)]
 
 
-def _cell(cases: Sequence[Case], name: str) -> Cell | None:
-    values = {place: case.number(name) for place, case in enumerate(cases)}
-    found = over_seeds(values)
-    if not found.count:
-        return None
-    shown = with_std(found.mean, found.std, quantity(name).percent)
-    return Cell(found.mean, shown)
+def _over(cases: Sequence[LabelledRun], name: str) -> SeedSpread:
+    return over_seeds({place: case.number(name) for place, case in enumerate(cases)})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.methods.probes.trajectory import together
-from raydpfl.report.figures.base import Figure, Missing, Need, Piece, Placed, first_seed
+from raydpfl.report.figures.base import Missing, Need, Piece, Placed, PlotItem, first_seed
 from raydpfl.report.labels import Quantity
-from raydpfl.report.plot_style import INK, Key, Look, look, scale, thin
-from raydpfl.report.run_reader import Case, Panel, Run
+from raydpfl.report.plot_style import INK, LegendKey, Look, look, scale, thin
+from raydpfl.report.run_reader import LabelledRun, Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,53 +24,44 @@ END = Look(INK, "none", "X")
 OPTIMUM = Look(INK, "none", "*")
 
 
-class Trajectory(Figure):
+class ModelPath(PlotItem):
     """Every model of a run on the two principal directions of the models of all runs together, so
     that paths in one figure can be compared, whatever panel they are in; of several seeds the first
     run, as other seeds begin elsewhere.
     """
 
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Path of the model", {}),)
+    heading: ClassVar[str] = "Path of the model on common axes"
 
     kind: str = "trajectory"
 
-    def needs(self) -> Sequence[Need]:
-        return (Need("trajectory", (), "measure: [trajectory]"),)
+    def needs(self) -> Need:
+        return Need("trajectory", (), "measure: [trajectory]")
 
-    def headline(self) -> str:
-        return "Path of the model on common axes"
-
-    def make(self, cases: Sequence[Case]) -> Sequence[Piece]:
-        found = super().make(cases)
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         sizes = {case.run.path.shape[1] for case in cases if case.run.path is not None}
         if len(sizes) < 2:
-            return found
+            return super().make(cases)
         counts = ", ".join(f"{size:,}" for size in sorted(sizes))
         why = f"models of {counts} parameters have no axes in common"
         return [Missing(self.title or self.headline(), why)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        runs = [group.runs[0] for panel in panels for group in panel.groups]
-        runs = [*dict.fromkeys(runs)]
+        runs = [*dict.fromkeys(group.runs[0] for panel in panels for group in panel.groups)]
         paths = [_drawn(run, len(runs)) for run in runs]
-        if sum(len(path) for path in paths) < 2 or len({path.shape[1] for path in paths}) > 1:
+        if sum(len(path) for path in paths) < 2:
             return None
-        placed, marks = together(paths, _optimum(runs))
+        optima = [run.optimum[None] for run in runs if run.optimum is not None]
+        placed, marks = together(paths, optima[0] if optima else None)
         return {"paths": dict(zip(runs, placed, strict=True)), "marks": marks}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
             drawn = look(group.place)
             path = common["paths"][group.runs[0]]
-            axes.plot(
-                *path.T,
-                color=drawn.colour,
-                linestyle=drawn.dash,
-                marker=drawn.marker,
-                markersize=3,
-                markevery=max(1, len(path) // 20),
-                alpha=0.85,
-            )
+            marker: Any = {"marker": drawn.marker, "markersize": 3}
+            marker["markevery"] = max(1, len(path) // 20)
+            axes.plot(*path.T, alpha=0.85, **marker, **drawn.line)
             axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
             axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
         for mark in common["marks"]:
@@ -79,10 +70,10 @@ class Trajectory(Figure):
         for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
             scale(axes, which, Quantity("direction", f"{words} direction"), values)
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[Key]:
-        keys = [*super().keys(panels, common), Key("start", START, "point")]
-        keys.append(Key("end", END, "point"))
-        return [*keys, Key("optimum", OPTIMUM, "point")] if len(common["marks"]) else keys
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
+        keys = [*super().keys(panels, common), LegendKey("start", START, "point")]
+        keys.append(LegendKey("end", END, "point"))
+        return [*keys, LegendKey("optimum", OPTIMUM, "point")] if len(common["marks"]) else keys
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         runs = len(common["paths"])
@@ -102,12 +93,3 @@ def _drawn(run: Run, runs: int) -> np.ndarray:
     most = max(FEW, min(POINTS, NUMBERS // (runs * path.shape[1])))
     kept = path[thin(len(path), most)]
     return kept[[bool(np.isfinite(model).all()) for model in kept]]
-
-
-def _optimum(runs: Sequence[Run]) -> np.ndarray | None:
-    """The optimum that the first run with one has written, float64 [1, d]."""
-    for run in runs:
-        found = run.optimum
-        if found is not None:
-            return found[None]
-    return None

@@ -9,11 +9,11 @@ from raydpfl.config.registry import family
 from raydpfl.errors import ConfigError
 from raydpfl.report.comparison import Compared
 from raydpfl.report.html import Page
-from raydpfl.report.pages.base import Source
+from raydpfl.report.pages.base import PageSource
 from raydpfl.report.pages.comparison import names
 from raydpfl.report.run_reader import Run
 
-FAMILY: dict[str, type[Source]] = family(__name__, Source, name="name")
+FAMILY: dict[str, type[PageSource]] = family(__name__, PageSource, name="name")
 ACCEPTED = "the directory of a run, a sweep, an audit or a study"
 
 
@@ -44,7 +44,7 @@ def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
     return Compared(runs, metric)
 
 
-def _source(folder: Path) -> Source:
+def _source(folder: Path) -> PageSource:
     """The kind of a directory."""
     if not folder.is_dir():
         raise ConfigError("DIR", str(folder), f"{ACCEPTED}; there is no such directory")

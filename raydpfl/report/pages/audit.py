@@ -8,16 +8,16 @@ from typing import Any
 
 from raydpfl.errors import ConfigError
 from raydpfl.report.audit_results import bounds, scores
-from raydpfl.report.figures import Piece, Words
-from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.figures import Words
+from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import counted, number
-from raydpfl.report.pages.base import Source, file_text
+from raydpfl.report.pages.base import PageSource, file_text
 from raydpfl.report.run_reader import read_columns
-from raydpfl.report.tables import Cell, Table
+from raydpfl.report.tables import Column, PrintedCell, Table, columns_of
 from raydpfl.storage.files import read_json
 
 
-class AuditSource(Source):
+class AuditSource(PageSource):
     """An audit: audit.json."""
 
     name = "audit"
@@ -29,17 +29,19 @@ class AuditSource(Source):
         facts = _facts(folder)
         views = facts["views"]
         flaws: list[str] = []
-        drawn = [bounds(views), *scores(views, read_columns(folder / "scores.parquet", flaws))]
+        scored = read_columns(folder / "scores.parquet", flaws)
         sections = [
-            Section("Bounds against claims", [*drawn, table(views)]),
-            Section("Checks", [checks(facts["checks"]), *notes(facts)]),
+            PageSection(
+                "Bounds against claims", [bounds(views), *scores(views, scored), table(views)]
+            ),
+            PageSection("Checks", [checks(facts["checks"]), notes(facts)]),
+            PageSection("Config", [file_text(folder / "config.yaml", flaws)]),
         ]
-        sections.append(Section("Config", [file_text(folder / "config.yaml", flaws)]))
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
         runs = counted(facts["runs"], "run")
         lead = [facts["verdict"], f"{runs} with canaries, from seed {facts['seed']}."]
-        name = folder.resolve().name
-        return Page(f"Audit {name}", lead, tiles(facts), sections, warnings, flaws)
+        title = f"Audit {folder.resolve().name}"
+        return Page(title, lead, tiles(facts), sections, warnings, flaws)
 
 
 def _facts(folder: Path) -> dict[str, Any]:
@@ -69,42 +71,53 @@ def tiles(facts: dict[str, Any]) -> list[Tile]:
 
 def table(views: Sequence[dict[str, Any]]) -> Table:
     """What is claimed, proven and estimated, a row for each observer."""
-    rows = []
+    claims = [view["claimed"] for view in views]
+    estimates = [view["estimate"] for view in views]
+    states = []
     for view in views:
-        claimed = view["claimed"]
-        estimate = view["estimate"]
-        row = [claimed["observer"], claimed["sampling"], float(claimed["epsilon"])]
-        row += [claimed["delta"], claimed["accountant"], view["lower"], view["confidence"]]
-        row += [estimate["epsilon"], estimate["low"], estimate["high"], view["canaries"]]
-        row += [view["guesses"], view["right"], view["reach"]]
         state = "in doubt" if view["exceeded"] else "stands"
-        rows.append([*row, "refuted" if view["refuted"] else state])
-    head = ["against", "sampling", "epsilon claimed", "delta", "accountant", "proven at least"]
-    head += ["confidence", "estimated", "from", "to", "canaries", "guesses", "right"]
-    head += ["all right would prove", "claim"]
+        states.append("refuted" if view["refuted"] else state)
+
+    def values(dicts: Sequence[dict[str, Any]], name: str) -> list[Any]:
+        return [each[name] for each in dicts]
+
+    columns = [
+        Column("against", values(claims, "observer")),
+        Column("sampling", values(claims, "sampling")),
+        Column("epsilon claimed", [float(claim["epsilon"]) for claim in claims]),
+        Column("delta", values(claims, "delta")),
+        Column("accountant", values(claims, "accountant")),
+        Column("proven at least", values(views, "lower")),
+        Column("confidence", values(views, "confidence"), percent=True),
+        Column("estimated", values(estimates, "epsilon")),
+        Column("from", values(estimates, "low")),
+        Column("to", values(estimates, "high")),
+        Column("canaries", values(views, "canaries")),
+        Column("guesses", values(views, "guesses")),
+        Column("right", values(views, "right")),
+        Column("all right would prove", values(views, "reach")),
+        Column("claim", states),
+    ]
     caption = "What canaries prove and look like, beside each claim. From audit.json."
-    return Table("views", "Observers", caption, head, rows, {6})
+    return Table("views", "Observers", caption, columns)
 
 
 def checks(found: Sequence[dict[str, Any]]) -> Table:
     """The checks of what ran against what was accounted for."""
-    rows = [
-        [
-            check["name"],
-            Cell(check["passed"], "passed" if check["passed"] else "FAILED", not check["passed"]),
-            check["finding"],
-            check["false_alarm"],
-        ]
-        for check in found
-    ]
+    rows = []
+    for check in found:
+        passed = check["passed"]
+        cell = PrintedCell(passed, "passed" if passed else "FAILED", not passed)
+        rows.append((check["name"], cell, check["finding"], check["false_alarm"]))
     caption = "What ran against what was accounted for. From audit.json."
-    return Table("checks", "Checks", caption, ("check", "passed", "finding", "false alarm"), rows)
+    columns = columns_of(("check", "passed", "finding", "false alarm"), rows)
+    return Table("checks", "Checks", caption, columns)
 
 
-def notes(facts: dict[str, Any]) -> list[Piece]:
+def notes(facts: dict[str, Any]) -> Words:
     """What weakens the audit, and what it never shows."""
     never = (
         "A passing audit is no proof: a lower bound far below the claim is the rule, and shows "
         "that privacy is no better than that, never that it is as good as claimed."
     )
-    return [Words("How far it reaches", [*(f"{each}." for each in facts["notes"]), never])]
+    return Words("How far it reaches", [*(f"{each}." for each in facts["notes"]), never])

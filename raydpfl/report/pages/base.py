@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from raydpfl.report.figures import FAMILY, Missing, Piece, Words
-from raydpfl.report.html import Page, Section
-from raydpfl.report.run_reader import Case, Run
+from raydpfl.report.html import Page, PageSection, Tile
+from raydpfl.report.labels import number
+from raydpfl.report.run_reader import LabelledRun, Run
 from raydpfl.storage.files import read_text
 
 # The sections that runs have, in this order; the kinds of items say where they stand.
@@ -22,8 +23,8 @@ SECTIONS = (
 )
 
 
-class Source:
-    """Base of the family: a kind of directory, how it is known, and the page that is made of it."""
+class PageSource:
+    """Base of the family: a kind of directory, how it is recognised, and its page."""
 
     name: ClassVar[str] = ""
 
@@ -42,7 +43,7 @@ class Source:
         return []
 
 
-def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[Section]:
+def placed(cases: Sequence[LabelledRun], more: Mapping[str, Sequence[Piece]]) -> list[PageSection]:
     """The sections of runs with all items that are placed there, on the axis `run`.
 
     Args:
@@ -52,12 +53,25 @@ def placed(cases: Sequence[Case], more: Mapping[str, Sequence[Piece]]) -> list[S
     found: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
     runs = [case.run for case in cases]
     columns = [name for run in runs for name in run.table("rounds") if run.has("rounds", (name,))]
-    known = dict.fromkeys(columns)
-    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(known)]
+    columns = [*dict.fromkeys(columns)]
+    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(columns)]
     for cls, place in sorted(places, key=lambda pair: pair[1].rank):
         item = cls.model_validate({**place.fields, "colour": "run"})
         found[place.section] += item.unasked(cases)
-    return [Section(title, pieces) for title, pieces in found.items()]
+    return [PageSection(title, pieces) for title, pieces in found.items()]
+
+
+def not_completed(what: str, summary: Mapping[str, Any]) -> list[str]:
+    """A warning of a sweep or study whose summary does not say that it has completed."""
+    status = summary.get("status", "not ended: there is no summary.json")
+    reason = f": {summary['reason']}" if summary.get("reason") else ""
+    return [] if status == "completed" else [f"The {what} is {status}{reason}."]
+
+
+def time_tile(summary: Mapping[str, Any], note: str) -> list[Tile]:
+    """The seconds that a summary states."""
+    seconds = summary.get("seconds")
+    return [] if seconds is None else [Tile("time", f"{number(seconds)} s", note)]
 
 
 def file_text(path: Path, flaws: list[str]) -> Piece:

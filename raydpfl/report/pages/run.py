@@ -11,22 +11,26 @@ from raydpfl.errors import MORE, brief
 from raydpfl.models.metric_columns import TEST, is_score, set_of
 from raydpfl.privacy import Guarantee, in_words
 from raydpfl.report.figures import Piece, Words
-from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import accountant, number, quantity
-from raydpfl.report.pages.base import Source, file_text, placed
+from raydpfl.report.pages.base import PageSource, file_text, placed
 from raydpfl.report.plot_style import thin
-from raydpfl.report.run_reader import Case, Run
-from raydpfl.report.tables import Table
+from raydpfl.report.run_reader import LabelledRun, Run
+from raydpfl.report.tables import Column, Table, columns_of
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
 TILES = 4  # scores at the top
 ROWS = 25  # of the table of rounds
 NAMED = 12  # classes that are named
 AS_DECLARED = "as user-defined classes declare"  # behind a kind
+GUARANTEE_HEAD = (
+    *("kind", "accountant", "epsilon", "delta", "holds", "unit", "relation"),
+    *("against", "sampling", "conditions that fail"),
+)
 KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
 
 
-class RunSource(Source):
+class RunSource(PageSource):
     """A run: config.yaml, and rounds.parquet or summary.json."""
 
     name = "run"
@@ -38,18 +42,13 @@ class RunSource(Source):
 
     def page(self, folder: Path) -> Page:
         run = Run(folder, folder.resolve().name)
-        cases = [Case({"run": run.name}, run)]
-        tables = [*rounds_table(run), *numbers(run)]
-        sections = [*placed(cases, {"Privacy": privacy(run)}), Section("Numbers", tables)]
-        sections.append(Section("Config", [file_text(run.folder / "config.yaml", run.flaws)]))
-        return Page(
-            f"Run {run.name}",
-            [what(run), outcome(run)],
-            tiles(run),
-            sections,
-            state(run),
-            run.flaws,
-        )
+        sections = [
+            *placed([LabelledRun({"run": run.name}, run)], {"Privacy": privacy(run)}),
+            PageSection("Numbers", [*rounds_table(run), *numbers(run)]),
+            PageSection("Config", [file_text(folder / "config.yaml", run.flaws)]),
+        ]
+        lead = [what(run), outcome(run)]
+        return Page(f"Run {run.name}", lead, tiles(run), sections, state(run), run.flaws)
 
     def runs(self, folder: Path, name: str) -> list[Run]:
         return [Run(folder, name)]
@@ -64,8 +63,8 @@ def what(run: Run) -> str:
     data = tree.get("data", {})
     clients = run.summary.get("population", data.get("clients"))
     parts = [f"{kinds.get('data')}, {number(clients)} clients", f"model {kinds.get('model')}"]
-    given = map(str, run.summary.get("class_names") or ())
-    names = [name if name.strip() else repr(name) for name in given]
+    names = [str(name) for name in run.summary.get("class_names") or ()]
+    names = [name if name.strip() else repr(name) for name in names]
     if names:
         more = ", ..." if len(names) > NAMED else ""
         parts[0] += f", {len(names)} classes ({', '.join(names[:NAMED])}{more})"
@@ -84,16 +83,14 @@ def scores_of(run: Run) -> list[str]:
 
 def outcome(run: Run) -> str:
     """The main result in a sentence."""
-    found = []
+    scores = []
     for name in scores_of(run):
-        value = run.number(name)
-        if value is not None:
-            measured = quantity(name)
-            found.append(f"{measured.words} {number(value, measured.percent)}")
-    if not found:
+        measured = quantity(name)
+        scores.append(f"{measured.words} {number(run.number(name), measured.percent)}")
+    if not scores:
         return f"No round has been evaluated. {spent(run)}"
     rounds = run.summary.get("rounds", len(run.table("rounds").get("round", ())))
-    return f"After {number(rounds)} rounds: {', '.join(found)}. {spent(run)}"
+    return f"After {number(rounds)} rounds: {', '.join(scores)}. {spent(run)}"
 
 
 def spent(run: Run) -> str:
@@ -112,12 +109,10 @@ def tiles(run: Run) -> list[Tile]:
     """The numbers at the top."""
     found = []
     for name in scores_of(run)[:TILES]:
-        value = run.number(name)
-        if value is not None:
-            measured = quantity(name)
-            where = "the test set" if set_of(name) == TEST else "rows held out"
-            note = f"last round, on {where}"
-            found.append(Tile(measured.words, number(value, measured.percent), note))
+        measured = quantity(name)
+        where = "the test set" if set_of(name) == TEST else "rows held out"
+        score = number(run.number(name), measured.percent)
+        found.append(Tile(measured.words, score, f"last round, on {where}"))
     if run.holds:
         one = run.holds[0]
         note = f"delta {one.delta:g}, one {one.unit}, {one.accountant}; against {one.observer}"
@@ -129,92 +124,83 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile(f"epsilon by {accountant(one.accountant)}", number(one.epsilon), note))
     seconds = run.summary.get("seconds")
     if seconds is not None:
-        speed = number(run.summary.get("clients_per_second"))
-        found.append(
-            Tile("time of training", f"{number(seconds)} s", f"{speed} clients per second")
-        )
+        speed = f"{number(run.summary.get('clients_per_second'))} clients per second"
+        found.append(Tile("time of training", f"{number(seconds)} s", speed))
     return found
 
 
 def state(run: Run) -> list[str]:
     """What to know before reading on."""
-    found = []
     status = run.summary.get("status")
     if status is None:
-        found.append("There is no summary.json: the run goes on, or was killed.")
-    elif status != "completed":
+        return ["There is no summary.json: the run goes on, or was killed."]
+    if status != "completed":
         reason = brief(run.summary.get("reason") or "").removesuffix(MORE).strip()
-        found.append(f"The run ended as {status}{f': {reason}' if reason else ''}.")
-    elif run.summary.get("reason"):
-        found.append(f"The run has ended; {run.summary['reason']}.")
-    return found
+        return [f"The run ended as {status}{f': {reason}' if reason else ''}."]
+    return [f"The run has ended; {run.summary['reason']}."] if run.summary.get("reason") else []
 
 
 def privacy(run: Run) -> list[Piece]:
     """All guarantees, as a table and in words."""
     if not run.guarantees:
         return [Words("", [spent(run)])]
-    plain = [guarantee_row(one, run.holds) for one in run.guarantees]
-    head = ("kind", "accountant", "epsilon", "delta", "holds", "unit", "relation", "against")
-    table = Table(
-        "guarantees",
-        "Guarantees",
-        "Epsilons of different kinds are never compared: rigorous ones are guarantees, a formula "
-        "is what a paper prints, whether or not its conditions hold. From summary.json.",
-        (*head, "sampling", "conditions that fail"),
-        plain,
-    )
+    caption = "Epsilons of different kinds are never compared: rigorous ones are guarantees, a "
+    caption += "formula is what a paper prints, whether or not its conditions hold. From "
+    columns = guarantee_columns([(one, run.holds) for one in run.guarantees])
+    table = Table("guarantees", "Guarantees", f"{caption}summary.json.", columns)
     return [table, Words("The same in words", in_words(run.guarantees))]
 
 
-def guarantee_row(one: Guarantee, holds: Sequence[Guarantee]) -> list[object]:
-    """A guarantee as a row of the table."""
-    return [
-        KINDS[one.kind] + (f", {AS_DECLARED}" if one.declared else ""),
-        accountant(one.accountant),
-        one.epsilon,
-        one.delta,
-        "yes" if one in holds else "",
-        one.unit,
-        one.relation.replace("_", " "),
-        str(one.observer),
-        str(one.sampling),
-        "; ".join(one.conditions_failed),
+def guarantee_columns(stated: Sequence[tuple[Guarantee, Sequence[Guarantee]]]) -> list[Column]:
+    """Guarantees as columns. `stated`: each with those of its run that hold."""
+    rows = [
+        (
+            KINDS[one.kind] + (f", {AS_DECLARED}" if one.declared else ""),
+            accountant(one.accountant),
+            one.epsilon,
+            one.delta,
+            "yes" if one in holds else "",
+            one.unit,
+            one.relation.replace("_", " "),
+            str(one.observer),
+            str(one.sampling),
+            "; ".join(one.conditions_failed),
+        )
+        for one, holds in stated
     ]
+    return columns_of(GUARANTEE_HEAD, rows)
 
 
 def rounds_table(run: Run) -> list[Piece]:
     """The rounds that were evaluated."""
     scored = [name for name in run.table("rounds") if is_score(name) and run.has("rounds", (name,))]
-    known = [run.table("rounds")[name] for name in scored]
-    if not known:
+    if not scored:
         return []
-    places = np.flatnonzero(np.isfinite(known).any(0))
+    scores = [run.table("rounds")[name] for name in scored]
+    places = np.flatnonzero(np.isfinite(scores).any(0))
     kept = places[thin(len(places), ROWS)]
-    names = ["round", *scored, "train_loss", *run.epsilons, "seconds"]
-    names = [name for name in names if run.has("rounds", (name,))]
-    columns = [run.series(name) for name in names]
-    rows = [[float(values[at]) for values in columns if values is not None] for at in kept]
-    shown = [quantity(name) for name in names]
+    columns = []
+    for name in ("round", *scored, "train_loss", *run.epsilons, "seconds"):
+        values = run.series(name)
+        if values is not None and run.has("rounds", (name,)):
+            columns.append(Column.of(name, values[kept].tolist()))
     text = "Rounds that were evaluated"
     if len(kept) < len(places):
         text += f", {len(kept)} of {len(places)}"
-    percents = {place for place, each in enumerate(shown) if each.percent}
-    head = [each.label for each in shown]
-    return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", head, rows, percents)]
+    return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", columns)]
 
 
 def numbers(run: Run) -> list[Piece]:
     """Every number and short text of the summary."""
     rows = [
-        [name, value]
+        (name, value)
         for name, value in _flat(run.summary)
         if isinstance(value, (int, float, str)) and len(str(value)) < 200
     ]
     if not rows:
         return []
     caption = "What summary.json says of the run."
-    return [Table("summary", "Summary", caption, ("name", "value"), rows)]
+    return [Table("summary", "Summary", caption, columns_of(("name", "value"), rows))]
 
 
 def _flat(tree: dict[str, object], path: str = "") -> list[tuple[str, object]]:

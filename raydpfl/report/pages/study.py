@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,20 @@ import pyarrow.parquet as pq
 from raydpfl.config.yaml import read
 from raydpfl.privacy import Guarantee
 from raydpfl.report.figures import Missing, Piece, Words, parse
-from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import accountant, counted, edge, in_print, listed, number, quantity
 from raydpfl.report.labels import axis as in_words
-from raydpfl.report.pages.base import Source, file_text
+from raydpfl.report.pages.base import PageSource, file_text, not_completed, time_tile
 from raydpfl.report.pages.run import KINDS
-from raydpfl.report.run_reader import Case, Run, facets, json_of, labels_of, varying
+from raydpfl.report.run_reader import LabelledRun, Run, facets, json_of, labels_of, varying
 from raydpfl.report.search_results import Tried, tuned
-from raydpfl.report.tables import Cell, Table
+from raydpfl.report.tables import Column, PrintedCell, Table, columns_of
 
 ENDED = ("completed", "budget", "stopped")
 OUTCOMES = 6  # panels whose outcome stands at the top
 
 
-class StudySource(Source):
+class StudySource(PageSource):
     """A study: study.yaml."""
 
     name = "study"
@@ -79,7 +79,7 @@ class Studied:
         return [*names[: names.index("arm")], "arm", "accounting"]
 
     @cached_property
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[LabelledRun]:
         """The final runs that came to an end. One that is the same under every accounting, as it
         has no noise, is there under each.
         """
@@ -93,12 +93,9 @@ class Studied:
             place = row["directory"]
             run = runs.setdefault(place, Run(self.folder / place, place, self.flaws))
             given = {axis: row[axis] for axis in self.axes(self.results) if row[axis] is not None}
-            spread = (
-                [{}] if row["accounting"] or not labels else [{"accounting": x} for x in labels]
-            )
-            found += [
-                Case({**given, **each}, run, row, row["seed"], self.folder) for each in spread
-            ]
+            every = [{"accounting": name} for name in labels] if not row["accounting"] else []
+            for more in every or [{}]:
+                found.append(LabelledRun({**given, **more}, run, row, row["seed"], self.folder))
         return found
 
     @property
@@ -113,13 +110,13 @@ def _page(studied: Studied) -> Page:
     for place, item in enumerate(studied.show):
         shown += parse(item, f"show.{place}").shown(cases)
     sections = [
-        Section("What it claims and what was chosen", claims(studied)),
-        Section("Results", shown),
-        Section("Privacy", [epsilons(cases), words(cases)] if cases else []),
-        Section("Identities", identities(studied)),
-        Section("How values were chosen", tuning(studied)),
-        Section("Runs", [runs(studied)]),
-        Section("Study", [file_text(studied.folder / "study.yaml", studied.flaws)]),
+        PageSection("What it claims and what was chosen", claims(studied)),
+        PageSection("Results", shown),
+        PageSection("Privacy", [epsilons(cases), words(cases)] if cases else []),
+        PageSection("Identities", identities(studied)),
+        PageSection("How values were chosen", tuning(studied)),
+        PageSection("Runs", [runs(studied)]),
+        PageSection("Study", [file_text(studied.folder / "study.yaml", studied.flaws)]),
     ]
     title = f"Study {about.get('id', studied.folder.resolve().name)}"
     if about.get("title"):
@@ -139,12 +136,7 @@ def claims(studied: Studied) -> list[Piece]:
 
 def state(studied: Studied) -> list[str]:
     """What to know before reading on."""
-    found = []
-    status = studied.summary.get("status")
-    if status != "completed":
-        reason = studied.summary.get("reason")
-        said = f": {reason}" if reason else ""
-        found.append(f"The study is {status or 'not ended: there is no summary.json'}{said}.")
+    found = not_completed("study", studied.summary)
     scale = studied.about.get("scale")
     if scale and scale != "paper":
         found.append(
@@ -172,20 +164,18 @@ def outcomes(studied: Studied) -> list[str]:
     found[0] += ", the best first." if measured.better else "."
     panels = facets(studied.cases, ("arm",))
     for panel in panels[:OUTCOMES]:
-        inside = panel.cases
-        title = panel.title
-        means = {arm: _mean(inside, arm, metric) for arm in labels_of(inside, "arm")}
+        means = {arm: _mean(panel.cases, arm, metric) for arm in labels_of(panel.cases, "arm")}
         ranked = [(arm, value) for arm, value in means.items() if value is not None]
         ranked.sort(key=lambda pair: -measured.better * pair[1])
-        told = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in ranked)
-        found.append(f"{title}: {told}." if title else f"{told}.")
+        arms = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in ranked)
+        found.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
     more = len(panels) - OUTCOMES
     if more > 0:
         found.append(f"The tables have {counted(more, 'more panel')}.")
     return found
 
 
-def _mean(cases: Sequence[Case], arm: str, name: str) -> float | None:
+def _mean(cases: Sequence[LabelledRun], arm: str, name: str) -> float | None:
     values = [case.number(name) for case in cases if case.labels["arm"] == arm]
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
@@ -202,68 +192,64 @@ def tiles(studied: Studied) -> list[Tile]:
         Tile("final runs", number(final.get("runs")), counted(summary.get("cells"), "cell")),
     ]
     if tried.get("runs"):
-        found.append(
-            Tile("runs to choose by", number(tried["runs"]), "on rows held out of training")
-        )
+        note = "on rows held out of training"
+        found.append(Tile("runs to choose by", number(tried["runs"]), note))
     claimed = summary.get("identities", ())
     if claimed:
         held = sum(each["held"] is True for each in claimed)
         found.append(Tile("identities that held", f"{held} of {len(claimed)}", "bit by bit"))
-    if summary.get("seconds") is not None:
-        found.append(Tile("time", f"{number(summary['seconds'])} s", "the whole study"))
-    return found
+    return [*found, *time_tile(summary, "the whole study")]
 
 
-def epsilons(cases: Sequence[Case]) -> Piece:
-    """What holds in each cell, beside every formula."""
+def epsilons(cases: Sequence[LabelledRun]) -> Piece:
+    """What holds in each cell, next to every formula."""
     axes = [axis for axis in varying(cases) if axis != "arm"]
-    cells: dict[tuple[str, ...], list[Case]] = {}
+    cells: dict[tuple[str, ...], list[Run]] = {}
     for case in cases:
         key = (*(case.labels.get(axis, "") for axis in axes), case.labels["arm"])
-        cells.setdefault(key, []).append(case)
+        cells.setdefault(key, []).append(case.run)
+    held = [[run.holds[0] for run in runs if run.holds] for runs in cells.values()]
+    columns = [
+        *columns_of([*map(in_words, axes), "arm"], cells),
+        Column("epsilon that holds", [_largest(stated, "epsilon") for stated in held]),
+        Column("delta", [_largest(stated, "delta") for stated in held]),
+    ]
     stated = [one for case in cases for one in case.run.guarantees]
-    names = dict.fromkeys((one.accountant, one.kind) for one in stated)
-    rows = []
-    for key, inside in cells.items():
-        held = [case.run.holds[0] for case in inside if case.run.holds]
-        row: list[Any] = [*key, _worst(held), max((one.delta for one in held), default=None)]
-        for name, kind in names:
-            row.append(_worst(_first(case.run.guarantees, name, kind) for case in inside))
-        rows.append([*row, _against(held)])
-    heads = [in_words(axis) for axis in axes]
-    head = [*heads, "arm", "epsilon that holds", "delta"]
-    head += [f"{accountant(name)} ({KINDS[kind]})" for name, kind in names]
+    for name, kind in dict.fromkeys((one.accountant, one.kind) for one in stated):
+        firsts = [[*_first(runs, name, kind)] for runs in cells.values()]
+        values = [_largest(first, "epsilon") for first in firsts]
+        columns.append(Column(f"{accountant(name)} ({KINDS[kind]})", values))
+    columns.append(Column("against", [_against(each) for each in held]))
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
     caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
-    return Table("epsilons", "Epsilon by cell", caption, [*head, "against"], rows)
+    return Table("epsilons", "Epsilon by cell", caption, columns)
 
 
-def _first(found: Sequence[Guarantee], name: str, kind: str) -> Guarantee | None:
-    return next((one for one in found if (one.accountant, one.kind) == (name, kind)), None)
+def _first(runs: Sequence[Run], name: str, kind: str) -> Iterator[Guarantee]:
+    """What each run states first by an accountant."""
+    for run in runs:
+        yield from [one for one in run.guarantees if (one.accountant, one.kind) == (name, kind)][:1]
 
 
-def _worst(found: Any) -> float | None:
-    return max((one.epsilon for one in found if one is not None), default=None)
+def _largest(stated: Sequence[Guarantee], name: str) -> float | None:
+    return max((getattr(one, name) for one in stated), default=None)
 
 
 def _against(held: Sequence[Guarantee]) -> str:
-    told = [f"one {one.unit}, {one.observer}" for one in held]
-    return listed([*dict.fromkeys(told)])
+    return listed([*dict.fromkeys(f"one {one.unit}, {one.observer}" for one in held)])
 
 
-def words(cases: Sequence[Case]) -> Words:
+def words(cases: Sequence[LabelledRun]) -> Words:
     """What holds of each arm, in words, as its first run says it."""
-    told = []
+    paragraphs = []
     for arm in labels_of(cases, "arm"):
         run = next(case.run for case in cases if case.labels["arm"] == arm)
+        text = "no rigorous guarantee holds." if run.guarantees else "not private."
         if run.holds:
-            told.append(f"{arm}: {run.holds[0].brief().sentence()}")
-        elif run.guarantees:
-            told.append(f"{arm}: no rigorous guarantee holds.")
-        else:
-            told.append(f"{arm}: not private.")
-    return Words("What holds, in words, of the first run of each arm", told)
+            text = run.holds[0].brief().sentence()
+        paragraphs.append(f"{arm}: {text}")
+    return Words("What holds, in words, of the first run of each arm", paragraphs)
 
 
 def identities(studied: Studied) -> list[Piece]:
@@ -272,14 +258,15 @@ def identities(studied: Studied) -> list[Piece]:
     for each in studied.summary.get("identities", ()):
         place = ", ".join(f"{axis} {label}" for axis, label in each["at"].items())
         held = {True: "held", False: "BROKEN", None: "not compared"}[each["held"]]
-        shown = Cell(each["held"], held, each["held"] is False)
+        shown = PrintedCell(each["held"], held, each["held"] is False)
         counts = [each.get("compared"), each.get("one_run"), len(each.get("broken", ()))]
         rows.append([listed(each["arms"]), place, shown, *counts])
     if not rows:
         return []
     head = ("arms of the same bits", "at", "held", "compared", "of these one run", "broken")
     caption = "Models that must be equal bit by bit. A pair that is one run says nothing. "
-    return [Table("identities", "Identities", f"{caption}From summary.json.", head, rows)]
+    caption += "From summary.json."
+    return [Table("identities", "Identities", caption, columns_of(head, rows))]
 
 
 def tuning(studied: Studied) -> list[Piece]:
@@ -295,33 +282,34 @@ def tuning(studied: Studied) -> list[Piece]:
     cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in studied.tuning:
         cells.setdefault(tuple(row[axis] or "" for axis in axes), []).append(row)
-    keys = dict.fromkeys(key for row in studied.tuning for key in json_of(row["values"]))
-    rows = [[*labels, *_choice(inside, [*keys], judge)] for labels, inside in cells.items()]
+    tries = [*cells.values()]
+    scores = [[row[judge] for row in rows if row[judge] is not None] for rows in tries]
+    chosen = [next((row for row in rows if row["chosen"]), {}) for rows in tries]
+    values = [json_of(row.get("values")) for row in chosen]
     measured = quantity(judge)
-    heads = [in_words(axis) for axis in axes]
-    head = [*heads, "runs", *keys, f"{measured.words}, chosen", "least", "largest", "at an edge"]
-    first = len(head) - 4
-    percents = {first, first + 1, first + 2} if measured.percent else set()
+    columns = [*columns_of(map(in_words, axes), cells), Column("runs", [*map(len, tries)])]
+    for key in dict.fromkeys(key for row in studied.tuning for key in json_of(row["values"])):
+        labels = [in_print(each[key]) if key in each else "" for each in values]
+        columns.append(Column(key, labels))
+    best = [row.get(judge) for row in chosen]
+    least = [min(each, default=None) for each in scores]
+    largest = [max(each, default=None) for each in scores]
+    columns += [
+        Column(f"{measured.words}, chosen", best, measured.percent),
+        Column("least", least, measured.percent),
+        Column("largest", largest, measured.percent),
+        Column("at an edge", [_edges(*each) for each in zip(values, tries, strict=True)]),
+    ]
     caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
-    caption += (
-        "rows held out of training, with one seed. At an edge: the value is the least or the "
-    )
-    caption += "largest that was tried, so that one beyond may be better. From tuning.parquet."
-    table = Table("tuning", "Chosen values", caption, head, rows, percents)
-    return [*found, *tried(studied, judge), table]
+    caption += "rows held out of training, with one seed. At an edge: the value is the least or "
+    caption += "the largest that was tried, so that one beyond may be better. From tuning.parquet."
+    return [*found, *tried(studied, judge), Table("tuning", "Chosen values", caption, columns)]
 
 
-def _choice(tries: Sequence[Mapping[str, Any]], keys: Sequence[str], judge: str) -> list[Any]:
-    """What a cell tried and chose, from its rows of tuning.parquet."""
-    chosen = next((row for row in tries if row["chosen"]), None)
-    values = json_of(chosen["values"]) if chosen else {}
-    known = [row[judge] for row in tries if row[judge] is not None]
+def _edges(values: Mapping[str, Any], tries: Sequence[Mapping[str, Any]]) -> str:
+    """The keys whose chosen values are at an edge of what a cell tried."""
     every = [json_of(row["values"]) for row in tries]
-    found: list[Any] = [len(tries)]
-    found += [in_print(values[key]) if key in values else "" for key in keys]
-    found += [chosen[judge] if chosen else None, min(known, default=None), max(known, default=None)]
-    edges = [key for key in values if edge(values[key], [each.get(key) for each in every])]
-    return [*found, listed(edges)]
+    return listed([key for key in values if edge(values[key], [each.get(key) for each in every])])
 
 
 def tried(studied: Studied, judge: str) -> list[Piece]:
@@ -329,7 +317,7 @@ def tried(studied: Studied, judge: str) -> list[Piece]:
     nowhere = Run(studied.folder, "", studied.flaws)
     axes = studied.axes(studied.tuning)
     cases = [
-        Case({axis: row[axis] for axis in axes if row[axis] is not None}, nowhere, row)
+        LabelledRun({axis: row[axis] for axis in axes if row[axis] is not None}, nowhere, row)
         for row in studied.tuning
     ]
     cells = []
@@ -357,15 +345,16 @@ def runs(studied: Studied) -> Piece:
     if not rows:
         return Missing("Runs", "needs results.parquet")
     axes = [axis for axis in studied.axes(rows) if _several(rows, axis)]
-    names = [*axes, "seed", "status", "test_accuracy", "best_test_accuracy", "test_loss"]
+    names = ["seed", "status", "test_accuracy", "best_test_accuracy", "test_loss"]
     names = [name for name in names if any(row.get(name) is not None for row in rows)]
-    cells = [[*(row[name] for name in names), _values(row), row["directory"]] for row in rows]
-    shown = [quantity(name) for name in names]
-    percents = {place for place, each in enumerate(shown) if each.percent}
-    head = [name if name in axes else quantity(name).label for name in names]
-    head += ["values", "directory"]
+    columns = [
+        *(Column(axis, [row[axis] for row in rows]) for axis in axes),
+        *(Column.of(name, [row[name] for row in rows]) for name in names),
+        Column("values", [_values(row) for row in rows]),
+        Column("directory", [row["directory"] for row in rows]),
+    ]
     caption = "Every final run of every cell. From results.parquet."
-    return Table("runs", "Final runs", caption, head, cells, percents)
+    return Table("runs", "Final runs", caption, columns)
 
 
 def _values(row: Mapping[str, Any]) -> str:

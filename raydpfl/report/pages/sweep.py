@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,19 +13,19 @@ from raydpfl.report.comparison import labels
 from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
-from raydpfl.report.html import Page, Section, Tile
+from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import beyond, counted, listed, number, quantity
-from raydpfl.report.pages.base import Source, file_text
+from raydpfl.report.pages.base import PageSource, file_text, not_completed, time_tile
 from raydpfl.report.pages.run import privacy
-from raydpfl.report.run_reader import Case, Columns, Run, json_of, named, read_columns, some
-from raydpfl.report.search_results import Tried, drawings
-from raydpfl.report.tables import Cell, Table
+from raydpfl.report.run_reader import LabelledRun, Run, json_of, named, read_columns, some
+from raydpfl.report.search_results import Tried, searched
+from raydpfl.report.tables import Column, PrintedCell, Table
 
 CURVES = 6  # settings whose curves are drawn
 WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others
 
 
-class SweepSource(Source):
+class SweepSource(PageSource):
     """A sweep: sweep.yaml."""
 
     name = "sweep"
@@ -52,6 +51,7 @@ class Swept:
         self.flaws: list[str] = []
         self.summary = Run(folder, folder.resolve().name, self.flaws).summary
         self.metric = self.summary.get("metric", "test_accuracy")
+        self.measured = quantity(self.metric)
         self.trials = read_columns(folder / "results.parquet", self.flaws)
         self.best = self.summary.get("best") or {}
 
@@ -61,6 +61,10 @@ class Swept:
         names = [*self.trials]
         return names[1 : names.index("seed")] if "seed" in names else []
 
+    @property
+    def epsilons(self) -> list[str]:
+        return [name for name in self.trials if name.startswith("epsilon_")]
+
     @cached_property
     def labels(self) -> dict[str, list[str]]:
         """By searched key the value of each trial, in print: a section, which the table has as
@@ -68,20 +72,16 @@ class Swept:
         """
         found = {}
         for key in self.keys:
-            cells = [_python(value) for value in self.trials[key]]
+            cells = self.trials[key].tolist()
             values = {cell: json_of(cell) or cell for cell in dict.fromkeys(cells)}
             named = dict(zip(values, labels([*values.values()]), strict=True))
             found[key] = [named[cell] for cell in cells]
         return found
 
-    def values(self, row: int) -> dict[str, str]:
-        """The searched values of a trial, in print."""
-        return {key: self.labels[key][row] for key in self.keys}
-
-    def of(self, setting: int) -> dict[str, str]:
+    def values(self, setting: float) -> dict[str, str]:
         """The searched values of a setting, in print."""
-        rows = self.settings.get(setting)
-        return self.values(rows[0]) if rows else {}
+        rows = self.settings.get(setting, ())
+        return {key: self.labels[key][row] for row in rows[:1] for key in self.keys}
 
     @cached_property
     def settings(self) -> dict[float, list[int]]:
@@ -91,48 +91,45 @@ class Swept:
             found.setdefault(float(setting), []).append(row)
         return found
 
-    def tried(self) -> list[Tried]:
-        """The settings with the metric of their trials."""
+    @cached_property
+    def tried(self) -> list[tuple[Tried, list[int]]]:
+        """The settings with the metric of their trials, and the rows of these."""
         found = []
-        for place, rows in self.settings.items():
-            scores = self.trials.get(self.metric)
-            known = [float(each) for each in (() if scores is None else scores[rows])]
-            known = [each for each in known if np.isfinite(each)]
-            found.append(Tried(self.values(rows[0]), known, place == self.best.get("setting")))
+        for setting, rows in self.settings.items():
+            scores = self.trials[self.metric][rows] if self.metric in self.trials else np.empty(0)
+            known = [float(score) for score in scores if np.isfinite(score)]
+            best = setting == self.best.get("setting")
+            found.append((Tried(self.values(setting), known, best), rows))
         return found
 
+    def run(self, row: int, name: str = "") -> Run:
+        """The run of a trial."""
+        folder = self.folder / str(self.trials["directory"][row])
+        return Run(folder, name or folder.name, self.flaws)
 
-def _python(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    def epsilon_columns(self, settings: Sequence[Sequence[int]]) -> list[Column]:
+        """Of each setting, by the rows of its trials, the largest epsilon by each accountant."""
+        columns = []
+        for name in self.epsilons:
+            known = [[x for x in self.trials[name][rows] if not np.isnan(x)] for rows in settings]
+            columns.append(Column.of(name, [max(map(float, x), default=None) for x in known]))
+        return columns
 
 
 def _page(swept: Swept) -> Page:
     summary = swept.summary
-    name = swept.folder.resolve().name
-    tried: list[Piece] = [*drawings(swept.tried(), swept.metric, "results.parquet")]
+    tried = searched([each for each, _ in swept.tried], swept.metric, "results.parquet")
     sections = [
-        Section("What was tried", [*best_for(swept), *tried, settings(swept), trials(swept)]),
-        Section("Best settings by round", curves(swept)),
-        Section("Privacy of the best", best_privacy(swept)),
-        Section("Config", [file_text(swept.folder / "sweep.yaml", swept.flaws)]),
+        PageSection("What was tried", [*best_for(swept), *tried, settings(swept), trials(swept)]),
+        PageSection("Best settings by round", curves(swept)),
+        PageSection("Privacy of the best", best_privacy(swept)),
+        PageSection("Config", [file_text(swept.folder / "sweep.yaml", swept.flaws)]),
     ]
-    warnings = []
-    if summary.get("status") != "completed":
-        status = summary.get("status", "not ended: there is no summary.json")
-        reason = summary.get("reason")
-        warnings.append(f"The sweep is {status}{f': {reason}' if reason else ''}.")
     edges = beyond(swept.best.get("values", {}), swept.best.get("edges", {}))
-    if edges:
-        warnings.append(edges)
-    lead = [outcome(swept), summary.get("choice", "")]
-    return Page(
-        f"Sweep {name}",
-        [each for each in lead if each],
-        tiles(swept),
-        sections,
-        warnings,
-        swept.flaws,
-    )
+    warnings = [*not_completed("sweep", summary), *([edges] if edges else [])]
+    lead = [each for each in (outcome(swept), summary.get("choice", "")) if each]
+    title = f"Sweep {swept.folder.resolve().name}"
+    return Page(title, lead, tiles(swept), sections, warnings, swept.flaws)
 
 
 def outcome(swept: Swept) -> str:
@@ -140,18 +137,17 @@ def outcome(swept: Swept) -> str:
     best = swept.best
     if not best:
         return "No setting is the best."
-    measured = quantity(swept.metric)
-    named = ", ".join(f"{key} {value}" for key, value in swept.of(best["setting"]).items())
-    score = number(best["mean"], measured.percent)
+    values = ", ".join(f"{key} {value}" for key, value in swept.values(best["setting"]).items())
+    score = f"{swept.measured.words} {number(best['mean'], swept.measured.percent)}"
     over = counted(len(best["seeds"]), "seed")
-    return f"The best of the settings is {named}: {measured.words} {score}, the mean over {over}."
+    return f"The best of the settings is {values}: {score}, the mean over {over}."
 
 
 def tiles(swept: Swept) -> list[Tile]:
     """The numbers at the top."""
     summary = swept.summary
     best = swept.best
-    measured = quantity(swept.metric)
+    measured = swept.measured
     found = []
     if best:
         spread = best.get("spread")
@@ -160,79 +156,71 @@ def tiles(swept: Swept) -> list[Tile]:
             note = f"std {number(spread, measured.percent)} over {len(best['seeds'])} seeds"
         shown = number(best["mean"], measured.percent)
         found.append(Tile(f"best {measured.words}", shown, note))
-        values = swept.of(best["setting"])
+        values = swept.values(best["setting"])
         found += [Tile(key, value, "of the best setting") for key, value in values.items()]
     counts = summary.get("trials", {})
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     found.append(Tile("settings", number(summary.get("settings")), f"trials: {states}"))
-    if summary.get("seconds") is not None:
-        found.append(Tile("time", f"{number(summary['seconds'])} s", "the whole sweep"))
-    return found
+    return [*found, *time_tile(summary, "the whole sweep")]
 
 
 def settings(swept: Swept) -> Piece:
     """A row for each setting, the best first."""
-    measured = quantity(swept.metric)
-    epsilons = [name for name in swept.trials if name.startswith("epsilon_")]
-    rows: list[list[Any]] = []
-    tried = swept.tried()
-    for each, places in zip(tried, swept.settings.values(), strict=True):
-        mean = each.mean if each.scores else None
-        row: list[Any] = [*(each.values[key] for key in swept.keys)]
-        row.append(Cell(mean, number(mean, measured.percent), each.best))
-        spread = float(np.std(each.scores, ddof=1)) if len(each.scores) > 1 else None
-        row += [spread, len(each.scores), "best" if each.best else ""]
-        row += [_most(swept.trials, name, places) for name in epsilons]
-        rows.append(row)
-    if not rows:
+    if not swept.tried:
         return Missing("Settings", "needs results.parquet")
-    place = len(swept.keys)
-    sign = -measured.better
-    rows.sort(key=lambda row: (row[place].value is None, sign * (row[place].value or 0.0)))
-    head = [*swept.keys, f"{measured.words}, mean", "std", "seeds", "best"]
-    head += [quantity(name).label for name in epsilons]
-    percents = {place + 1} if measured.percent else set()
+    measured = swept.measured
+
+    def rank(pair: tuple[Tried, list[int]]) -> tuple[bool, float]:
+        each = pair[0]
+        return not each.scores, -measured.better * each.mean if each.scores else 0.0
+
+    ranked = sorted(swept.tried, key=rank)
+    every = [each for each, _ in ranked]
+    means = [each.mean if each.scores else None for each in every]
+    cells = [
+        PrintedCell(mean, number(mean, measured.percent), each.best)
+        for mean, each in zip(means, every, strict=True)
+    ]
+    stds = [float(np.std(each.scores, ddof=1)) if len(each.scores) > 1 else None for each in every]
+    columns = [
+        *(Column(key, [each.values[key] for each in every]) for key in swept.keys),
+        Column(f"{measured.words}, mean", cells),
+        Column("std", stds, measured.percent),
+        Column("seeds", [len(each.scores) for each in every]),
+        Column("best", ["best" if each.best else "" for each in every]),
+        *swept.epsilon_columns([rows for _, rows in ranked]),
+    ]
     caption = "Means and sample standard deviations over the seeds, of the last round; of epsilon "
-    caption += "the largest. From results.parquet."
-    return Table("settings", "Settings", caption, head, rows, percents)
+    return Table("settings", "Settings", f"{caption}the largest. From results.parquet.", columns)
 
 
 def best_for(swept: Swept) -> list[Piece]:
     """A table for each searched key: the best setting for each of its values."""
-    measured = quantity(swept.metric)
-    epsilons = [name for name in swept.trials if name.startswith("epsilon_")]
+    measured = swept.measured
     found: list[Piece] = []
-    for key, best in (swept.summary.get("best_for") or {}).items():
-        others = [name for name in swept.keys if name != key]
-        edged = any(each["edges"] for each in best)
-        rows: list[list[Any]] = []
-        for each in best:
-            values = swept.of(each["setting"])
-            if not values:
-                continue
-            places = swept.settings[each["setting"]]
-            row = [values[key], each["mean"], each["spread"], len(places)]
-            row += [values[name] for name in others]
-            row += [listed([*each["edges"]])] if edged else []
-            rows.append([*row, *(_most(swept.trials, name, places) for name in epsilons)])
-        head = [key, f"{measured.words}, mean", "std", "seeds", *others]
-        head += ["at an edge"] if edged else []
-        head += [quantity(name).label for name in epsilons]
+    for key, bests in (swept.summary.get("best_for") or {}).items():
+        best = [each for each in bests if swept.values(each["setting"])]
+        values = [swept.values(each["setting"]) for each in best]
+        rows = [swept.settings[each["setting"]] for each in best]
+        edged = any(each["edges"] for each in bests)
+        columns = [
+            Column(key, [each[key] for each in values]),
+            Column(f"{measured.words}, mean", [each["mean"] for each in best], measured.percent),
+            Column("std", [each["spread"] for each in best], measured.percent),
+            Column("seeds", [len(each) for each in rows]),
+            *(Column(k, [each[k] for each in values]) for k in swept.keys if k != key),
+        ]
+        if edged:
+            columns.append(Column("at an edge", [listed([*each["edges"]]) for each in best]))
         caption = f"For each {key}, the setting with the best mean over the seeds and its sample "
         caption += "standard deviation. "
         if edged:
             caption += "At an edge: the value is the smallest or the largest of its grid, so that "
             caption += "one beyond may be better. "
-        caption += "From summary.json."
-        percents = {1, 2} if measured.percent else set()
-        title = f"Best for each {key}"
-        found.append(Table(name_of("best-for", key), title, caption, head, rows, percents))
+        columns += swept.epsilon_columns(rows)
+        name = name_of("best-for", key)
+        found.append(Table(name, f"Best for each {key}", f"{caption}From summary.json.", columns))
     return found
-
-
-def _most(trials: Columns, name: str, rows: Sequence[int]) -> float | None:
-    known = [float(value) for value in trials[name][rows] if not np.isnan(value)]
-    return max(known, default=None)
 
 
 def trials(swept: Swept) -> Piece:
@@ -241,35 +229,20 @@ def trials(swept: Swept) -> Piece:
     if not table:
         return Missing("Trials", "needs results.parquet")
     scores = [name for name in table if is_score(name) and some(table[name])]
-    names = [*swept.keys, "seed", "status", *scores, "rounds", "seconds", "directory"]
-    names = [name for name in names if name in table]
-    rows = [
-        [
-            swept.labels[name][row] if name in swept.keys else _python(table[name][row])
-            for name in names
-        ]
-        for row in range(len(table["setting"]))
-    ]
-    shown = [quantity(name) for name in names]
-    percents = {place for place, each in enumerate(shown) if each.percent}
-    head = [each.label if each.name not in swept.keys else each.name for each in shown]
-    return Table("trials", "Trials", "Every run. From results.parquet.", head, rows, percents)
+    names = ["seed", "status", *scores, "rounds", "seconds", "directory"]
+    columns = [Column(key, swept.labels[key]) for key in swept.keys]
+    columns += [Column.of(name, table[name].tolist()) for name in names if name in table]
+    return Table("trials", "Trials", "Every run. From results.parquet.", columns)
 
 
 def curves(swept: Swept) -> list[Piece]:
     """The metric by round, of the settings with the best means."""
-    known = [
-        (each, rows)
-        for each, rows in zip(swept.tried(), swept.settings.values(), strict=True)
-        if each.scores
-    ]
-    known.sort(key=lambda pair: -quantity(swept.metric).better * pair[0].mean)
+    known = [(each, rows) for each, rows in swept.tried if each.scores]
+    known.sort(key=lambda pair: -swept.measured.better * pair[0].mean)
     cases = []
     for each, rows in known[:CURVES]:
         label = ", ".join(named(key, each.values[key]) for key in swept.keys)
-        for row in rows:
-            folder = swept.folder / str(swept.trials["directory"][row])
-            cases.append(Case({"setting": label}, Run(folder, label, swept.flaws)))
+        cases += [LabelledRun({"setting": label}, swept.run(row, label)) for row in rows]
     item = Curves(of=(swept.metric,), colour="setting")
     if not cases:
         return [Missing(item.headline(), "needs a finished trial")]
@@ -278,8 +251,5 @@ def curves(swept: Swept) -> list[Piece]:
 
 def best_privacy(swept: Swept) -> list[Piece]:
     """The guarantees of the first run of the best setting."""
-    for each, rows in zip(swept.tried(), swept.settings.values(), strict=True):
-        if each.best:
-            folder = swept.folder / str(swept.trials["directory"][rows[0]])
-            return privacy(Run(folder, folder.name, swept.flaws))
-    return []
+    best = [rows[0] for each, rows in swept.tried if each.best]
+    return privacy(swept.run(best[0])) if best else []
