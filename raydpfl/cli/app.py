@@ -244,7 +244,7 @@ def sweep(
     """
     _load()
     from raydpfl import sweep as tune
-    from raydpfl.cli import sweep_display
+    from raydpfl.cli.search_display import SweepDisplay
     from raydpfl.simulation import provenance
 
     with provenance.kept(out or config if resume else config, first=resume):
@@ -256,9 +256,9 @@ def sweep(
             out = config
         out = out or str(_new_folder(config))
         given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
-        with sweep_display.Display(_console(quiet), asked) as display, _resumable(out, "sweep"):
+        with SweepDisplay(_console(quiet)) as display, _resumable(out, "sweep"):
             result = tune.run(asked, out, on_change=display.show, **given)
-    display.report(result)
+    display.report(result, asked)
     if result.problem:
         raise RunError(result.problem)
 
@@ -312,25 +312,26 @@ def reproduce(
 ) -> None:
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
     _load()
-    from raydpfl.cli import study_display
-    from raydpfl.sweep import study as room
+    from raydpfl.cli.preview import list_studies
+    from raydpfl.cli.search_display import StudyDisplay
+    from raydpfl.sweep import study as studying
 
     console = _console(quiet)
     if listed:
         _unused(out=out, resume=resume, address=address)
-        room.catalogue(console, studies or (), scale, seeds, data_root)
+        list_studies(console, studies or (), scale, seeds, data_root)
         return
     if not studies:
         raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
     out = out or (_begun_study(studies) if resume else None)
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
-        names = [_study_here(name, stack) for given in studies for name in room.several(given)]
+        names = [_study_here(name, stack) for given in studies for name in studying.several(given)]
         with directed("reproduce", *studies):
-            asked = [room.Study.named(name, scale, seeds) for name in names]
-        display = stack.enter_context(study_display.Display(console, asked))
+            asked = [studying.Study.named(name, scale, seeds) for name in names]
+        display = stack.enter_context(StudyDisplay(console, asked))
         stack.enter_context(_resumable(out, "reproduce"))
-        results = room.reproduce(*asked, out=out, on_change=display.show, **ways)
+        results = studying.reproduce(*asked, out=out, on_change=display.show, **ways)
     for result in results:
         display.report(result)
     problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
@@ -439,12 +440,12 @@ def show(
     how long it takes.
     """
     _load()
-    from raydpfl.cli.show import outline
+    from raydpfl.cli.preview import preview
     from raydpfl.config.defaults import MARK
 
     with storage.reading(config, "config", CONFIGS.__contains__) as place:
         asked = str(place) if storage.elsewhere(config) else config
-        found = outline(asked, overrides or (), timed, data_root)
+        found = preview(asked, overrides or (), timed, data_root)
     console = Console(soft_wrap=True)
     for line in found.text.splitlines():
         console.print(Text(line, style="dim" if line.endswith(MARK) else ""))

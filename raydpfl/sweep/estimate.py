@@ -1,7 +1,7 @@
-"""What runs would take on this machine: one timed round per kind of run that there is.
+"""How long runs take on this machine: one timed round for each kind of work.
 
 Runs are of one kind where a round of theirs is the same work: the data, the model, the methods, the
-cohort, steps and batch. What was timed is kept in the cache, for this number of cores.
+cohort, steps and batch. Timings are kept in the cache, for this number of cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raydpfl.runtime import runner
 from raydpfl.simulation.plan import Plan
 from raydpfl.storage.files import cache_root, keep_json, kept_json
 from raydpfl.sweep.timeouts import like, work
-from raydpfl.sweep.trial_folders import name_of
+from raydpfl.sweep.trials import name_of
 
 log = logging.getLogger("raydpfl")
 TIMED = 2  # rounds, of which the last one counts: the first has much to set up
@@ -28,20 +28,19 @@ START = 0.1  # seconds between a run's end and the next one's beginning in the s
 Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often something like it is run
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Runs of one kind: an example, and of all their rounds and how many they are."""
+@dataclass
+class Workload:
+    """Runs of one kind: an example, their number, and the number of all their rounds."""
 
-    name: str
     example: Experiment
-    runs: int
-    rounds: int
+    runs: int = 0
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`seconds` with all cores at work; None as long as a kind of run was not timed. `kinds` of
-    runs there are, `timed` of them known.
+    """`seconds` with all cores at work, None as long as a kind of run was not timed; `kinds` of
+    runs, `timed` of them.
     """
 
     seconds: float | None
@@ -49,7 +48,6 @@ class Estimate:
     timed: int
 
     def words(self) -> str:
-        """What it takes here."""
         if self.seconds is None:
             return f"not timed here yet ({self.timed} of {self.kinds} kinds of runs are)"
         return f"about {duration(self.seconds)} here"
@@ -68,13 +66,17 @@ def duration(seconds: float) -> str:
 
 
 def estimate(runs: Runs) -> Estimate:
-    """From what has been timed on this machine."""
-    found = kinds(runs)
-    known = [(kind, _known(kind)) for kind in found]
-    parts = [_cost(kind, times) for kind, times in known if times is not None]
-    whole = len(parts) == len(found)
-    at_once = min(cores(), max(1, sum(kind.runs for kind in found)))  # a run has one core
-    return Estimate(sum(parts) / at_once if whole else None, len(found), len(parts))
+    """From the timings of this machine."""
+    loads = workloads(runs)
+    times = {name: _timing(name) for name in loads}
+    costs = [
+        load.runs * (pair[0] + START) + load.rounds * pair[1]  # seconds of one core
+        for name, load in loads.items()
+        if (pair := times[name]) is not None
+    ]
+    parallel = min(cores(), max(1, sum(load.runs for load in loads.values())))  # a core a run
+    seconds = sum(costs) / parallel if len(costs) == len(loads) else None
+    return Estimate(seconds, len(loads), len(costs))
 
 
 def measure(runs: Runs, root: Path | None) -> Estimate:
@@ -86,63 +88,51 @@ def measure(runs: Runs, root: Path | None) -> Estimate:
 
     Raises:
         ConfigError: A run cannot begin.
-        RunError: One failed on the way.
+        RunError: A run failed.
     """
     runs = [*runs]
-    left = [kind for kind in kinds(runs) if _known(kind) is None]
     level = log.level
-    log.setLevel(logging.ERROR)  # what each run warns of is told when it is run
+    log.setLevel(logging.ERROR)  # each run repeats its warnings when it is run
     try:
-        for kind in left:
-            keep_json(_path(kind), _timed(kind.example, root))
+        for name, load in workloads(runs).items():
+            if _timing(name) is None:
+                keep_json(_path(name), _timed(load.example, root))
     finally:
         log.setLevel(level)
     return estimate(runs)
 
 
-def kinds(runs: Runs) -> list[Kind]:
-    """The kinds of runs, each experiment counted once."""
-    found: dict[str, Kind] = {}
+def workloads(runs: Runs) -> dict[str, Workload]:
+    """The kinds of runs by name, each experiment counted once."""
+    loads: dict[str, Workload] = {}
     seen = set()
     for experiment, times in runs:
         name = name_of(experiment)
-        if name in seen:
-            continue
-        seen.add(name)
-        kind = _kind(experiment)
-        before = found.get(kind, Kind(kind, experiment, 0, 0))
-        rounds = before.rounds + times * experiment.rounds
-        found[kind] = Kind(kind, before.example, before.runs + times, rounds)
-    return list(found.values())
+        if name not in seen:
+            seen.add(name)
+            kind = (sorted(like(experiment)), work(experiment), cores())
+            digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+            load = loads.setdefault(digest, Workload(experiment))
+            load.runs += times
+            load.rounds += times * experiment.rounds
+    return loads
 
 
-def _kind(experiment: Experiment) -> str:
-    """The name of the kind of run that this is."""
-    said = (sorted(like(experiment)), work(experiment), cores())
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+def _path(name: str) -> Path:
+    return cache_root() / "rounds" / f"{name}.json"
 
 
-def _path(kind: Kind) -> Path:
-    return cache_root() / "rounds" / f"{kind.name}.json"
-
-
-def _known(kind: Kind) -> tuple[float, float] | None:
-    """Seconds to begin a run and of a round, as they were timed."""
+def _timing(name: str) -> tuple[float, float] | None:
+    """Seconds to start a run, and seconds of a round, as they were timed."""
     try:
-        begin, each = kept_json(_path(kind))
-        return float(begin), float(each)
+        start, each = kept_json(_path(name))
+        return float(start), float(each)
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _cost(kind: Kind, times: tuple[float, float]) -> float:
-    """Seconds of one core."""
-    begin, each = times
-    return kind.runs * (begin + START) + kind.rounds * each
-
-
 def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
-    """Runs the first rounds: seconds to begin the run, and of the last of them."""
+    """Runs the first rounds: seconds to start the run, and of the last of them."""
     rows: list[dict] = []
 
     def enough(more: list[dict]) -> bool:

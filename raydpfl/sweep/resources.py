@@ -19,19 +19,23 @@ from raydpfl.runtime.capacity import capacity
 from raydpfl.runtime.session import Session
 
 
-class Room:
+class Resources:
     """The Ray that the trials run on: started here, joined by `address`, or found running in this
-    process. `cpus` are of a trial's own process (default: 1 inline, 0 beside client actors); `root`
-    is where data sets lie.
+    process.
+
+    Args:
+        root: where data sets lie; None: the variable RAYDPFL_DATA.
+        address: of a running cluster.
+        cpus: of a trial's own process; None: 1 inline, 0 with client actors.
     """
 
-    def __init__(self, cpus: float | None, root: Path | None, address: str | None):
-        self._cpus = cpus
-        self.root = root
+    def __init__(self, root: str | Path | None, address: str | None, cpus: float | None = None):
+        self.root = Path(root).absolute() if root else None
         self._address = address
+        self._cpus = cpus
         self._session: Session | None = None
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> Resources:
         if self._address:
             self._session = Session(self._address)
         self._elastic = not ray.is_initialized()
@@ -42,15 +46,13 @@ class Room:
             self._session.close()
 
     def watch(self) -> None:
-        """Raises `RunError` where the control store of Ray is lost, KeyboardInterrupt where a
-        signal was.
-        """
+        """Raises `RunError` if Ray's control store is lost, KeyboardInterrupt after a signal."""
         if self._session:
             self._session.check()
         signals.check()
 
     def start(self) -> None:
-        """Starts Ray, unless there is one."""
+        """Starts Ray, unless it runs."""
         if self._elastic:
             self._session = Session("local", num_cpus=cores())
 
@@ -67,8 +69,8 @@ class Room:
         client = experiment.client
         if client.actors == 0:
             return [{"CPU": 1.0 if self._cpus is None else self._cpus, "GPU": client.num_gpus}]
-        each = {"CPU": client.num_cpus, "GPU": client.num_gpus}
-        return [{"CPU": self._cpus or 0.0}, *[each] * self._actors(experiment)]
+        actor = {"CPU": client.num_cpus, "GPU": client.num_gpus}
+        return [{"CPU": self._cpus or 0.0}, *[actor] * self._actors(experiment)]
 
     def _actors(self, experiment: Experiment) -> int:
         if experiment.client.actors != "per-client":
@@ -76,8 +78,8 @@ class Room:
         if experiment.data.clients:
             return experiment.data.clients
         apart = experiment.evaluate.apart
-        found = data.prepare(experiment.data, experiment.seed, self.root, validation=apart)
-        return len(Shards.open(found).sizes)
+        shards = data.prepare(experiment.data, experiment.seed, self.root, validation=apart)
+        return len(Shards.open(shards).sizes)
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""
@@ -86,39 +88,33 @@ class Room:
         client = experiment.client
         inline = len(bundles) == 1
         cpus = ("sweep.cpus", self._cpus) if inline else ("client.num_cpus", client.num_cpus)
+        gpus = ("client.num_gpus", client.num_gpus)
         if not any(bundles[-1].values()):
             raise ConfigError(
                 *cpus, "a number above 0, by which trials that run at once are counted"
             )
-        gpus = ("client.num_gpus", client.num_gpus)
         if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
             raise ConfigError(*gpus, "a fraction of one GPU, or a whole number")
         if not fits(bundles, nodes):
-            field, value = gpus if client.num_gpus else cpus
-            wants = f"a trial that fits the cluster at all: {_wants(bundles)}"
-            expected = f"{wants}; the nodes have {_have(nodes)}"
-            if inline:
-                raise ConfigError(field, value, expected)
-            raise ConfigError("client.actors", client.actors, expected)
+            blamed: tuple[str, Any] = gpus if client.num_gpus else cpus
+            if not inline:
+                blamed = "client.actors", client.actors
+            available = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
+            expected = f"a trial that fits the cluster at all: {_needs(bundles)}"
+            raise ConfigError(*blamed, f"{expected}; the nodes have {available}")
 
 
-def _wants(bundles: Sequence[dict[str, float]]) -> str:
+def _words(resources: dict[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"
+
+
+def _needs(bundles: Sequence[dict[str, float]]) -> str:
     """What a trial takes, in words."""
-    own, *others = bundles
-    text = f"a trial takes {own['CPU']:g} CPU"
-    if own.get("GPU"):
-        text += f" and {own['GPU']:g} GPU"
-    text += " for its own process"
-    if others:
-        each = f"{others[0]['CPU']:g} CPU and {others[0]['GPU']:g} GPU"
-        text += f", and {each} for each of {len(others)} client actors"
-    return text
-
-
-def _have(nodes: Sequence[dict[str, float]]) -> str:
-    """What the first few nodes have, in words."""
-    shown = [f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes[:4]]
-    return ", ".join([*shown, *["..."] * (len(nodes) > 4)])
+    process, *actors = bundles
+    text = f"a trial takes {_words(process)} for its own process"
+    return text + (
+        f", and {_words(actors[0])} for each of {len(actors)} client actors" if actors else ""
+    )
 
 
 def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
@@ -129,13 +125,13 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     >>> fits([{"CPU": 1}, {"CPU": 2}], [{"CPU": 2}])
     False
     """
-    head, *others = bundles
-    each = others[0] if others else {}
+    process, *actors = bundles
+    actor = actors[0] if actors else {}
     for place, node in enumerate(nodes):
-        left = {name: node.get(name, 0) - head.get(name, 0) for name in ("CPU", "GPU")}
+        left = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
         if min(left.values()) < 0:
             continue
         rest = [*nodes[:place], left, *nodes[place + 1 :]]
-        if not others or capacity(each.get("CPU", 0), each.get("GPU", 0), rest) >= len(others):
+        if capacity(actor.get("CPU", 0), actor.get("GPU", 0), rest) >= len(actors):
             return True
     return False

@@ -12,10 +12,11 @@ raydpfl.errors.ConfigError: local.lr = {'grid': []}: expected a list of at least
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,16 @@ def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
         elif isinstance(value, Mapping):
             found |= find(value, f"{where}.")
     return found
+
+
+def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
+    """All combinations of the values of finite spaces, the last key fastest; one, empty, of none.
+
+    >>> [*points({"a": Options((1, 2)), "b": Options((3,))})]
+    [{'a': 1, 'b': 3}, {'a': 2, 'b': 3}]
+    """
+    for point in itertools.product(*(space.options for space in spaces.values())):
+        yield dict(zip(spaces, point, strict=True))
 
 
 def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

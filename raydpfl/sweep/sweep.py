@@ -13,15 +13,13 @@ raydpfl.errors.ConfigError: local.lr = 0: expected a number greater than 0
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from raydpfl.config.registry import Section
@@ -31,10 +29,9 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, at, flat, overridden
 from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
-from raydpfl.sweep.directory import difference, stored
-from raydpfl.sweep.spaces import Space, find, put
-from raydpfl.sweep.trial_folders import FREE_KEYS, identity, meaning, name_of
-from raydpfl.sweep.trial_source import Trial
+from raydpfl.sweep.search_runner import Difference, stored
+from raydpfl.sweep.spaces import Options, Space, find, points, put
+from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, Trial, identity, meaning, name_of, shown
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
@@ -78,45 +75,6 @@ class Search(Section):
             if values[other] not in expected:
                 del values[name]
         return values
-
-
-@dataclass(eq=False)
-class Setting:
-    """One choice of all searched values, and its trials."""
-
-    values: dict[str, Any]  # by dotted key
-    experiment: Experiment  # as `raydpfl run` would take it
-    trials: list[Trial] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return all(trial.done for trial in self.trials)
-
-    @property
-    def whole(self) -> bool:
-        """All trials ran to their end."""
-        return all(trial.status in ("completed", "budget") for trial in self.trials)
-
-    def mean(self, metric: str) -> float | None:
-        """Over the seeds, of those known so far; None if any failed or came to no number."""
-        known = [trial for trial in self.trials if trial.summary or trial.report]
-        values = self._values(metric)
-        if len(values) < len(known) or any(trial.status == "failed" for trial in self.trials):
-            return None
-        return float(np.mean(values)) if values else None
-
-    def spread(self, metric: str) -> float | None:
-        """The sample standard deviation over the seeds; None below two."""
-        values = self._values(metric)
-        return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-    def _values(self, metric: str) -> list[float]:
-        values = [trial.value(metric) for trial in self.trials]
-        return [value for value in values if value is not None]
-
-    def named(self) -> str:
-        """Its values in print, as overrides."""
-        return shown(self.values)
 
 
 @dataclass(frozen=True)
@@ -195,8 +153,8 @@ class Sweep:
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
-            for point in itertools.product(*(space.probes for space in self.spaces.values())):
-                yield dict(zip(self.spaces, point, strict=True))
+            finite = {k: space for k, space in self.spaces.items() if isinstance(space, Options)}
+            yield from points(finite)
             return
         seen = set()
         for sample in range(100 * self.size):
@@ -210,24 +168,24 @@ class Sweep:
             if len(seen) == self.size:
                 return
 
-    def setting(self, values: Mapping[str, Any]) -> Setting:
+    def setting(self, values: Mapping[str, Any]) -> SearchSetting:
         """The setting of these values, with no trials yet. Raises `ConfigError` when they make no
         experiment.
         """
         tree = put(self.tree, values)
-        return Setting(dict(values), Experiment.from_dict(tree, imports=self.imports))
+        return SearchSetting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
     def trial(self, experiment: Experiment) -> Experiment:
         """What a trial of this experiment runs: `inline`, and chosen by validation without a look
         at the test set, unless the config asks for one.
         """
-        found = inline(experiment)
+        trial = inline(experiment)
         if set_of(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
-            return found
-        blind = found.evaluate.model_copy(update={"test": False})
-        return found.model_copy(update={"evaluate": blind})
+            return trial
+        blind = trial.evaluate.model_copy(update={"test": False})
+        return trial.model_copy(update={"evaluate": blind})
 
-    def add_trials(self, setting: Setting, folder: Path) -> None:
+    def add_trials(self, setting: SearchSetting, folder: Path) -> None:
         """Gives the setting a trial for every seed, each with its directory under `folder`.
 
         Raises `ConfigError` for a directory that is there and holds something else than the trial.
@@ -235,10 +193,10 @@ class Sweep:
         for seed in range(self.seed, self.seed + self.search.repeats):
             experiment = self.trial(setting.experiment).model_copy(update={"seed": seed})
             place = folder / name_of(experiment, self.spaces)
-            trial = Trial.found(setting.named(), experiment, place, self.spaces)
+            trial = Trial.stored(setting.named(), experiment, place, self.spaces)
             setting.trials.append(trial)
 
-    def differs(self, other: Sweep) -> tuple[str, Any, Any] | None:
+    def differs(self, other: Sweep) -> Difference:
         """(field, here, there) of the first difference that makes it another sweep than `other`.
 
         What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
@@ -246,12 +204,12 @@ class Sweep:
         """
         searches = (flat({"sweep": each.search.model_dump()}) for each in (self, other))
         spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
-        found = _difference(*searches)
-        if found:
-            return found
-        found = _difference(*spaces)
-        if found:
-            key, here, there = found
+        difference = _difference(*searches)
+        if difference:
+            return difference
+        difference = _difference(*spaces)
+        if difference:
+            key, here, there = difference
             return key, here or at(self.tree, key), there or at(other.tree, key)
         values = {key: space.probes[0] for key, space in self.spaces.items()}
         pair = (self, other)
@@ -264,13 +222,6 @@ class Sweep:
     @property
     def seed(self) -> int:
         return int(self.tree.get("seed", 0))
-
-    def check_search(self) -> None:
-        """Raises `ConfigError` where there is nothing to search, or too much, whatever the settings
-        are.
-        """
-        self._check_spaces()
-        self._check_size()
 
     def check_settings(self) -> None:
         """Raises `ConfigError` for a setting that makes no experiment, and for what the settings
@@ -295,23 +246,22 @@ class Sweep:
             expected = f"a score that every trial has; {_not_given(metric, experiment)}"
             raise ConfigError("sweep.metric", metric, expected)
 
-    def _check_spaces(self) -> None:
-        """Raises `ConfigError` where there is nothing to search, or not in this way."""
+    def check_search(self) -> None:
+        """Raises `ConfigError` where there is nothing to search, or more settings than there are or
+        can be tried, whatever the settings are.
+        """
+        search = self.search
         if "seed" in self.spaces:
             expected = "a number; sweep.repeats runs every setting with several seeds"
             raise ConfigError("seed", self.tree["seed"], expected)
-        if not self.spaces and self.search.repeats == 1:
+        if not self.spaces and search.repeats == 1:
             expected = "a search space in some field, or sweep.repeats above 1"
             raise ConfigError("sweep", self._given(), expected)
-        if self.search.search == "grid":
+        if search.search == "grid":
             for key, space in self.spaces.items():
                 if space.count == math.inf:
                     expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
                     raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
-
-    def _check_size(self) -> None:
-        """Raises `ConfigError` for more settings than there are, or than can be tried."""
-        search = self.search
         if search.search != "grid" and search.samples is None:
             expected = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, expected)
@@ -375,29 +325,17 @@ def inline(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"client": client})
 
 
-def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    return difference(here, there, CHANGEABLE)
+def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> Difference:
+    """The first difference, in the order of the keys. A value is None where its key is missing."""
+    for key in dict.fromkeys([*here, *there]):
+        if here.get(key) != there.get(key) and key not in CHANGEABLE:
+            return key, here.get(key), there.get(key)
+    return None
 
 
 def text_of(value: Any) -> str:
     """What tells values apart as they are written: 1 is not 1.0."""
     return identity({"value": value})
-
-
-def shown(values: Mapping[str, Any]) -> str:
-    """The values of a setting in print, as overrides."""
-    return " ".join(f"{key}={short(value)}" for key, value in values.items())
-
-
-def short(value: Any) -> str:
-    """A value in print, a section as a config has it.
-
-    >>> short({"kind": "clip", "bound": 0.5})
-    '{kind: clip, bound: 0.5}'
-    """
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {short(each)}' for key, each in value.items())}}}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _not_given(score: str, experiment: Experiment) -> str:

@@ -7,7 +7,7 @@ import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment
-from raydpfl.cli.show import outline
+from raydpfl.cli.preview import preview
 from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep, estimate
 
@@ -81,7 +81,7 @@ def test_whole_sections_and_kinds_that_are_searched_stand_as_they_were_given(sho
 def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, typed):
     tree = {**SMALL, "selection": {"kind": "uniform", "cohort": {"grid": [20, 51, 0, 10]}}}
     (tmp_path / "asked.yaml").write_text(yaml.safe_dump(tree))
-    text = outline(str(tmp_path / "asked.yaml")).text
+    text = preview(str(tmp_path / "asked.yaml")).text
     said = remarks(text)
     least = "a number greater than or equal to 1"
     most = "at most the population of 50 clients"
@@ -110,7 +110,7 @@ def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     tree = {**SMALL, "data": {**SMALL["data"], "partition": shards}}
     assert "All of them make an experiment." in remarks(shown(tree))
-    found = outline("asked.yaml", timed=True)
+    found = preview("asked.yaml", timed=True)
     assert found.refused.field == "data.clients"
     assert "1 of these 2 cannot be run." in remarks(found.text)
 
@@ -169,7 +169,7 @@ def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
 
 
 def test_what_runs_take_is_counted_by_their_rounds(monkeypatch):
-    monkeypatch.setattr(estimate, "_known", lambda kind: (0.4, 0.01))
+    monkeypatch.setattr(estimate, "_timing", lambda name: (0.4, 0.01))
     monkeypatch.setattr(estimate, "cores", lambda: 4)
     runs = [(experiment(seed=seed), 2) for seed in range(10)]
     found = estimate.estimate([*runs, *runs])  # each counted once
@@ -197,12 +197,12 @@ def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     assert [line.partition(";")[0] for line in said[1:]] == ["Clip", "Normalise"]
     assert "; about " in remarks(shown(STUDY, "--timed"))[0]
     with pytest.raises(ConfigError, match="none for a study"):
-        outline("asked.yaml", ["rounds=3"])
+        preview("asked.yaml", ["rounds=3"])
     with pytest.raises(
         ConfigError, match="study = 'nowhere': expected the file of a study, or one of"
     ):
-        outline("nowhere")
-    first = outline("002/fig1").text
+        preview("nowhere")
+    first = preview("002/fig1").text
     assert yaml.safe_load(first)["study"]["id"] == "002/fig1"
 
 
@@ -211,10 +211,10 @@ def test_a_study_is_found_by_every_name_though_folders_have_it_too(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "000" / "table1").mkdir(parents=True)  # its tables, say
     for name, found in (("000/claim2.1", "000/claims"), ("000/table1", "000/table1")):
-        assert yaml.safe_load(outline(name).text)["study"]["id"] == found
+        assert yaml.safe_load(preview(name).text)["study"]["id"] == found
     for name in ("nowhere.yaml", "000"):
         with pytest.raises(ConfigError):
-            outline(name)
+            preview(name)
 
 
 def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
@@ -253,5 +253,5 @@ def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_pat
 def test_the_directory_of_a_sweep_is_shown_as_its_file_is(tmp_path):
     tree = {**SMALL, "sweep": {"repeats": 2}}
     (tmp_path / "sweep.yaml").write_text(Sweep.from_dict(tree).to_yaml())
-    said = remarks(outline(str(tmp_path)).text)
+    said = remarks(preview(str(tmp_path)).text)
     assert said[0] == "1 setting of the seed alone, each with 2 seeds: 2 runs of 4 rounds."

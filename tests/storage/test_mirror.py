@@ -9,7 +9,7 @@ from test_sweep import tree
 
 from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep
-from raydpfl.sweep.optuna_storage import Mirror
+from raydpfl.sweep.optuna import Dashboard
 
 optuna = pytest.importorskip("optuna")
 RATES = (0.1, 0.2, 0.4)
@@ -52,7 +52,7 @@ def study(url):
 def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_missing(url, caplog):
     sweep, settings = swept(url, [0.5, 0.75])
     settings[1].trials[0].status = "failed"
-    Mirror(sweep, "out").show(settings)
+    Dashboard(sweep, "out").show(settings)
     found = study(url)
     assert [(each.state.name, each.value) for each in found.trials] == [
         ("COMPLETE", 0.5),
@@ -64,7 +64,7 @@ def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_miss
     assert facts["epsilon_pld"] == 3.0 and "epsilon_rdp" not in facts and facts["seeds"] == [3]
     sweep, settings = swept(url, [0.5, 0.75, 0.6])
     settings[1].trials[0].status = "failed"
-    again = Mirror(sweep, "out")
+    again = Dashboard(sweep, "out")
     again.show(settings)
     again.show(settings, over=True)
     assert [each.value for each in study(url).trials] == [0.5, None, 0.6]
@@ -81,7 +81,7 @@ def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
     ):
         caplog.clear()
         sweep, settings = swept(url, accuracies, rates)
-        Mirror(sweep, "out").show(settings, over=True)
+        Dashboard(sweep, "out").show(settings, over=True)
         assert [each.value for each in study(url).trials] == accuracies
         assert len(caplog.records) == warnings
 
@@ -90,18 +90,18 @@ def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refus
     optuna.create_study(study_name="out", storage=url)
     sweep, _ = swept(url, [])
     with pytest.raises(ConfigError, match="without another study named out"):
-        Mirror(sweep, "out")
+        Dashboard(sweep, "out")
     for wrong in (f"sqlite:///{tmp_path}/no/such.db", "nonsense", "postgresql+none://x"):
         sweep, _ = swept(wrong, [])
         with pytest.raises(ConfigError, match=r"sweep.storage = .* that Optuna can open \("):
-            Mirror(sweep, "out")
+            Dashboard(sweep, "out")
 
 
 def test_a_storage_that_fails_on_the_way_is_one_warning(url, caplog, monkeypatch):
     sweep, settings = swept(url, [0.5])
-    mirror = Mirror(sweep, "out")
+    mirror = Dashboard(sweep, "out")
     monkeypatch.setattr(mirror._study, "add_trial", lambda trial: 1 / 0)
     mirror.show(settings)
     mirror.show(settings)
     said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert len(said) == 1 and "ZeroDivisionError" in said[0] and "goes on without it" in said[0]
+    assert len(said) == 1 and "ZeroDivisionError" in said[0] and "continues without it" in said[0]

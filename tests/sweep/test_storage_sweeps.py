@@ -18,7 +18,7 @@ from raydpfl.audit import audit
 from raydpfl.storage import lock, synced_folder
 from raydpfl.storage.store import Store
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.timeouts import Limits
+from raydpfl.sweep.timeouts import Timeouts
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_a_trial_that_makes_progress_elsewhere_is_seen_to(tmp_path):
     place = f"local://{tmp_path}/store"
     with storage.at(place) as folder:
         clock = iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__
-        limits = Limits(None, clock=clock)
+        limits = Timeouts(None, clock=clock)
         experiment = Experiment.from_dict({})
         limits.begin("first", experiment, folder / "trials" / "a")
         limits.end("first", True)

@@ -25,20 +25,17 @@ from conftest import SMALL
 from rich.console import Console
 from test_same_bits import kill_tree
 
-from raydpfl.cli.study_display import Display
+import raydpfl
+from raydpfl.cli.search_display import StudyDisplay
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.published_numbers import PublishedTable
 from raydpfl.report.statistics import over_seeds, paired
-from raydpfl.sweep import study as room
-from raydpfl.sweep.directory import Directory
-from raydpfl.sweep.study import Course, Study, builtin, reproduce
-from raydpfl.sweep.study.identities import looked_at, words
-from raydpfl.sweep.study.progress import numbers
-from raydpfl.sweep.study.runner import OUTPUTS, Together
+from raydpfl.sweep.driver import take_turns
+from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
+from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED
-from raydpfl.sweep.sweep import short
-from raydpfl.sweep.trial_folders import name_of
+from raydpfl.sweep.trials import name_of, numbers, short
 
 ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
 MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]
@@ -151,7 +148,7 @@ def test_only_some_labels_of_an_arm_or_of_a_scale():
     smoke = Study.from_dict(given, "smoke")
     assert [cell.named() for cell in smoke.cells] == ["Free data.partition=iid"]
     (identity,) = smoke.same_bits  # it stays, with nothing to compare here
-    found = looked_at(identity, {})
+    found = compare(identity, {})
     assert found["held"] is None and words(found).endswith("not compared, as there are no two runs")
 
 
@@ -187,7 +184,7 @@ def test_accounting_is_an_axis_that_arms_without_privacy_ignore():
     assert [v[arm, "paper"].v for arm in ("Clip", "Data", "Uniform")] == [9.0, 9.0, 2.0]
     assert v["Data", "true"].v == 4.0
     (identity,) = asked.same_bits
-    assert {cell.accounting for place in identity.places for cell in place} == {"true"}
+    assert {cell.accounting for place in identity.groups for cell in place} == {"true"}
 
 
 def test_runs_are_counted_once_however_many_cells_share_them():
@@ -293,7 +290,8 @@ WRONG = {
 def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN.replace("Halve", "Tanh"))
     monkeypatch.syspath_prepend(tmp_path)
-    text = room.__doc__.partition("```yaml")[2].partition("```")[0]
+    page = Path(raydpfl.__file__).parent.parent / "docs" / "studies.md"
+    text = page.read_text().partition("```yaml")[2].partition("```")[0]
     asked = Study.from_dict(yaml.safe_load(text), scale)
     if scale == "smoke":
         assert {cell.arm for cell in asked.cells} == {"Clip", "Free"} and asked.seeds == 2
@@ -302,7 +300,7 @@ def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monke
         count = [sum(cell.arm == arm for cell in asked.cells) for arm in arms]
         assert count == [16, 16, 16, 8] and asked.runs()["tried"] == 2 * 2 * 2 * 2 * 2
         (identity,) = asked.same_bits
-        assert len(identity.places) == 8  # half of all
+        assert len(identity.groups) == 8  # half of all
 
 
 @pytest.mark.parametrize("axis", [*sorted(RESERVED), "validation_accuracy", "epsilon_pld"])
@@ -415,14 +413,15 @@ def finish(trial, failing: tuple[str, ...]) -> None:
     trial.summary[score] = a_number(score + name)
 
 
-def play(course, order: int, failing: tuple[str, ...] = ()) -> list:
+def play(courses, order: int, failing: tuple[str, ...] = ()) -> list:
     """Has all trials of a source finish, several at once, in one of many orders; in which order
     they were handed out.
     """
     chance = random.Random(order)
+    courses = courses if isinstance(courses, list) else [courses]
     running = []
     given = []
-    for trial in course.proposals():
+    for trial in take_turns(courses):
         if trial is not None:
             given.append(trial)
             running.append(trial)
@@ -434,12 +433,12 @@ def play(course, order: int, failing: tuple[str, ...] = ()) -> list:
     return given
 
 
-def course_of(asked: Study, folder: Path) -> Course:
+def course_of(asked: Study, folder: Path) -> StudyRunner:
     folder.mkdir(parents=True, exist_ok=True)
-    return Course(asked, Directory(folder, "study", OUTPUTS), lambda course: None)
+    return StudyRunner(asked, folder, lambda runner: None)
 
 
-def told(course: Course) -> tuple[list, list]:
+def told(course: StudyRunner) -> tuple[list, list]:
     found = course.gather(over=True)
     return found.results.to_pylist(), found.tuning.to_pylist()
 
@@ -568,7 +567,7 @@ def test_a_cell_without_a_value_or_a_number_has_no_result_and_the_others_have(tm
 def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
     others = [study(study={"id": name, "seeds": 1}) for name in ("a", "b")]
     courses = [course_of(each, tmp_path / each.about.id) for each in others]
-    given = play(Together(courses, tmp_path), 5)
+    given = play(courses, 5)
     assert len(given) == 2 * sum(others[0].runs().values())
     first = [trial.folder.is_relative_to(courses[0].folder) for trial in given]
     # Clip of the first waits for the norms of Free, and the second begins before it
@@ -602,7 +601,7 @@ def test_what_was_tried_once_counts_though_the_study_has_it_no_more(tmp_path):
     former = tmp_path / "trials" / "former"
     former.mkdir(parents=True)
     (former / "ledger.jsonl").write_text("{}\n")
-    final = course.progress[0].finals[0].folder
+    final = next(iter(course.progress.values())).finals[0].folder
     final.mkdir(parents=True)
     (final / "ledger.jsonl").write_text("{}\n")
     told = course.gather(over=True).summary["tuning"]["statement"]
@@ -615,7 +614,7 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "mine.csv").write_text("arm,accuracy\nData,0.5\n")
     course = course_of(Study.from_dict(given, place=tmp_path), tmp_path / "out")
-    with course.begun():
+    with course.started():
         pass
     shutil.rmtree(tmp_path / "tables")
     again = Study.stored(tmp_path / "out")
@@ -635,7 +634,7 @@ def test_what_came_of_a_study_is_told_in_whole_lines_where_no_terminal_is(tmp_pa
     course = course_of(asked, tmp_path)
     play(course, 1)
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
-    Display(console, [asked]).report(course.gather(over=True))
+    StudyDisplay(console, [asked]).report(course.gather(over=True))
     told = console.file.getvalue().splitlines()
     (line,) = [line for line in told if line.startswith("shards") and " Clip " in line]
     values = json.loads(course.gather(over=True).results.to_pylist()[-6]["values"])
@@ -649,18 +648,18 @@ def test_an_identity_is_held_where_the_models_of_every_seed_are_equal():
     asked = study()
     (identity,) = asked.same_bits
     models = {cell: {1: (cell.arm, "same"), 2: (cell.arm, "same")} for cell in asked.cells}
-    found = looked_at(identity, models)
+    found = compare(identity, models)
     assert (found["held"], found["compared"], found["one_run"]) == (True, 4, 0)
     cell = next(each for each in asked.cells if each.arm == "Uniform")
     models[cell][2] = ("Uniform", "other")
-    found = looked_at(identity, models)
+    found = compare(identity, models)
     assert found["held"] is False and len(found["broken"]) == 1
     assert "broken in 1 of 4, first at seed 2 (Data same, Uniform other)" in words(found)
     for each in asked.cells:
         models[each] = {1: None}
-    assert looked_at(identity, models)["held"] is None
+    assert compare(identity, models)["held"] is None
     models = {each: {1: ("one", "same")} for each in asked.cells}
-    found = looked_at(identity, models)
+    found = compare(identity, models)
     assert (found["one_run"], found["held"]) == (2, None)
     assert words(found).endswith("not compared, as all arms are one run")
 

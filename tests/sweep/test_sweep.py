@@ -25,15 +25,13 @@ from test_same_bits import RUN, kill_tree
 
 from raydpfl import Experiment
 from raydpfl import run as run_one
-from raydpfl.cli.sweep_display import Display, following, table
+from raydpfl.cli.search_display import SweepDisplay, following, settings_table
 from raydpfl.errors import ConfigError
-from raydpfl.sweep import Sweep, run, tune_callback
-from raydpfl.sweep.optuna_search import guided
-from raydpfl.sweep.results import gather, statement
+from raydpfl.sweep import Sweep, driver, run
+from raydpfl.sweep.optuna import guided
+from raydpfl.sweep.results import count_runs, gather, statement
 from raydpfl.sweep.runner import scheduler
-from raydpfl.sweep.sweep import shown
-from raydpfl.sweep.trial_folders import identity
-from raydpfl.sweep.trial_source import Trial
+from raydpfl.sweep.trials import Trial, identity, shown
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
 
@@ -376,13 +374,11 @@ def swept(shared_ray, tmp_path_factory):
     seen = []
     out = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune_callback, "SHOW", 0.0)  # every change, however fast the trials are
+        patch.setattr(driver, "SHOW", 0.0)  # every change, however fast the trials are
         result = run(
             sweep,
             out,
-            on_change=lambda settings: seen.append(
-                [trial.status for setting in settings for trial in setting.trials]
-            ),
+            on_change=lambda runner: seen.append([trial.status for trial in runner.trials]),
         )
     return sweep, out, result, seen
 
@@ -444,7 +440,7 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
     sweep, _, result, seen = swept
     console = Console(width=120)
     with console.capture() as printed:
-        console.print(table(result.all, sweep))
+        console.print(settings_table(result.all, sweep))
     lines = printed.get().splitlines()
     assert lines[0].split() == ["local.lr", "test", "accuracy", "rounds", "trials"]
     order = [float(line.split()[0]) for line in lines[1:]]
@@ -507,7 +503,7 @@ def test_the_best_for_each_value_and_the_edges_of_grids_are_told(tmp_path):
     assert rows[1]["spread"] == pytest.approx(0.01 / 2**0.5)
     console = Console(width=80)
     with console.capture() as printed:
-        Display(console, sweep).report(result)
+        SweepDisplay(console).report(result, sweep)
     text = printed.get()
     edges = "At the edge of its grid: rounds 2 (largest), local.lr 0.05 (smallest)."
     assert edges in " ".join(text.split())
@@ -554,7 +550,7 @@ def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_pat
     console = Console(width=120)
     with console.capture() as printed:
         for some in (settings, settings[:1], settings[1:]):
-            console.print(table(some, sweep))
+            console.print(settings_table(some, sweep))
     assert [line.split()[3:5] for line in printed.get().splitlines() if "epsilon" in line] == [
         ["epsilon", "(pld)"],
         ["epsilon", "(rdp)"],
@@ -572,8 +568,9 @@ def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):
     settings = [private.setting(values) for values in private.listed()]
     for setting in settings:
         private.add_trials(setting, out / "nowhere")
+    runs = count_runs([trial for setting in settings for trial in setting.trials], out / "nowhere")
     assert "Choosing among 6 private runs is itself a query on the data" in statement(
-        settings, private
+        settings, private, runs
     )
 
 
@@ -696,12 +693,15 @@ def test_trials_look_at_the_test_set_where_the_config_says_so(tmp_path):
         for setting in settings:
             sweep.add_trials(setting, tmp_path)
             assert setting.experiment.evaluate.test is (test is not False)
-        said = statement(settings, sweep)
+        runs = count_runs([trial for each in settings for trial in each.trials], tmp_path)
+        said = statement(settings, sweep, runs)
         assert "by the validation accuracy of 2 runs on rows held out" in said
         asked = "raydpfl run best.yaml evaluate.test=true does, once"
         assert (asked in said) is (test is False)
         assert ("the test set too, which had no part in the choice" in said) is expected
-        assert "No setting was chosen by the validation" in statement(settings, sweep, chosen=False)
+        assert "No setting was chosen by the validation" in statement(
+            settings, sweep, runs, chosen=False
+        )
     by_test = Sweep.from_dict(
         tree(evaluate={"validation": 0.3}, local={"lr": {"grid": [0.1, 0.2]}})
     )

@@ -18,16 +18,16 @@ from test_sweep import tree
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.methods.bounding import Bounding
-from raydpfl.sweep import Sweep, results, run, runner, trial_folders
-from raydpfl.sweep.directory import Directory
+from raydpfl.sweep import Sweep, results, run, runner, search_runner, trials
+from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.spaces import parse
-from raydpfl.sweep.timeouts import Limits
+from raydpfl.sweep.timeouts import Timeouts
 
 pytestmark = pytest.mark.slow
 
 RATES = {"grid": [0.1, 1]}
 KEPT = {"rounds": 2, "evaluate": {"every": 1}, "sweep": {"repeats": 2}}
-AWAY = "within trials/, where it still counts, to have the trial trained anew)"
+AWAY = "within trials/, where it still counts, to train the trial again)"
 
 
 def config(path: Path, rates: dict = RATES, **sections) -> Path:
@@ -145,9 +145,7 @@ def test_whatever_was_trained_counts_under_any_name(case, name, tmp_path):
     place.mkdir(parents=True)
     make(place)
     (tmp_path / "trials" / "notes.txt").touch()
-    assert trial_folders.trained(tmp_path / "trials") == (
-        {} if private is None else {name: private}
-    )
+    assert trials.trained(tmp_path / "trials") == ({} if private is None else {name: private})
 
 
 def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
@@ -159,7 +157,8 @@ def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
     first.status = second.status = "failed"
     first.folder.mkdir(parents=True)
     ledger(first.folder)
-    assert results.counted(settings) == results.Runs(own=3, all=3, private=3)
+    every = [trial for setting in settings for trial in setting.trials]
+    assert results.count_runs(every, tmp_path) == results.Runs(own=3, all=3, private=3)
 
 
 # --- the tables ---
@@ -172,7 +171,7 @@ def test_the_tables_of_a_sweep_have_one_schema_whatever_has_run(finished, tmp_pa
         asked.add_trials(setting, tmp_path / "trials")
     for settings in ([], waiting):
         found = results.gather(tmp_path, settings, asked, False, {})
-        results.write(found, asked)
+        SweepRunner(asked, tmp_path, lambda runner: None).write(found)
         for name in ("results.parquet", "settings.parquet"):
             schema = pq.read_schema(tmp_path / name)
             assert schema == pq.read_schema(finished / name)
@@ -270,9 +269,9 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     (tmp_path / ".tune-1").mkdir()
     (tmp_path / ".tune-1" / "state").touch()
     gone = tmp_path / ".summary.json.1"
-    place = Directory(tmp_path, "sweep", runner.OUTPUTS)
-    found = place.left_over()
-    monkeypatch.setattr(Directory, "left_over", lambda self: [gone, *found])
+    place = SweepRunner(sweep_of(), tmp_path, lambda runner: None)
+    found = place._remains()
+    monkeypatch.setattr(SweepRunner, "_remains", lambda self: [gone, *found])
     monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
     place.tidy()
     assert not (tmp_path / ".tune-1" / "state").exists()
@@ -282,11 +281,18 @@ def test_results_that_cannot_be_written_are_none(out, monkeypatch, typed):
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
-    monkeypatch.setattr(results, "replace_file", full)
+    finish = SweepRunner.finish
+
+    def finish_full(self, processes):
+        monkeypatch.setattr(search_runner, "replace_file", full)
+        monkeypatch.setattr(runner, "replace_file", full)
+        return finish(self, processes)
+
+    monkeypatch.setattr(SweepRunner, "finish", finish_full)
     code, said, last = typed("sweep", out, "--resume")
     assert code == 1 and "Best:" not in said and not (out / "best.yaml").exists()
     assert (
-        "the results could not be written (results.parquet cannot be written "
+        "the results could not be written (best.yaml cannot be written "
         "(No space left on device)); go on" in last
     )
     assert last.count("\n") == 1 and not (out / "summary.json").exists()
@@ -296,7 +302,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, 
     def full(path, write):
         raise FileError(f"{path.name} cannot be written (No space left on device)")
 
-    monkeypatch.setattr(runner, "replace_file", full)
+    monkeypatch.setattr(search_runner, "replace_file", full)
     said = complain(["sweep", str(out), "--resume"])
     assert said.endswith(
         ": expected a directory that can be written to (sweep.yaml cannot be written "
@@ -585,11 +591,11 @@ def test_values_with_brackets_are_shown_as_they_are(out, tmp_path, monkeypatch, 
         setting.values["local.lr"] = "[/b] [red]x"
     from rich.console import Console
 
-    from raydpfl.cli.sweep_display import table
+    from raydpfl.cli.search_display import settings_table
 
     console = Console(width=200)
     with console.capture() as printed:
-        console.print(table(settings, asked))
+        console.print(settings_table(settings, asked))
     assert printed.get().count("[/b] [red]x") == 2
 
 
@@ -641,8 +647,8 @@ def test_a_trial_that_hangs_is_killed_and_the_next_one_has_its_place(case, share
     assert result.problem.startswith("2 of 2 trials failed")
 
 
-def limits(*times: float, timeout: float | None = None) -> Limits:
-    return Limits(timeout, clock=iter(times).__next__)
+def limits(*times: float, timeout: float | None = None) -> Timeouts:
+    return Timeouts(timeout, clock=iter(times).__next__)
 
 
 def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):

@@ -18,7 +18,7 @@ from raydpfl import Experiment, tracking
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError
 from raydpfl.runtime import runner
-from raydpfl.sweep.trial_folders import name_of
+from raydpfl.sweep.trials import name_of
 from raydpfl.tracking import Log, Tracker, sender
 from raydpfl.tracking.base import numbers
 from raydpfl.tracking.tensorboard import Events

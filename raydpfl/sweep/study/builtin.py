@@ -1,6 +1,4 @@
-"""The studies that come with the package: files found by looking, known by their paths and by the
-other names that they answer to.
-"""
+"""The studies that come with the package, by their paths and by other names."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ PUBLISHED = ROOT / "published"  # what the papers print, a table a file
 
 def paths() -> dict[str, Path]:
     """The files, by id."""
-    found = sorted(ROOT.glob("*/*.yaml"))
-    return {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in found}
+    files = sorted(ROOT.glob("*/*.yaml"))
+    return {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in files}
 
 
 def header(path: Path) -> dict[str, Any]:
@@ -28,31 +26,23 @@ def header(path: Path) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
+@cache
+def _answers() -> dict[str, Path]:
+    """The files, by the other names that they answer to."""
+    return {name: path for path in paths().values() for name in header(path).get("answers", ())}
+
+
 def known(name: str) -> bool:
     """Whether a study has this id, or answers to this name."""
-    return _path(name) is not None
-
-
-def _path(name: str) -> Path | None:
-    files = paths()
-    answering = (path for path in files.values() if name in _answers(path))
-    return files.get(name) or next(answering, None)
-
-
-@cache
-def _answers(path: Path) -> tuple[str, ...]:
-    """The other names of a study that comes with the package, whose file does not change."""
-    return tuple(header(path).get("answers", ()))
+    return name in paths() or name in _answers()
 
 
 def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
-    path = _path(name)
-    if path is not None:
-        return path
-    files = paths()
+    if known(name):
+        return paths().get(name) or _answers()[name]
     expected = (
-        f"the file of a study, or one of {', '.join(files)} "
+        f"the file of a study, or one of {', '.join(paths())} "
         "(raydpfl reproduce --list says what each shows, and what else it answers to)"
     )
     raise ConfigError("study", name, expected)
@@ -60,7 +50,4 @@ def find(name: str) -> Path:
 
 def several(name: str) -> list[str]:
     """The ids that a name stands for: `all`, or the folder of a paper; else the name alone."""
-    ids = [*paths()]
-    if name == "all":
-        return ids
-    return [each for each in ids if each.partition("/")[0] == name] or [name]
+    return [each for each in paths() if name in ("all", each.partition("/")[0])] or [name]

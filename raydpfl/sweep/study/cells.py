@@ -1,4 +1,4 @@
-"""The cells of a study: one arm at one label of every axis, with what it leaves open.
+"""The cells of a study: one arm at one label of every axis, with the values that it leaves open.
 
 A cell's experiment is put together from the sections of the file, those of its arm in their place,
 then what each axis, the accounting and the scale say.
@@ -6,25 +6,63 @@ then what each axis, the accounting and the scale say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from raydpfl.config.registry import choose
+from raydpfl.config.registry import Section, choose
+from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import DEFAULTS, Experiment, at, changed, copied, takes
+from raydpfl.experiment import DEFAULTS, Experiment, at, changed, copied, is_space, takes
 from raydpfl.methods import noise
-from raydpfl.sweep.spaces import Options
+from raydpfl.sweep.spaces import Options, parse, points
 from raydpfl.sweep.spaces import put as filled
-from raydpfl.sweep.study.tuned_values import From, Open, find, points
-from raydpfl.sweep.sweep import inline, short
+from raydpfl.sweep.sweep import inline
+from raydpfl.sweep.trials import shown
 
 PLACEHOLDER = 1.0  # of a number that is not known yet
 
 
+class Reference(Section):
+    """A number that the finished runs of another arm give: the mean over their seeds."""
+
+    arm: str
+    value: str  # a number of the summary, one within a mapping there as `stationary.final_x`
+    times: float = 1.0
+    panel: Mapping[str, Any] = {}  # labels of axes where they are not those of the cell itself
+
+
+def open_values(tree: Mapping[str, Any], path: str = "") -> dict[str, Options | Reference]:
+    """What is open in a tree of sections, by dotted key, in the tree's order: `{tune: ..}`, values
+    to try, and `{from: ..}`, a number of another arm.
+
+    >>> open_values({"local": {"lr": {"tune": [0.1, 1]}}, "bounding": {"bound": 1.0}})
+    {'local.lr': Options(options=(0.1, 1), ordered=False)}
+
+    Raises `ConfigError` for what is neither a list of values to try nor a number to take.
+    """
+    values: dict[str, Options | Reference] = {}
+    for key, value in tree.items():
+        where = f"{path}{key}"
+        if not isinstance(value, Mapping):
+            continue
+        if list(value) == ["tune"]:
+            given = value["tune"]
+            space = parse(where, given if is_space(given) else {"grid": given})
+            if not isinstance(space, Options):
+                raise ConfigError(where, given, "a list of values to try, or powers_of_two")
+            values[where] = space
+        elif list(value) == ["from"]:
+            values[where] = validate(Reference, where, value["from"])
+        else:
+            values |= open_values(value, f"{where}.")
+    return values
+
+
 def label(value: Any) -> str:
-    """What a value is called as a label: as YAML has it.
+    """A value as a label: as YAML writes it.
 
     >>> label(True), label(0.1), label(None), label("iid")
     ('true', '0.1', 'none', 'iid')
@@ -48,37 +86,36 @@ def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False)
     """
     changes = copied(dict(changes))
     firm = {name: value for name, value in changes.items() if plain(name) == name}
-    # what another kind leaves out is what the file of a study says, cell by cell
-    made = changed(tree, firm.items(), quiet=True)
+    # no warning of keys that another kind leaves out: the file of a study means it
+    result = changed(tree, firm.items(), quiet=True)
     if keep:
-        made = changed(tree, {**_kept(tree, made, firm), **firm}.items(), quiet=True)
+        result = changed(tree, {**_kept_keys(tree, result, firm), **firm}.items(), quiet=True)
     soft = {plain(name): value for name, value in changes.items() if name not in firm}
-    taken = {path: value for path, value in soft.items() if takes(made, path)}
-    return changed(made, taken.items(), quiet=True)
+    taken = {path: value for path, value in soft.items() if takes(result, path)}
+    return changed(result, taken.items(), quiet=True)
 
 
-def _kept(
-    tree: Mapping[str, Any], made: Mapping[str, Any], changes: Iterable[str]
+def _kept_keys(
+    tree: Mapping[str, Any], result: Mapping[str, Any], changes: Iterable[str]
 ) -> dict[str, Any]:
-    """What sections of which the kind is changed had, and have a place for still."""
-    found: dict[str, Any] = {}
+    """The keys of sections whose kind is changed that the new kind has too."""
+    keys: dict[str, Any] = {}
     for name in changes:
         section, _, key = name.rpartition(".")
-        if key == "kind" and section:
-            node = at(tree, section)
-            before = node if isinstance(node, Mapping) else {}
+        before = at(tree, section)
+        if key == "kind" and section and isinstance(before, Mapping):
             paths = {f"{section}.{each}": before[each] for each in before if each != "kind"}
-            found |= {path: value for path, value in paths.items() if takes(made, path)}
-    return found
+            keys |= {path: value for path, value in paths.items() if takes(result, path)}
+    return keys
 
 
 def private(tree: Mapping[str, Any]) -> bool:
-    """Whether the noise of this tree claims any privacy; noise that is not settled yet does."""
+    """Whether the noise of this tree claims any privacy; noise that cannot be made yet does."""
     section = {**DEFAULTS, **tree}["noise"]
     if isinstance(section, Mapping):
         some = {
             key: value.options[0] if isinstance(value, Options) else PLACEHOLDER
-            for key, value in find(section).items()
+            for key, value in open_values(section).items()
         }
         section = filled(section, some)
     try:
@@ -88,49 +125,55 @@ def private(tree: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class StudyCell:
     """One arm at one label of every axis."""
 
     arm: str
     labels: Mapping[str, str]  # of the panels' axes
     accounting: str | None
-    tree: Mapping[str, Any]  # an experiment, but for what is open
-    tries: int | None = None  # the first so many values of every grid count; None: all
+    tree: Mapping[str, Any]  # an experiment, without what is open
+    limit: int | None = None  # of every grid the first so many values count; None: all
     imports: tuple[str, ...] | None = None  # sections whose import paths are imported; None: all
+    _experiments: dict[str, Experiment] = field(default_factory=dict)
 
     @cached_property
-    def open(self) -> dict[str, Open]:
-        return find(self.tree)
-
-    @property
     def _options(self) -> dict[str, Options]:
-        found = {key: value for key, value in self.open.items() if isinstance(value, Options)}
-        return {key: Options(value.options[: self.tries]) for key, value in found.items()}
+        return {
+            key: Options(value.options[: self.limit])
+            for key, value in open_values(self.tree).items()
+            if isinstance(value, Options)
+        }
 
     @property
     def grid(self) -> dict[str, Options]:
         """The values to try, by dotted key; empty where there is nothing to choose."""
-        found = self._options
-        return found if any(len(each.options) > 1 for each in found.values()) else {}
+        several = any(len(space.options) > 1 for space in self._options.values())
+        return self._options if several else {}
+
+    @property
+    def settings(self) -> int:
+        """How many settings are tried; 0 where there is nothing to choose."""
+        return math.prod(len(space.options) for space in self.grid.values()) if self.grid else 0
 
     @property
     def fixed(self) -> dict[str, Any]:
         """The values of which there is one each, where there is nothing to choose."""
-        return {} if self.grid else {key: each.options[0] for key, each in self._options.items()}
-
-    @property
-    def taken(self) -> dict[str, From]:
-        """The numbers that other arms give, by dotted key."""
-        return {key: value for key, value in self.open.items() if isinstance(value, From)}
+        options = {} if self.grid else self._options
+        return {key: space.options[0] for key, space in options.items()}
 
     @cached_property
-    def _made(self) -> dict[str, Experiment]:
-        return {}
+    def references(self) -> dict[str, Reference]:
+        """The numbers that other arms give, by dotted key."""
+        return {
+            key: value
+            for key, value in open_values(self.tree).items()
+            if isinstance(value, Reference)
+        }
 
     def experiment(
         self, values: Mapping[str, Any], seed: int, validation: float | None = None
     ) -> Experiment:
-        """The experiment with all that is open given, as a trial; made once.
+        """The experiment with all open values given, as a trial.
 
         Args:
             values: By dotted key.
@@ -138,40 +181,34 @@ class Cell:
             validation: The share of rows held out of a run that values are chosen by, in which the
                 test set is not looked at; None for a final run.
         """
-        given = repr((sorted(values.items()), seed, validation))
-        if given not in self._made:
-            self._made[given] = self._make(values, seed, validation)
-        return self._made[given]
-
-    def _make(self, values: Mapping[str, Any], seed: int, validation: float | None) -> Experiment:
-        tree = filled(self.tree, values)
-        tree["seed"] = seed
-        if validation is not None:
-            tree["evaluate"] = {
-                **tree.get("evaluate", {}),
-                "test": False,
-                "validation": validation,
-            }
-        try:
-            return inline(Experiment.from_dict(tree, imports=self.imports))
-        except ConfigError as error:
-            expected = f"{error.expected} (in {self.named(values)})"
-            raise ConfigError(error.field, error.value, expected) from None
+        key = repr((sorted(values.items()), seed, validation))
+        if key not in self._experiments:
+            tree = filled(self.tree, values) | {"seed": seed}
+            if validation is not None:
+                held_out = {"test": False, "validation": validation}
+                tree["evaluate"] = {**tree.get("evaluate", {}), **held_out}
+            try:
+                experiment = Experiment.from_dict(tree, imports=self.imports)
+            except ConfigError as error:
+                expected = f"{error.expected} (in {self.named(values)})"
+                raise ConfigError(error.field, error.value, expected) from None
+            self._experiments[key] = inline(experiment)
+        return self._experiments[key]
 
     def tried(self) -> Iterator[dict[str, Any]]:
-        """Every choice of the values to try, with placeholders for the numbers to come."""
-        known = {**dict.fromkeys(self.taken, PLACEHOLDER), **self.fixed}
+        """Every choice of the values to try, with placeholders for the numbers of other arms."""
+        known = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
         return ({**known, **point} for point in points(self.grid))
 
     def named(self, values: Mapping[str, Any] | None = None) -> str:
-        """What it is called in print, with these of its values."""
-        parts = [self.arm, *(f"{axis}={name}" for axis, name in self.labels.items())]
+        """Its name in print, with these of its values."""
+        labels = dict(self.labels)
         if self.accounting is not None:
-            parts.append(f"accounting={self.accounting}")
-        parts += [f"{key}={short(value)}" for key, value in (values or {}).items()]
-        return " ".join(parts)
+            labels["accounting"] = self.accounting
+        parts = [self.arm, *(f"{axis}={name}" for axis, name in labels.items())]
+        return " ".join([*parts, *filter(None, [shown(values or {})])])
 
     def at(self, labels: Mapping[str, str | None]) -> bool:
-        """Whether it stands at these labels, of which `arm` and `accounting` may be two."""
-        mine = {**self.labels, "arm": self.arm, "accounting": self.accounting}
-        return all(mine.get(axis) == name for axis, name in labels.items())
+        """Whether it has these labels, of which `arm` and `accounting` may be two."""
+        own = {**self.labels, "arm": self.arm, "accounting": self.accounting}
+        return all(own.get(axis) == name for axis, name in labels.items())

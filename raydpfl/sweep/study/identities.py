@@ -4,86 +4,70 @@ that hold or are broken whatever the accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.sweep.study.cells import Cell, label, plain
+from raydpfl.sweep.study.cells import StudyCell, label, plain
+
+Placement = tuple[str, Mapping[str, str | None]]  # an arm and its labels, `accounting` among them
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`arms` have one model at every one of the `places`: cells that differ by their arms alone."""
+    """`arms` have one model in every one of the `groups`: cells that differ by their arms alone."""
 
     arms: tuple[str, ...]
     labels: Mapping[str, str]  # where it is claimed
-    places: Sequence[Sequence[Cell]]
+    groups: Sequence[Sequence[StudyCell]]
 
 
-def claims(given: Iterable[Any]) -> list[tuple[str, list[Any], Mapping[str, Any]]]:
-    """Of each that `study.same_bits` claims: its field, the arms, and the mapping of labels that
-    stands last in its list.
-    """
-    found = []
-    for number, each in enumerate(given):
-        parts = list(each) if isinstance(each, (list, tuple)) else []
-        labels = parts.pop() if parts and isinstance(parts[-1], Mapping) else {}
-        found.append((f"study.same_bits.{number}", parts, labels))
-    return found
+def split(claim: Any) -> tuple[list[Any], Mapping[str, Any]]:
+    """The arms of an item of `study.same_bits`, and the mapping of labels that ends its list."""
+    arms = list(claim) if isinstance(claim, (list, tuple)) else []
+    labels = arms.pop() if arms and isinstance(arms[-1], Mapping) else {}
+    return arms, labels
 
 
-def identities(
-    given: Iterable[Any],
-    cells: Sequence[Cell],
-    axes: Sequence[str],
-    places: Mapping[tuple[Any, ...], Sequence[str]],
-) -> list[Identity]:
-    """Those that `study.same_bits` claims.
+def identity(
+    where: str, claim: Any, cells: Iterable[StudyCell], placements: Sequence[Placement]
+) -> Identity:
+    """The identity that an item of `study.same_bits` claims.
 
     Args:
-        given: The section.
-        cells: Those of the scale, which may have no place where a claim could be looked at.
-        axes: Of the panels, and last the accounting.
-        places: By the labels on these axes, the arms that stand there, whatever the scale.
+        where: Its field.
+        claim: The item.
+        cells: Those of the scale, which may have none where the claim could be tested.
+        placements: Of all arms, at any scale.
 
     Raises:
-        ConfigError: For arms that the study does not have, and for a claim about no place.
+        ConfigError: For arms that the study does not have, and for labels without two of them.
     """
-    return [_identity(*claim, cells, axes, places) for claim in claims(given)]
-
-
-def _identity(
-    where: str,
-    parts: Sequence[Any],
-    at: Mapping[str, Any],
-    cells: Sequence[Cell],
-    axes: Sequence[str],
-    places: Mapping[tuple[Any, ...], Sequence[str]],
-) -> Identity:
-    arms = tuple(label(name) for name in parts)
+    given, at = split(claim)
+    arms = tuple(label(name) for name in given)
     labels = {plain(axis): label(name) for axis, name in at.items()}
-    known = list(dict.fromkeys(arm for there in places.values() for arm in there))
+    known = [*dict.fromkeys(arm for arm, _ in placements)]
     if len(set(arms)) < 2 or not set(arms) <= set(known):
         expected = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
-        raise ConfigError(where, [*parts], expected)
-    asked = {axes.index(axis): name for axis, name in labels.items()}
-    standing = [
-        len({*arms}.intersection(there))
-        for place, there in places.items()
-        if all(place[axis] == name for axis, name in asked.items())
-    ]
-    if max(standing, default=0) < 2:
+        raise ConfigError(where, given, expected)
+    here = Counter(
+        tuple(place.values())
+        for arm, place in placements
+        if arm in arms and labels.items() <= place.items()
+    )
+    if max(here.values(), default=0) < 2:
         raise ConfigError(where, dict(at), "labels at which two of the arms stand")
-    found: dict[tuple[Any, ...], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[StudyCell]] = {}
     for cell in cells:
         if cell.arm in arms and cell.at(labels):
-            found.setdefault((*cell.labels.values(), cell.accounting), []).append(cell)
-    return Identity(arms, labels, [each for each in found.values() if len(each) > 1])
+            groups.setdefault((*cell.labels.values(), cell.accounting), []).append(cell)
+    return Identity(arms, labels, [group for group in groups.values() if len(group) > 1])
 
 
-def looked_at(
-    identity: Identity, models: Mapping[Cell, Mapping[int, tuple[str, str] | None]]
+def compare(
+    identity: Identity, models: Mapping[StudyCell, Mapping[int, tuple[str, str] | None]]
 ) -> dict[str, Any]:
     """Whether it holds, for summary.json: `held` is None where no two runs could be compared.
 
@@ -92,60 +76,48 @@ def looked_at(
         models: By cell and seed, the directory of the final run and the digest of its model; None
             for a run that has none.
     """
-    compared = 0
-    shared = 0
+    one_run = 0
+    equal = []
     broken = []
-    digests = []
-    for cells, seed, found in _pairs(identity, models):
-        shared += len({directory for directory, _ in found}) == 1
-        compared += 1
-        same = {digest for _, digest in found}
-        if len(same) == 1:
-            digests += [{"seed": seed, "model_sha256": found[0][1], **_place(cells[0])}]
-        else:
-            each = {cell.arm: digest for cell, (_, digest) in zip(cells, found, strict=True)}
-            broken += [{"seed": seed, "model_sha256": each, **_place(cells[0])}]
+    for cells in identity.groups:
+        for seed in models.get(cells[0], {}):
+            runs = [models.get(cell, {}).get(seed) for cell in cells]
+            ended = [run for run in runs if run is not None]
+            if len(ended) < len(cells):
+                continue
+            one_run += len({directory for directory, _ in ended}) == 1
+            digests = {cell.arm: digest for cell, (_, digest) in zip(cells, ended, strict=True)}
+            first, *others = {*digests.values()}
+            place = {"labels": dict(cells[0].labels), "accounting": cells[0].accounting}
+            if others:
+                broken.append({"seed": seed, "model_sha256": digests, **place})
+            else:
+                equal.append({"seed": seed, "model_sha256": first, **place})
+    compared = len(equal) + len(broken)
     return {
         "arms": list(identity.arms),
         "at": dict(identity.labels),
-        "held": not broken if compared > shared else None,
+        "held": not broken if compared > one_run else None,
         "compared": compared,
-        "one_run": shared,  # of these, those where all arms are one run: it says nothing there
-        "equal": digests,
+        "one_run": one_run,  # of these, those where all arms are one run: it says nothing there
+        "equal": equal,
         "broken": broken,
     }
 
 
-def _pairs(
-    identity: Identity, models: Mapping[Cell, Mapping[int, tuple[str, str] | None]]
-) -> Iterator[tuple[Sequence[Cell], int, list[tuple[str, str]]]]:
-    """The cells of a place, a seed, and what each has there, wherever all have something."""
-    for cells in identity.places:
-        for seed in models.get(cells[0], {}):
-            found = [models.get(cell, {}).get(seed) for cell in cells]
-            known = [each for each in found if each is not None]
-            if len(known) == len(cells):
-                yield cells, seed, known
-
-
-def _place(cell: Cell) -> dict[str, Any]:
-    return {"labels": dict(cell.labels), "accounting": cell.accounting}
-
-
-def words(found: Mapping[str, Any]) -> str:
-    """An identity that was looked at, in one line."""
-    arms = ", ".join(found["arms"][:-1]) + f" and {found['arms'][-1]}"
-    at = "".join(f" {axis}={name}" for axis, name in found["at"].items())
-    where = f" at{at}" if at else ""
-    if found["held"] is None:
-        why = "all arms are one run" if found["compared"] else "there are no two runs"
-        return f"{arms} have the same bits{where}: not compared, as {why}"
-    if found["held"]:
-        apart = found["compared"] - found["one_run"]
-        shared = f"; {found['one_run']} are one run" if found["one_run"] else ""
-        return f"{arms} have the same bits{where}: held in {apart} of {found['compared']}{shared}"
-    first = found["broken"][0]
-    digests = ", ".join(f"{arm} {each[:12]}" for arm, each in first["model_sha256"].items())
-    count = len(found["broken"])
-    told = f"broken in {count} of {found['compared']}, first at seed {first['seed']} ({digests})"
-    return f"{arms} have the same bits{where}: {told}"
+def words(outcome: Mapping[str, Any]) -> str:
+    """The outcome of `compare` in one line."""
+    arms = ", ".join(outcome["arms"][:-1]) + f" and {outcome['arms'][-1]}"
+    at = "".join(f" {axis}={name}" for axis, name in outcome["at"].items())
+    claim = f"{arms} have the same bits{f' at{at}' if at else ''}"
+    compared, one_run = outcome["compared"], outcome["one_run"]
+    if outcome["held"] is None:
+        why = "all arms are one run" if compared else "there are no two runs"
+        return f"{claim}: not compared, as {why}"
+    if outcome["held"]:
+        shared = f"; {one_run} are one run" if one_run else ""
+        return f"{claim}: held in {compared - one_run} of {compared}{shared}"
+    first = outcome["broken"][0]
+    digests = ", ".join(f"{arm} {digest[:12]}" for arm, digest in first["model_sha256"].items())
+    where = f"broken in {len(outcome['broken'])} of {compared}, first at seed {first['seed']}"
+    return f"{claim}: {where} ({digests})"

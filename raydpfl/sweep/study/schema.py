@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +19,12 @@ from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import VALIDATION, set_of, sign
-from raydpfl.sweep.directory import stored
+from raydpfl.report.figures import parse
+from raydpfl.sweep.search_runner import stored
 from raydpfl.sweep.study import builtin
-from raydpfl.sweep.study.cells import Cell, label, plain, private, put
-from raydpfl.sweep.study.identities import Identity, claims, identities
-from raydpfl.sweep.study.outputs import check_outputs, published
-from raydpfl.sweep.trial_folders import name_of
+from raydpfl.sweep.study.cells import StudyCell, label, plain, private, put
+from raydpfl.sweep.study.identities import Identity, identity, split
+from raydpfl.sweep.trials import name_of
 
 SCALES = ("smoke", "small", "paper")
 PARTS = ("study", "scales", "panels", "arms", "show")
@@ -198,27 +199,75 @@ class Study:
         return [plain(axis) for axis in self.panels]
 
     @cached_property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[StudyCell]:
         """All of them: panels in the order of the file, and in each the accountings, and the
         arms.
         """
         scale = self.scales.get(self.scale, Scale())
         with importing(self.imports):
-            return [self._cell(*each, scale) for each in self._standing(scale.only)]
+            return [self._cell(*place, scale) for place in self._placements(scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
-        places: dict[tuple[Any, ...], list[str]] = {}
-        for arm, labels, accounting in self._standing({}):
-            places.setdefault((*labels.values(), accounting), []).append(arm.name)
-        axes = [*self.axes, "accounting"]
-        return identities(self.about.same_bits, self.cells, axes, places)
+        placements = [(arm.name, labels) for arm, labels in self._placements({})]
+        return [
+            identity(f"study.same_bits.{number}", claim, self.cells, placements)
+            for number, claim in enumerate(self.about.same_bits)
+        ]
+
+    def _placements(
+        self, only: Mapping[str, Sequence[str]]
+    ) -> Iterator[tuple[Arm, dict[str, str | None]]]:
+        """Each arm at all labels of the axes, `accounting` last, of those that `only` allows."""
+        axes: dict[str, Sequence[str | None]] = {**self.labels}
+        del axes["arm"]
+        axes["accounting"] = axes["accounting"] or [None]
+        for point in itertools.product(*axes.values()):
+            labels = dict(zip(axes, point, strict=True))
+            for arm in self.arms.values():
+                place = {**labels, "arm": arm.name}
+                allowed = [*arm.only.items(), *only.items()]
+                if all(place[axis] in names for axis, names in allowed):
+                    yield arm, labels
+
+    def _cell(self, arm: Arm, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+        labels = {axis: place[axis] for axis in self.axes}
+        accounting = place["accounting"]
+        tree = put(self.base, arm.puts)
+        for axis, values in self.panels.items():
+            tree = put(tree, _changes(axis, values[labels[plain(axis)]]))
+        if accounting is not None and private(tree):
+            meaning = arm.accounting.get(accounting, self.accounting[accounting])
+            if meaning is None:
+                where = f"arms.{arm.name}.accounting.{accounting}"
+                expected = "dotted keys, as study.accounting has no meaning for all arms"
+                raise ConfigError(where, None, expected)
+            tree = put(tree, meaning)
+        tree = put(tree, scale.puts, keep=True)
+        return StudyCell(arm.name, labels, accounting, tree, scale.tries, self.imports)
 
     def published(self) -> dict[str, Path]:
-        """The tables of published numbers that its outputs name."""
-        return published(self.show, self.place)
+        """The tables of published numbers that its outputs name, by that name: files next to the
+        study or below, in a folder `published` there, or among those that come with the package.
 
-    def chooser(self, cell: Cell) -> Cell:
+        Raises `ConfigError` for one that does not exist.
+        """
+        tables = {}
+        folders = [self.place, self.place / "published"] if self.place else []
+        for number, output in enumerate(self.show):
+            name = output.get("published")
+            if not name:
+                continue
+            candidates = [folder / name for folder in (*folders, builtin.PUBLISHED)]
+            path = next((path for path in candidates if path.is_file()), None)
+            if path is None or Path(name).is_absolute() or ".." in Path(name).parts:
+                known = ", ".join(sorted(path.name for path in builtin.PUBLISHED.glob("*.csv")))
+                expected = f"a file beside the study, or one of {known}"
+                raise ConfigError(f"show.{number}.published", name, expected)
+            tables[name] = path
+        return tables
+
+    def chooser(self, cell: StudyCell) -> StudyCell:
         """The cell whose choice of values this one takes: itself, or that at `study.chosen_at`.
 
         Raises `ConfigError` where there is none with the same values to try.
@@ -233,65 +282,42 @@ class Study:
         expected = f"labels at which {cell.arm} stands with the same values to try"
         raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
 
-    def runs(self) -> dict[str, int]:
-        """How many runs there are that values are chosen by, `tried`, and how many `final` ones,
-        each counted once; cells that end up at the same values may share more of these.
-        """
-        tried: set[str] = set()
-        final: set[tuple[str, str]] = set()
+    def tuning_runs(self) -> Iterator[Experiment]:
+        """The runs that values are chosen by; with placeholders for numbers of other arms."""
         for cell in self.cells:
-            points = [*cell.tried()]
             if cell.grid and self.chooser(cell) is cell:
-                about = self.about.validation
-                tried |= {name_of(cell.experiment(each, self.seed, about)) for each in points}
-            first = name_of(cell.experiment(points[0], self.seed + 1))
-            final.add((first, str(cell.grid)))
+                for values in cell.tried():
+                    yield cell.experiment(values, self.seed, self.about.validation)
+
+    def planned_runs(self) -> Iterator[tuple[Experiment, int]]:
+        """Each experiment that would be run, and how often; the first of the values to be chosen
+        stand for all in final runs.
+        """
+        yield from ((experiment, 1) for experiment in self.tuning_runs())
+        for cell in self.cells:
+            yield cell.experiment(next(cell.tried()), self.seed + 1), self.seeds
+
+    def runs(self) -> dict[str, int]:
+        """Numbers of runs that values are chosen by, `tried`, and of `final` ones. Upper bounds:
+        cells that choose the same values share final runs.
+        """
+        tried = {name_of(experiment) for experiment in self.tuning_runs()}
+        final = {
+            (name_of(cell.experiment(next(cell.tried()), self.seed + 1)), str(cell.grid))
+            for cell in self.cells
+        }
         return {"tried": len(tried), "final": len(final) * self.seeds}
 
     def final_seeds(self) -> range:
         return range(self.seed + 1, self.seed + 1 + self.seeds)
 
-    def _standing(
-        self, allowed: Mapping[str, Any]
-    ) -> Iterator[tuple[Arm, dict[str, str], str | None]]:
-        """Each arm at all labels of the panels and accountings, of those that are `allowed`."""
-        every = [
-            self._allowed(plain(axis), [*names], allowed) for axis, names in self.panels.items()
-        ]
-        for chosen in itertools.product(*every):
-            labels = dict(zip(self.axes, chosen, strict=True))
-            for accounting in self._allowed("accounting", list(self.accounting) or [None], allowed):
-                for arm in self.arms.values():
-                    if _within(arm, labels, accounting, allowed):
-                        yield arm, labels, accounting
-
-    @staticmethod
-    def _allowed(axis: str, every: list[Any], allowed: Mapping[str, Any]) -> list[Any]:
-        return [name for name in every if axis not in allowed or name in allowed[axis]]
-
-    def _cell(
-        self, arm: Arm, labels: Mapping[str, str], accounting: str | None, scale: Scale
-    ) -> Cell:
-        tree = put(self.base, arm.puts)
-        for axis, name in zip(self.panels, labels.values(), strict=True):
-            tree = put(tree, _changes(axis, self.panels[axis][name]))
-        if accounting is not None and private(tree):
-            tree = put(tree, self._meaning(arm, accounting))
-        tree = put(tree, scale.puts, keep=True)
-        return Cell(arm.name, labels, accounting, tree, scale.tries, self.imports)
-
-    def _meaning(self, arm: Arm, accounting: str) -> Mapping[str, Any]:
-        meaning = arm.accounting.get(accounting, self.accounting[accounting])
-        if meaning is None:
-            where = f"arms.{arm.name}.accounting.{accounting}"
-            expected = "dotted keys, as study.accounting has no meaning for all arms"
-            raise ConfigError(where, None, expected)
-        return meaning
-
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
         self._check_labels()
-        check_outputs(self.show, self.labels)
+        if not isinstance(self.show, (list, tuple)):
+            raise ConfigError("show", self.show, "a list of outputs")
+        for number, output in enumerate(self.show):
+            parse(output, f"show.{number}", self.labels)
         for cell in self.cells:
             self.chooser(cell)
         if not self.cells:
@@ -322,7 +348,9 @@ class Study:
         onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
         onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
         onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))
-        onlys += [(where, _only(where, at)) for where, _, at in claims(self.about.same_bits)]
+        for number, claim in enumerate(self.about.same_bits):
+            where = f"study.same_bits.{number}"
+            onlys.append((where, _only(where, split(claim)[1])))
         for where, only in onlys:
             for axis, labels in only.items():
                 if axis not in known:
@@ -338,31 +366,28 @@ class Study:
         for cell in self.cells:
             if self.chooser(cell) is not cell:
                 needs[cell].add(self.chooser(cell))
-        free: set[Cell] = set()
-        while len(free) < len(needs):
-            ready = {cell for cell, of in needs.items() if cell not in free and of <= free}
-            if not ready:
-                cell = next(cell for cell in needs if cell not in free)
-                key, taken = next(iter(cell.taken.items()))
-                expected = f"an arm that does not wait for {cell.arm} in its turn"
-                raise ConfigError(f"{key}.from.arm", taken.arm, expected)
-            free |= ready
+        try:
+            TopologicalSorter(needs).prepare()
+        except CycleError as error:
+            cell = next(cell for cell in error.args[1] if cell.references)
+            key, reference = next(iter(cell.references.items()))
+            expected = f"an arm that does not wait for {cell.arm} in its turn"
+            raise ConfigError(f"{key}.from.arm", reference.arm, expected) from None
 
-    def sources(self, cell: Cell) -> dict[str, Cell]:
+    def sources(self, cell: StudyCell) -> dict[str, StudyCell]:
         """The cell that gives each number which this one takes, by dotted key."""
-        found = {}
-        for key, taken in cell.taken.items():
-            labels = {**cell.labels, **{axis: label(name) for axis, name in taken.panel.items()}}
-            if cell.accounting is not None:
-                labels.setdefault("accounting", cell.accounting)
-            labels["arm"] = taken.arm
-            giving = next((each for each in self.cells if each.at(labels)), None)
-            if giving is None:
+        sources = {}
+        for key, reference in cell.references.items():
+            there = {axis: label(name) for axis, name in reference.panel.items()}
+            own = {**cell.labels, "accounting": cell.accounting}
+            labels = {**own, **there, "arm": reference.arm}
+            source = next((each for each in self.cells if each.at(labels)), None)
+            if source is None:
                 arms = ", ".join(self.arms)
                 expected = f"one of the arms that stand at the same labels ({arms})"
-                raise ConfigError(f"{key}.from.arm", taken.arm, expected)
-            found[key] = giving
-        return found
+                raise ConfigError(f"{key}.from.arm", reference.arm, expected)
+            sources[key] = source
+        return sources
 
 
 def _check_parts(values: Any) -> None:
@@ -501,16 +526,7 @@ def _changes(axis: str, value: Any) -> Mapping[str, Any]:
     return changes
 
 
-def _within(
-    arm: Arm, labels: Mapping[str, str], accounting: str | None, allowed: Mapping[str, Any]
-) -> bool:
-    """Whether an arm stands at these labels."""
-    mine = {**labels, "accounting": accounting, "arm": arm.name}
-    onlys: Iterable[tuple[str, tuple[str, ...]]] = [*arm.only.items(), *allowed.items()]
-    return all(mine.get(axis) in names for axis, names in onlys if axis in mine)
-
-
-def _check_evaluate(cell: Cell) -> None:
+def _check_evaluate(cell: StudyCell) -> None:
     """Raises `ConfigError` for what the runs of a study settle by themselves."""
     section = cell.tree.get("evaluate")
     for key in ("test", "validation"):

@@ -2,8 +2,8 @@
 Tune reuses it.
 
 A trial is `raydpfl.runtime.runner.run` in its own directory, in a thread of this process; `step`
-hands on what it reports. Client actors, if it has any, are placed in the placement group that the
-trial holds, and this process is their coordinator.
+returns its reports, one by one. Its client actors, if it has any, are placed in the placement group
+that the trial holds, and this process is their coordinator.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ from raydpfl.simulation.provenance import search
 from raydpfl.storage.files import LOCK, cache_root
 from raydpfl.storage.files import data_root as data_folder
 from raydpfl.storage.tables import read_log
-from raydpfl.sweep.trial_folders import settled
-from raydpfl.sweep.trial_source import FINISHED, Source, Trial
+from raydpfl.sweep.resources import Resources
+from raydpfl.sweep.search_runner import SearchRunner
+from raydpfl.sweep.trials import FINISHED, Trial, resolved
 
-PLACES = ("node", "cache", "root", "home", "path")  # of the driver, for `RemotePreparation`
-ENDING = 300.0  # seconds that a trial which was told to stop may take to end its round
+ENDING = 300.0  # seconds that a trial may take to end its round after it was asked to stop
 SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
-PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to let go of a directory
+PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to release a directory
 
 
-def work(
-    trial: Trial, source: Source, bundles: list[dict[str, float]], data_root: Path | None
-) -> dict[str, Any]:
-    """What `TrialActor` is told of a trial of `source`."""
-    elsewhere = storage.origin(trial.folder)
+def work(trial: Trial, runner: SearchRunner, resources: Resources) -> dict[str, Any]:
+    """The config of `TrialActor` for a trial."""
+    address = storage.origin(trial.folder)
+    root = resources.root
     return {
         "experiment": trial.experiment.to_dict(),
-        "folder": elsewhere or str(trial.folder),
+        "folder": address or str(trial.folder),
         "status": trial.status,
-        "bundles": bundles,
-        "mark": None if elsewhere else str(trial.folder.parent.parent / source.mark),
-        "metric": source.metric,
-        "data_root": str(data_root) if data_root else None,
-        "pause": source.pauses,
-        "home": os.getcwd(),
-        "cache": str(cache_root()),
-        "root": str(data_folder(data_root).absolute()),
-        "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else None,
-        "path": [os.path.abspath(entry) for entry in sys.path],
+        "bundles": resources.bundles(trial.experiment),
+        # a file by which a node tells whether it sees the directory of the sweep or study
+        "mark": None if address else str(trial.folder.parent.parent / runner.config.name),
+        "metric": runner.metric,
+        "data_root": str(root) if root else None,
+        "pause": runner.pauses,
+        "driver": {  # where files are fetched from by nodes that do not see them
+            "node": ray.get_runtime_context().get_node_id() if ray.is_initialized() else None,
+            "cache": str(cache_root()),
+            "root": str(data_folder(root).absolute()),
+            "home": os.getcwd(),
+            "path": [os.path.abspath(entry) for entry in sys.path],
+        },
     }
 
 
@@ -99,21 +101,21 @@ class TrialActor(tune.Trainable):
         return self._reports.get()
 
     def cleanup(self) -> None:
-        """Ends a run that goes on still; it is one that the scheduler has stopped."""
+        """Ends a run that still continues: one that the scheduler has stopped."""
         if self._thread is None:
             return
         self._stopping = True
         self._permits.put(None)
         self._thread.join(ENDING)
-        if self._thread.is_alive():  # it hangs: the next trial is given another process
+        if self._thread.is_alive():  # it hangs: the next trial gets another process
             os._exit(1)
 
     def _run(self) -> None:
         end: dict[str, Any] = {"done": True, "over": True}
         try:
-            self._arrive()
+            self._check_node()
             with storage.at(self._work["folder"], PATIENCE) as folder:
-                self._carry_out(folder)
+                self._run_in(folder)
         except ConfigError as error:
             expected = error.expected
             if self._away() and "on node" not in expected:
@@ -127,15 +129,14 @@ class TrialActor(tune.Trainable):
 
     def _away(self) -> bool:
         """Whether the driver is on another node."""
-        return (
-            ray.is_initialized() and ray.get_runtime_context().get_node_id() != self._work["node"]
-        )
+        node = self._work["driver"]["node"]
+        return ray.is_initialized() and ray.get_runtime_context().get_node_id() != node
 
-    def _arrive(self) -> None:
-        """Takes up the place that the driver was started from. Raises `ConfigError` naming a node
-        that has no such place, unless the sweep is elsewhere: then none needs to have it.
+    def _check_node(self) -> None:
+        """Changes to the working directory of the driver. Raises `ConfigError` naming a node that
+        does not have it, unless the sweep is at an address: then no node needs to have it.
         """
-        home = self._work["home"]
+        home = self._work["driver"]["home"]
         mark = self._work["mark"]
         every = "a directory that all nodes of the cluster see; on node"
         try:
@@ -144,34 +145,34 @@ class TrialActor(tune.Trainable):
             if mark:
                 expected = f"{every} {place()}: {error.strerror}"
                 raise ConfigError("working directory", home, expected) from None
-        search(self._work["path"])
+        search(self._work["driver"]["path"])
         if mark and not os.path.exists(mark):
             expected = f"{every} {place()} it is not what it is where it was started from"
             raise ConfigError("--out", os.path.dirname(mark), expected)
 
-    def _carry_out(self, folder: Path) -> None:
+    def _run_in(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with runner.alone(folder, PATIENCE):
-            begun = (folder / "config.yaml").exists()
-            if not begun:  # at most what a kill left behind before the run began
+            started = (folder / "config.yaml").exists()
+            if not started:  # at most what a kill left behind before the run started
                 for left in folder.iterdir():
                     if left.is_dir():
                         shutil.rmtree(left)
                     elif left.name != LOCK:
                         left.unlink()
-        self._rows(_rows(folder))
+        recorded = read_log(folder, "rounds")
+        self._rows([] if recorded is None else recorded.to_pylist())
         if self._work["status"] not in FINISHED:
             experiment = Experiment.from_dict(self._work["experiment"])
             # whether this node sees no disk of the driver's
             remote = self._away() and not self._work["mark"]
-            places = {name: self._work[name] for name in PLACES} if remote else {}
             runner.run(
-                settled(experiment, folder) if begun else experiment,
+                resolved(experiment, folder) if started else experiment,
                 folder,
-                resume=begun,
+                resume=started,
                 data_root=self._work["data_root"],
                 on_rows=self._rows,
-                prepare=RemotePreparation(**places) if remote else prepare,
+                prepare=RemotePreparation(**self._work["driver"]) if remote else prepare,
             )
 
     def _rows(self, rows: list[dict[str, Any]]) -> bool:
@@ -181,19 +182,13 @@ class TrialActor(tune.Trainable):
                 break
             if not metric_columns.evaluated(row) or row["round"] < self._report["round"]:
                 continue
-            kept = {
+            scores = {
                 key: math.nan if value is None else value
                 for key, value in row.items()
                 if metric_columns.is_score(key) or key.startswith("epsilon_")
             }
-            self._report = {**kept, "round": row["round"] + 1}
+            self._report = {**scores, "round": row["round"] + 1}
             self._reports.put(self._report)
             if self._work["pause"]:
                 self._permits.get()
         return self._stopping
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    """What a run that was begun before has recorded."""
-    found = read_log(folder, "rounds")
-    return [] if found is None else found.to_pylist()

@@ -1,0 +1,310 @@
+"""What a file asks for, before any of it is run (`raydpfl show`): an experiment complete, with all
+defaults; a sweep with its settings, or a study with its cells, whether each can be run, and how
+long that would take here. And the list of studies (`raydpfl reproduce --list`).
+
+The text is YAML with remarks, and marks of keys that are at their defaults, in comments: it is a
+config again.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raydpfl.config import defaults
+from raydpfl.config.yaml import dump, read
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import DEFAULTS, Experiment, as_fields, at, overridden
+from raydpfl.models.metric_columns import named
+from raydpfl.report.labels import counted
+from raydpfl.simulation.plan import Plan, foretold
+from raydpfl.sweep import Sweep
+from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
+from raydpfl.sweep.spaces import find
+from raydpfl.sweep.study import Study, builtin
+from raydpfl.sweep.study.schema import SCALES
+from raydpfl.sweep.trials import shown
+
+DIRECTORIES = ("config.yaml", "sweep.yaml", "study.yaml")
+LINES = 50  # settings that are listed
+WIDTH = 78
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`text` is what to print. `refused`: why the first setting that cannot be run cannot be."""
+
+    text: str
+    refused: ConfigError | None = None
+
+
+def preview(
+    asked: str, overrides: Sequence[str] = (), timed: bool = False, root: Path | None = None
+) -> Preview:
+    """What a file, a directory or the name of a study asks for.
+
+    Nothing is imported that it names, unless it is `timed`.
+
+    Args:
+        asked: A YAML file, the directory of a run, a sweep or a study, or a study's name.
+        overrides: As `section.key=value`; none for a study.
+        timed: Prepares the data, puts the plan of every setting together, and times a round of each
+            kind of run that was not timed here before.
+        root: Where data sets lie.
+
+    Raises:
+        ConfigError: For what is no experiment, sweep or study.
+    """
+    imports = None if timed else ()
+    path = _path(asked)
+    given = read(path) if path else {}
+    if path is None or (isinstance(given, Mapping) and "study" in given):
+        return _study(asked, overrides, imports, timed, root)
+    tree = overridden(given, overrides)
+    if "sweep" in tree or find(tree):
+        return _sweep(tree, imports, timed, root)
+    experiment = Experiment.from_dict(tree, imports=imports)
+    remarks = _unread([experiment])
+    if timed:
+        remarks.append(f"That takes {measure([(experiment, 1)], root).words()}.")
+    marks = set(defaults.keys(experiment, tree, DEFAULTS))
+    return Preview(defaults.marked(experiment.to_yaml(), marks) + _comments(remarks))
+
+
+def _path(asked: str) -> Path | None:
+    """The file to read; None for what can only be the name of a study."""
+    path = Path(asked)
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None if builtin.known(asked) or not path.suffix else path
+    except (OSError, ValueError):  # a name that no file has: reading it says so
+        return path
+    if path.is_dir():
+        files = [path / name for name in DIRECTORIES if (path / name).exists()]
+        if not files and builtin.known(asked):
+            return None
+        return next(iter(files), path / DIRECTORIES[0])
+    return path
+
+
+def _comments(lines: Iterable[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _unread(experiments: Iterable[Experiment]) -> list[str]:
+    """A remark for each user-defined class that was not imported."""
+    remarks = (
+        f"{section}: {path} was not imported, so its own defaults are not here."
+        for experiment in experiments
+        for section, path in experiment.unread.items()
+    )
+    return [*dict.fromkeys(remarks)]
+
+
+def _sweep(
+    tree: Mapping[str, Any], imports: Iterable[str] | None, timed: bool, root: Path | None
+) -> Preview:
+    """Puts every setting together.
+
+    Raises `ConfigError` for what is no sweep, whatever its settings are; or, where each of them can
+    be run, for what they rule out together.
+    """
+    sweep = Sweep.untried(tree, imports=imports)
+    sweep.check_search()
+    experiments: dict[str, Experiment] = {}  # by the values in print
+    refused: dict[str, ConfigError] = {}
+    for values in sweep.tried():
+        name = shown(values)
+        try:
+            experiment = sweep.setting(values).experiment
+            if timed:
+                Plan.make(sweep.trial(experiment), root)
+            elif not experiment.unread:
+                with as_fields():
+                    foretold(experiment, root)
+            experiments[name] = experiment
+        except ConfigError as error:
+            refused[name] = error
+    unread = _unread(experiments.values())
+    taken = None
+    if not refused:
+        sweep.check_settings()
+        if not unread:
+            runs = _runs(sweep, [*experiments.values()])
+            taken = measure(runs, root) if timed else estimate(runs)
+    lines = _settings(sweep, experiments, refused)
+    if not refused:
+        lines += ["All of them can be run." if timed else "All of them make an experiment."]
+        lines += _duration(sweep, taken)
+    first = next(iter(experiments.values()), None)
+    marks = {key for key in _defaults(sweep, first) if not _searched(sweep, key)}
+    text = defaults.marked(dump(_complete(sweep, first)), marks)
+    why = next(iter(refused.values()), None)
+    return Preview(text + _comments([*unread, *_counts(sweep, experiments), *lines]), why)
+
+
+def _runs(sweep: Sweep, experiments: Sequence[Experiment]) -> Runs:
+    """All that the sweep runs."""
+    repeats = sweep.search.repeats
+    if sweep.search.search == "grid":
+        return [(sweep.trial(each), repeats) for each in experiments]
+    return [(sweep.trial(experiments[0]), sweep.size * repeats)]
+
+
+def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
+    """The config with all defaults and its search spaces; as it was given, where no setting makes
+    an experiment.
+    """
+    search = {"sweep": sweep.search.complete()}
+    if experiment is None:
+        return {**sweep.tree, **search}
+    tree = copy.deepcopy(experiment.to_dict())
+    for key in sweep.spaces:
+        place = key.removesuffix(".kind")  # which decides what keys there are
+        section, _, last = place.rpartition(".")
+        node = at(tree, section) if section else tree
+        node[last] = copy.deepcopy(at(sweep.tree, place))
+    return {**tree, **search}
+
+
+def _defaults(sweep: Sweep, experiment: Experiment | None) -> set[defaults.Key]:
+    """The keys of `_complete` that are at their defaults."""
+    given = dict.fromkeys(sweep.search.model_fields_set)
+    keys = set(defaults.within(sweep.search, given, place=("sweep",)))
+    return keys | (set(defaults.keys(experiment, sweep.tree, DEFAULTS)) if experiment else set())
+
+
+def _searched(sweep: Sweep, key: defaults.Key) -> bool:
+    spaces = [tuple(name.removesuffix(".kind").split(".")) for name in sweep.spaces]
+    return any(key[: len(space)] == space for space in spaces)
+
+
+def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str]:
+    """How many settings and runs there are, and what the best is chosen by."""
+    search = sweep.search
+    fields = ", ".join(sweep.spaces) or "the seed alone"
+    rounds = sorted({experiment.rounds for experiment in experiments.values()})
+    ends = "-".join(str(number) for number in (*rounds[:1], *rounds[1:][-1:]))
+    runs = f"{sweep.size * search.repeats:,} runs" + (f" of {ends} rounds" if ends else "")
+    settings = f"{counted(sweep.size, 'setting')} of {fields}"
+    yield f"{settings}, each with {counted(search.repeats, 'seed')}: {runs}."
+    tested = any(sweep.trial(each).evaluate.test for each in experiments.values())
+    unseen = "" if tested or not experiments else "; none of them looks at the test set"
+    yield f"The best is chosen by {named(search.metric)}{unseen}."
+    if search.search == "optuna":
+        yield "What Optuna proposes depends on the results; these are the ends of the spaces:"
+
+
+def _settings(
+    sweep: Sweep, experiments: Mapping[str, Experiment], refused: Mapping[str, ConfigError]
+) -> list[str]:
+    """A line for each setting."""
+    names = [*dict.fromkeys([*refused, *experiments])]
+    lines = []
+    for name in names[:LINES]:
+        why = f"  cannot be run: {refused[name]}" if name in refused else ""
+        lines.append(f"  {name or 'as it stands'}{why}")
+    if len(names) > LINES:
+        lines.append(f"  ... and {len(names) - LINES:,} more")
+    if refused:
+        lines.append(f"{len(refused):,} of these {len(names):,} cannot be run.")
+    return lines
+
+
+def _duration(sweep: Sweep, taken: Estimate | None) -> list[str]:
+    if taken is None:
+        return []
+    if taken.seconds is None:
+        return [f"How long that takes is {taken.words()}; --timed says it."]
+    most = "at most " if sweep.search.scheduler != "none" else ""
+    return [f"That takes {most}{taken.words()}."]
+
+
+def _study(
+    asked: str,
+    overrides: Sequence[str],
+    imports: tuple[str, ...] | None,
+    timed: bool,
+    root: Path | None,
+) -> Preview:
+    if overrides:
+        expected = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
+        raise ConfigError("override", overrides[0], expected)
+    study = Study.named(asked, imports=imports)
+    runs = [*study.planned_runs()]
+    taken = measure(runs, root) if timed else estimate(runs)
+    unread = _unread(experiment for experiment, _ in runs)
+    return Preview(study.to_yaml() + _comments([*unread, *_cells(study, taken)]))
+
+
+def _cells(study: Study, taken: Estimate) -> list[str]:
+    """What a study would run at its scale, a line per cell, and what that takes here."""
+    lines = [f"at scale {study.scale}: {_runs_of(study)}; {taken.words()}"]
+    for cell in study.cells:
+        experiment = cell.experiment(next(cell.tried()), study.seed + 1)
+        tried = ", ".join(
+            f"{key} of {', '.join(map(str, space.options))}" for key, space in cell.grid.items()
+        )
+        sources = ", ".join(f"{key} from {each.arm}" for key, each in study.sources(cell).items())
+        parts = [cell.named(), f"{experiment.rounds} rounds", tried, sources]
+        lines.append("; ".join(part for part in parts if part))
+    return lines
+
+
+def _runs_of(study: Study) -> str:
+    """How many cells and runs there are."""
+    runs = study.runs()
+    text = f"{len(study.cells)} cells, {runs['final']} final runs"
+    text += f" over {counted(study.seeds, 'seed')}"
+    return f"{text}, {runs['tried']} to choose values by" if runs["tried"] else text
+
+
+def list_studies(
+    console: Console,
+    names: Sequence[str] = (),
+    scale: str | None = None,
+    seeds: int | None = None,
+    root: Path | None = None,
+) -> None:
+    """Prints all studies that come with the package, with what is known of their cost here; or the
+    named ones with all that they run at one scale, what was not timed yet being timed.
+
+    Raises `ConfigError` for a scale, seeds or a root without a name, and for a name of no study.
+    """
+    for field, value in (("--scale", scale), ("--seeds", seeds), ("--data-root", root)):
+        if not names and value is not None:
+            given = str(value) if isinstance(value, Path) else value
+            raise ConfigError(field, given, "the name of a study as well, with --list")
+    for name in [] if names else builtin.paths():
+        scales = [Study.named(name, each) for each in SCALES]
+        lines = [
+            f"  {study.scale}: {_runs_of(study)}; {estimate(study.planned_runs()).words()}"
+            for study in scales
+        ]
+        console.print("\n".join([_about(scales[0]), *lines]), markup=False)
+    for name in [name for given in names for name in builtin.several(given)]:
+        study = Study.named(name, scale, seeds)
+        with console.status("timing a round of each kind of run"):
+            taken = measure(study.planned_runs(), root)
+        lines = [f"  {line}" for line in _cells(study, taken)]
+        console.print("\n".join([_about(study), *lines]), markup=False)
+
+
+def _about(study: Study) -> str:
+    """What a study shows, in some lines."""
+    about = study.about
+    lines = [textwrap.fill(f"{about.id}  {about.title}", WIDTH + 2, subsequent_indent="  ")]
+    texts = {"also": ", ".join(about.answers), "shows": about.shows, "lost": about.lost}
+    for name, text in texts.items():
+        if text:
+            paragraph = textwrap.fill(" ".join(f"{name}: {text}".split()), WIDTH)
+            lines.append(textwrap.indent(paragraph, "  "))
+    return "\n".join(lines)

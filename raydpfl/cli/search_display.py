@@ -1,0 +1,310 @@
+"""What `raydpfl sweep` and `raydpfl reproduce` show: on a terminal a live table of settings, or a
+bar for each study, elsewhere a line per finished trial; in the end a table of the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from raydpfl import storage
+from raydpfl.models import metric_columns
+from raydpfl.models.metric_columns import named
+from raydpfl.privacy import RIGOROUS
+from raydpfl.report.comparison import labels
+from raydpfl.report.labels import beyond
+from raydpfl.report.statistics import over_seeds
+from raydpfl.sweep import Sweep, SweepResult
+from raydpfl.sweep.results import epsilons, score
+from raydpfl.sweep.runner import SweepRunner
+from raydpfl.sweep.spaces import Interval
+from raydpfl.sweep.study import Study, StudyResult, StudyRunner
+from raydpfl.sweep.study.identities import words
+from raydpfl.sweep.trials import SearchSetting, Trial, short, shown
+
+VALUES = 10  # of a field whose best settings are shown
+ROWS = 60  # cells that are shown in the end
+WIDE = 200  # columns of a line that no terminal shows
+
+
+class SearchDisplay(ABC):
+    """`show` is called with a runner when something has changed."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._lives = console.is_terminal and not console.quiet
+        self._printed: set[Trial] = set()
+
+    def __enter__(self):
+        if self._lives:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, runner: Any) -> None:
+        over = [trial for trial in runner.trials if trial.done]
+        if self._lives:
+            self._live.update(self._render(runner, len(over)))
+            return
+        before = sum(trial.before for trial in over)
+        for trial in over:
+            if not trial.before and trial not in self._printed:
+                self._printed.add(trial)
+                done = before + sum(each in self._printed for each in over)
+                self._say(f"{done}/{self._total(runner)}  {self._line(runner, trial)}")
+
+    @abstractmethod
+    def _total(self, runner: Any) -> int:
+        """The number of trials."""
+
+    @abstractmethod
+    def _render(self, runner: Any, done: int) -> RenderableType:
+        """What a terminal shows while the runner has so many trials done."""
+
+    @abstractmethod
+    def _line(self, runner: Any, trial: Trial) -> str:
+        """A trial that is over, in one line."""
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+class SweepDisplay(SearchDisplay):
+    def _total(self, runner: SweepRunner) -> int:
+        return runner.sweep.size * runner.sweep.search.repeats
+
+    def _render(self, runner: SweepRunner, done: int) -> RenderableType:
+        rows = max(5, self._console.height - 8)
+        table = settings_table(runner.settings, runner.sweep, rows)
+        table.title = f"{done} of {self._total(runner)} trials"
+        table.title_justify = "left"
+        return table
+
+    def _line(self, runner: SweepRunner, trial: Trial) -> str:
+        metric = runner.sweep.search.metric
+        value = trial.value(metric)
+        kind = _covering([trial])
+        parts = [trial.label, f"seed={trial.seed}"]
+        if value is not None:
+            parts.append(metric_columns.words({metric: value}))
+        if kind:
+            parts.append(f"epsilon {epsilons(trial)[kind]:.3g} ({kind.removeprefix('epsilon_')})")
+        return "  ".join([*parts, f"{_rounds(trial)} rounds", trial.status])
+
+    def report(self, result: SweepResult, sweep: Sweep) -> None:
+        """First what failed, each trial with its reason in one line; then the table, the best
+        setting, and what choosing it means.
+        """
+        trials = [trial for setting in result.all for trial in setting.trials]
+        failed = [trial for trial in trials if trial.status == "failed"]
+        if failed:
+            self._say(f"Failed: {len(failed)} of {len(trials)} trials")
+        for trial in failed:
+            place = f"trials/{trial.folder.name}"
+            self._say(f"  {trial.named()}  {place}: {trial.failure()}")
+        self._console.print(settings_table(result.all, sweep, rows=20))
+        metric = sweep.search.metric
+        best = result.best
+        if best:
+            self._say(f"Best: {best.named()}, {named(metric)} {score(best, metric)}")
+            edges = beyond(best.values, result.summary["best"]["edges"])
+            if edges:
+                self._say(edges)
+        for key, rows in result.summary.get("best_for", {}).items():
+            if len(rows) <= VALUES:
+                self._console.print(best_table(key, rows, result.all, sweep))
+        self._say(result.summary["choice"])
+        for line in following(result):  # a command stays whole, however long
+            self._console.print(line, markup=False, soft_wrap=True)
+
+
+class StudyDisplay(SearchDisplay):
+    def __init__(self, console: Console, studies: Sequence[Study]):
+        super().__init__(console)
+        self._totals = {study.about.id: sum(study.runs().values()) for study in studies}
+        self._bars: dict[str, RenderableType] = {}
+
+    def _total(self, runner: StudyRunner) -> int:
+        return self._totals[runner.study.about.id]
+
+    def _render(self, runner: StudyRunner, done: int) -> RenderableType:
+        name, total = runner.study.about.id, self._total(runner)
+        failed = sum(trial.status == "failed" for trial in runner.trials)
+        running = [trial.label for trial in runner.trials if trial.status == "running"]
+        state = (f"{failed} failed  " if failed else "") + "".join(running[:1])
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            escape(name), f"{done}/{total}", ProgressBar(total, done, width=40), escape(state)
+        )
+        self._bars[name] = bar
+        return Group(*self._bars.values())
+
+    def _line(self, runner: StudyRunner, trial: Trial) -> str:
+        said = metric_columns.words(trial.summary or {})
+        parts = [runner.study.about.id, trial.named(), said, trial.status]
+        if trial.status == "failed":
+            parts[2:] = [f"failed: {trial.failure()}"]
+        return "  ".join(part for part in parts if part)
+
+    def report(self, result: StudyResult) -> None:
+        """What came of every cell; what failed and which identities hold; where it lies."""
+        about = result.study.about
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, WIDE)
+        self._console.print(f"[bold]{escape(about.id)}[/] {escape(about.title)}")
+        self._console.print(cells_table(result, ROWS))
+        for failed in result.summary["failed"][:ROWS]:
+            self._say(f"Failed: {failed['cell']}: {failed['reason']}")
+        for identity in result.summary["identities"]:
+            self._say(words(identity))
+        self._say(result.summary["tuning"]["statement"])
+        self._say(f"Study directory: {result.out} (its page: report/index.html)")
+
+
+def _table(columns: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table: columns of text, then columns of numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for name in columns:
+        table.add_column(escape(name))
+    for name in numbers:
+        table.add_column(escape(name), justify="right")
+    return table
+
+
+def settings_table(
+    settings: Sequence[SearchSetting], sweep: Sweep, rows: int | None = None
+) -> Table:
+    """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one
+    accountant (see `_covering`).
+    """
+    metric = sweep.search.metric
+    kind = _covering([trial for setting in settings for trial in setting.trials])
+    spent = [f"{kind.replace('_', ' (', 1)})"] if kind else []
+    table = _table([*sweep.spaces], [named(metric), *spent, "rounds", "trials"])
+
+    def rank(setting: SearchSetting) -> tuple[bool, float]:
+        mean = setting.mean(metric)
+        return mean is not None, sweep.sign * (mean or 0.0)
+
+    for setting in sorted(settings, key=rank, reverse=True)[:rows]:
+        rounds = [_rounds(trial) for trial in setting.trials]
+        states = Counter(trial.status for trial in setting.trials)
+        largest = [each[kind] for each in map(epsilons, setting.trials) if kind in each]
+        epsilon = [f"{max(largest):.3g}" if largest else ""] if kind else []
+        table.add_row(
+            *(escape(label(sweep, key, value)) for key, value in setting.values.items()),
+            score(setting, metric),
+            *epsilon,
+            "-".join(str(number) for number in sorted({min(rounds), max(rounds)})),
+            ", ".join(f"{count} {state}" for state, count in states.items()),
+        )
+    return table
+
+
+def best_table(
+    key: str, rows: Sequence[Mapping[str, Any]], settings: Sequence[SearchSetting], sweep: Sweep
+) -> Table:
+    """The best setting for each value of a field. `rows`: see `raydpfl.sweep.results.best_for`."""
+    metric = sweep.search.metric
+    others = [name for name in sweep.spaces if name != key]
+    edged = any(row["edges"] for row in rows)
+    table = _table([key, named(metric), *others, *(["at an edge"] if edged else [])], [])
+    table.columns[1].justify = "right"
+    table.title = escape(f"Best for each {key}")
+    for row in rows:
+        best = settings[row["setting"]]
+        cells = [label(sweep, key, row["value"]), score(best, metric)]
+        cells += [label(sweep, name, best.values[name]) for name in others]
+        cells += [", ".join(row["edges"])] if edged else []
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def label(sweep: Sweep, key: str, value: Any) -> str:
+    """A value of a searched field in print: a section by what tells it from the others."""
+    space = sweep.spaces[key]
+    if isinstance(space, Interval) or not isinstance(value, Mapping):
+        return short(value)
+    return labels(space.options)[space.options.index(value)]
+
+
+def following(result: SweepResult) -> list[str]:
+    """Where a sweep lies, and the commands that say more of it."""
+    lines = [
+        f"Sweep directory: {result.out}",
+        f"  its page and figures:  raydpfl report {result.out}",
+        f"  its runs side by side: raydpfl compare {result.out}",
+    ]
+    if result.best:
+        best = storage.within(result.out, "best.yaml")
+        lines.append(f"  the best setting:      raydpfl run {best}")
+    return lines
+
+
+def _rounds(trial: Trial) -> int:
+    """How many rounds a trial has done, as far as is known."""
+    return (trial.summary or trial.report).get("rounds", trial.report.get("round", 0))
+
+
+def _covering(trials: Sequence[Trial]) -> str | None:
+    """The column of the first rigorous accountant that covers all of them; if none does, of the
+    first of all; None if there is none.
+    """
+    spent = [epsilons(trial) for trial in trials]
+    kinds = list(dict.fromkeys(kind for each in spent for kind in each))
+    covering = (
+        kind
+        for kind in kinds
+        if kind in RIGOROUS and all(math.isfinite(each.get(kind, 0.0)) for each in spent)
+    )
+    return next(covering, next(iter(kinds), None))
+
+
+def cells_table(result: StudyResult, most: int | None = None) -> Table:
+    """A row per cell, at most so many: the score on the test set over the seeds, the largest
+    epsilon that holds, and the values that the cell was tuned to.
+    """
+    study = result.study
+    rows = result.results.to_pylist()
+    accurate = any(row.get("test_accuracy") is not None for row in rows)
+    metric = "test_accuracy" if accurate else "test_loss"
+    names = [*study.axes, *(["accounting"] if study.accounting else []), "arm"]
+    table = _table(names, [named(metric), "epsilon", "seeds"])
+    for column in table.columns:
+        column.no_wrap = True
+    table.add_column("values", overflow="fold", min_width=20)
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(tuple(row[name] for name in names), []).append(row)
+    for place, seeds in [*cells.items()][:most]:
+        spread = over_seeds({row["seed"]: row.get(metric) for row in seeds})
+        mean = metric_columns.number(metric, spread.mean) if spread.count else ""
+        std = f" ± {metric_columns.number(metric, spread.std)}" if spread.count > 1 else ""
+        table.add_row(
+            *(escape(str(name or "")) for name in place),
+            mean + std,
+            _epsilon(seeds),
+            str(len(seeds)),
+            escape(shown(json.loads(seeds[0]["values"]))),
+        )
+    return table
+
+
+def _epsilon(rows: Sequence[dict[str, Any]]) -> str:
+    """The largest over the seeds of the smallest that a rigorous accountant gives."""
+    spent = [[row[name] for name in RIGOROUS if row.get(name) is not None] for row in rows]
+    smallest = [min(each) for each in spent if each]
+    return f"{max(smallest):.3g}" if smallest and math.isfinite(max(smallest)) else ""

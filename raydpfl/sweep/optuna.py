@@ -1,0 +1,260 @@
+"""Optuna: which setting of a sweep comes next, where it proposes them (`guided`), and a sweep as a
+study in a storage of Optuna (`Dashboard`).
+
+The settings that it proposes do not depend on the order in which results arrive: setting k is
+proposed when the results of all settings up to k - `ahead` have been reported, and of no other. So
+its proposals are the same on any cluster, and a resumed sweep repeats them, the finished settings
+answering at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import ConfigError
+from raydpfl.sweep.results import epsilons
+from raydpfl.sweep.spaces import Interval, Space
+from raydpfl.sweep.sweep import Sweep
+from raydpfl.sweep.trials import SearchSetting, Trial, identity
+
+LONG = 60  # characters of a value that is no number
+log = logging.getLogger("raydpfl")
+Outcome = tuple[str, float | None]  # the state of a trial of Optuna, and its value
+
+
+def optuna(
+    field: str = "sweep.search", value: Any = "optuna", other: str = "grid or random"
+) -> Any:
+    """The library, which is not installed with the package.
+
+    Args:
+        field, value: what asks for it.
+        other: what there is without it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        library = importlib.import_module("optuna")
+    except ImportError:
+        expected = f"{other}; optuna needs pip install 'raydpfl[optuna]'"
+        raise ConfigError(field, value, expected) from None
+    library.logging.set_verbosity(library.logging.ERROR)
+    return library
+
+
+def guided(
+    sweep: Sweep, add: Callable[[dict[str, Any]], SearchSetting]
+) -> Iterator[SearchSetting | None]:
+    """The settings that Optuna's tree-structured Parzen estimator (Watanabe 2023) proposes.
+
+    Args:
+        sweep: with `sweep.samples` settings, at most `sweep.ahead` of them without a result.
+        add: makes the setting of some values; the same values have one setting.
+
+    Yields:
+        The next setting, or None as long as it has to wait for a result.
+    """
+    library = optuna()
+    metric = sweep.search.metric
+    seed = int(stream(sweep.seed, Purpose.SWEEP).integers(1 << 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constant_liar is marked experimental
+        sampler = library.samplers.TPESampler(seed=seed, constant_liar=True)
+    study = library.create_study(direction="maximize", sampler=sampler)
+    spaces = list(sweep.spaces.items())  # known to Optuna by number, as it sorts them by name
+    distributions = {str(k): _distribution(space) for k, (_, space) in enumerate(spaces)}
+    settings: dict[str, SearchSetting] = {}
+    pending: deque[tuple[Any, SearchSetting]] = deque()  # proposed, without a reported result
+    for _ in range(sweep.size):
+        if len(pending) == sweep.search.ahead:
+            proposal, setting = pending.popleft()
+            while not setting.done:
+                yield None
+            mean = setting.mean(metric)
+            if mean is None:
+                study.tell(proposal, state=library.trial.TrialState.FAIL)
+            else:
+                study.tell(proposal, sweep.sign * mean)
+        proposal = study.ask(distributions)
+        values = {
+            key: _value(space, proposal.params[str(k)]) for k, (key, space) in enumerate(spaces)
+        }
+        name = identity(values)
+        if name not in settings:
+            settings[name] = add(values)
+        pending.append((proposal, settings[name]))
+        yield settings[name]
+
+
+def _distribution(space: Space) -> Any:
+    kinds = optuna().distributions
+    if isinstance(space, Interval):
+        return kinds.FloatDistribution(space.low, space.high, log=space.log)
+    if space.ordered:
+        return kinds.IntDistribution(0, len(space.options) - 1)
+    return kinds.CategoricalDistribution(range(len(space.options)))
+
+
+def _value(space: Space, drawn: Any) -> Any:
+    return float(drawn) if isinstance(space, Interval) else space.options[int(drawn)]
+
+
+class Dashboard:
+    """A sweep as a study in the storage that `sweep.storage` names: its dashboard, and all that
+    reads Optuna's storages, then show any sweep, whichever way its settings were proposed.
+
+    The study is written and never read back into the sweep: a setting that is done becomes a trial
+    of the study, named by its values, so that a resumed sweep adds what is missing. If the study
+    has another result of a setting, or one that the sweep does not have, it is deleted and written
+    from the directory, with a warning. A storage that fails later is warned of once, and the sweep
+    continues without it.
+
+    Args:
+        sweep: with a `sweep.storage`.
+        name: of its directory, and so of the study.
+
+    Raises:
+        ConfigError: the storage cannot be opened, or has another study of this name.
+    """
+
+    def __init__(self, sweep: Sweep, name: str):
+        self.sweep = sweep
+        self.name = name
+        self.url = sweep.search.storage
+        self._library = optuna("sweep.storage", self.url, "none")
+        self._failed = False
+        self._shown: dict[str, Outcome] = {}  # by setting
+        # what a resumed sweep has in common with what it was
+        self._mark = identity({"metric": sweep.search.metric, "keys": sorted(sweep.spaces)})
+        try:
+            self._open()
+        except ConfigError:
+            raise
+        except Exception as error:  # of any library that the URL names
+            expected = f"a storage that Optuna can open ({_in_line(error)})"
+            raise ConfigError("sweep.storage", self.url, expected) from None
+
+    def _open(self) -> None:
+        self._storage = self._library.storages.get_storage(self.url)
+        if self.name not in self._library.get_all_study_names(self._storage):
+            self._create()
+            return
+        self._study = self._library.load_study(study_name=self.name, storage=self._storage)
+        if self._study.user_attrs.get("sweep") != self._mark:
+            expected = f"a storage without another study named {self.name}, as the directory is"
+            raise ConfigError("sweep.storage", self.url, expected)
+        for trial in self._study.get_trials(deepcopy=False):
+            value = trial.value if trial.values else None
+            self._shown[trial.user_attrs.get("setting", "")] = trial.state.name, value
+
+    def _create(self) -> None:
+        """An empty study."""
+        direction = "maximize" if self.sweep.sign > 0 else "minimize"
+        self._study = self._library.create_study(
+            study_name=self.name, storage=self._storage, direction=direction
+        )
+        self._study.set_user_attr("sweep", self._mark)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this is marked experimental
+            self._study.set_metric_names([self.sweep.search.metric])
+        self._shown = {}
+
+    def show(self, settings: Sequence[SearchSetting], over: bool = False) -> None:
+        """Adds the settings that are done. `over`: these are all that the sweep has."""
+        if self._failed:
+            return
+        try:
+            self._show({identity(setting.values): setting for setting in settings}, over)
+        except Exception as error:  # of any library that the URL names
+            self._failed = True
+            without = "the sweep continues without it; --resume adds what is missing"
+            log.warning("sweep.storage: %s; %s", _in_line(error), without)
+
+    def _show(self, settings: dict[str, SearchSetting], over: bool) -> None:
+        done = {name: self._outcome(each) for name, each in settings.items() if each.done}
+        others = any(not _same(done[name], self._shown[name]) for name in done.keys() & self._shown)
+        if others or (over and self._shown.keys() - settings.keys()):
+            what = f"the study {self.name} in {self.url}"
+            log.warning("%s does not match the sweep and is replaced", what)
+            self._library.delete_study(study_name=self.name, storage=self._storage)
+            self._create()
+        for name in [name for name in done if name not in self._shown]:
+            self._study.add_trial(self._trial(name, settings[name], done[name]))
+            self._shown[name] = done[name]
+
+    def _outcome(self, setting: SearchSetting) -> Outcome:
+        """Pruned, where a scheduler stopped it."""
+        mean = setting.mean(self.sweep.search.metric)
+        if mean is None:
+            return "FAIL", None
+        return ("COMPLETE" if setting.whole else "PRUNED"), mean
+
+    def _trial(self, name: str, setting: SearchSetting, outcome: Outcome) -> Any:
+        """A setting as a trial of Optuna."""
+        state, value = outcome
+        axes = {key: self._axis(space) for key, space in self.sweep.spaces.items()}
+        facts: dict[str, Any] = {"setting": name, "seeds": [each.seed for each in setting.trials]}
+        facts["directories"] = [f"trials/{each.folder.name}" for each in setting.trials]
+        for trial in setting.trials:
+            for column, epsilon in epsilons(trial).items():
+                if np.isfinite(epsilon):
+                    facts[column] = max(facts.get(column, 0.0), epsilon)
+        params = {}
+        for key, axis in axes.items():
+            numeric = not hasattr(axis, "choices")
+            params[key] = float(setting.values[key]) if numeric else _text(setting.values[key])
+        return self._library.trial.create_trial(
+            state=self._library.trial.TrialState[state],
+            value=value,
+            params=params,
+            distributions=axes,
+            user_attrs=facts,
+            intermediate_values=_curve(setting.trials[0], self.sweep.search.metric),
+        )
+
+    def _axis(self, space: Space) -> Any:
+        """The distribution by which Optuna shows the values of a space."""
+        kinds = self._library.distributions
+        if isinstance(space, Interval):
+            return _distribution(space)
+        if all(type(value) in (int, float) for value in space.options):
+            return kinds.FloatDistribution(min(space.options), max(space.options))
+        return kinds.CategoricalDistribution([*dict.fromkeys(map(_text, space.options))])
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= LONG else f"{text[: LONG - 3]}..."
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    if one[0] != other[0] or one[1] is None or other[1] is None:
+        return one == other
+    return math.isclose(one[1], other[1], rel_tol=1e-9)
+
+
+def _curve(trial: Trial, metric: str) -> dict[int, float]:
+    """The metric of a trial by rounds done; empty where it cannot be read."""
+    with suppress(OSError, KeyError, pa.ArrowException):
+        rows = pq.read_table(trial.folder / "rounds.parquet", columns=["round", metric])
+        pairs = zip(*(rows[name].to_pylist() for name in ("round", metric)), strict=True)
+        return {t + 1: value for t, value in pairs if value is not None and np.isfinite(value)}
+    return {}
+
+
+def _in_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,254 @@
+"""A run of a sweep or a study: its trials, its directory, and what it writes there."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+
+from raydpfl import storage
+from raydpfl.config.yaml import read
+from raydpfl.errors import ConfigError, FileError
+from raydpfl.runtime.runner import alone
+from raydpfl.storage.files import LOCK, read_text
+from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
+from raydpfl.sweep.resources import Resources
+from raydpfl.sweep.trials import Trial
+
+BUSY = 10.0  # seconds that processes of an earlier start may take to release the directory
+Difference = tuple[str, Any, Any] | None  # (key, here, there)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A sweep or a study, finished or under way. `summary` is its summary.json; `problem` says in
+    one line what went wrong, None if nothing did.
+    """
+
+    out: Path | str
+    summary: dict[str, Any]
+    problem: str | None
+
+    def tables(self) -> dict[str, pa.Table]:
+        """The tables that are written, by file name."""
+        return {}
+
+    def failed(self, problem: str) -> Self:
+        """The result with one more problem."""
+        return replace(self, problem=self.joined(problem))
+
+    def joined(self, problem: str) -> str:
+        return "; ".join(filter(None, (self.problem, problem)))
+
+
+class SearchRunner(ABC):
+    """One run of a sweep or a study. Its methods are called in the driver's process, between two
+    steps of Ray Tune, and should be quick.
+
+    `kind` is "sweep" or "study". The config in the directory is `KIND.yaml`, whose last line,
+    `...`, tells a whole file from one that was cut.
+    """
+
+    kind: str
+    outputs: tuple[str, ...]  # files that are written next to `trials/`
+    metric: str  # what the scheduler compares
+    concurrent: int | None = None  # trials at once; None: as many as the cluster holds
+    timeout: float | None = None  # seconds of a trial; None: see `timeouts`
+    pauses = False  # whether a trial waits after every evaluation until it may continue
+    all_or_none = False  # whether a trial that is refused ends all others
+
+    def __init__(self, folder: Path, on_change: Callable[[Any], object]):
+        self.folder = folder.absolute()
+        self.on_change = on_change
+        self.began = time.monotonic()
+
+    @property
+    def config(self) -> Path:
+        """The config; nodes of the cluster look for it to tell whether they see the directory."""
+        return self.folder / f"{self.kind}.yaml"
+
+    @property
+    @abstractmethod
+    def trials(self) -> Sequence[Trial]:
+        """All trials so far, in order, whether or not they need to be run."""
+
+    @abstractmethod
+    def proposals(self) -> Iterator[Trial | None]:
+        """The trials to run, one after another; None as long as the next one depends on the results
+        of others.
+        """
+
+    @abstractmethod
+    def check(self, resources: Resources) -> None:
+        """Raises `ConfigError` for what cannot be run. Nothing has been written yet."""
+
+    @abstractmethod
+    def difference(self) -> Difference:
+        """The first difference from what is stored in the directory that a resumption may not have.
+        Raises `ConfigError`.
+        """
+
+    @abstractmethod
+    def text(self) -> str:
+        """The config, as it is written."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes the first trials. Raises `ConfigError`, OSError, `FileError`."""
+
+    @abstractmethod
+    def copy_inputs(self) -> None:
+        """Copies to the directory what a resumption needs next to the config."""
+
+    @abstractmethod
+    def gather(self, over: bool, **facts: Any) -> Any:
+        """The result so far, or, when all is `over`, the result. `facts` go into the summary."""
+
+    def scheduler(self) -> TrialScheduler:
+        """Ray Tune's, which may stop a trial before its last round."""
+        return FIFOScheduler()
+
+    def check_directory(self, resume: bool) -> None:
+        """Raises `ConfigError` unless the directory can be made, or, to `resume`, has this sweep or
+        study, or nothing, in it.
+        """
+        folder = self.folder
+        trials = folder / "trials"
+        with self._writable():
+            taken = not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir())
+            if folder.exists() and taken and not (folder.is_dir() and resume):
+                expected = f"a new or empty directory, or --resume to go on with the {self.kind}"
+                raise ConfigError("--out", str(folder), f"{expected} in it")
+            if (trials.exists() or trials.is_symlink()) and not trials.is_dir():
+                expected = "a directory whose trials/ is a directory; it is a file"
+                raise ConfigError("--out", str(folder), expected)
+            if resume:
+                self._check_stored()
+
+    def _check_stored(self) -> None:
+        name = self.config.name
+        if not self.config.exists():
+            known = {*self._remains(), self.folder / LOCK}
+            if self.folder.exists() and {*self.folder.iterdir()} - known:
+                expected = f"the directory of a {self.kind}; it has no {name}"
+                raise ConfigError("--resume", str(self.folder), expected)
+            return
+        try:
+            difference = self.difference()
+        except ConfigError as error:
+            if error.field == "--resume":
+                raise
+            expected = f"the {name} of a {self.kind}; {error}"
+            raise ConfigError("--resume", str(self.config), expected) from None
+        if difference:
+            key, here, there = difference
+            raise ConfigError(key, here, f"{there!r}, as in the {self.kind} to be resumed")
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Holds the directory, reads what is there and writes the config.
+
+        Raises `ConfigError` if another process holds it, or it cannot be written to.
+        """
+        make_folder(self.folder)
+        with alone(self.folder, BUSY):
+            with self._writable():
+                self.tidy()
+                self.prepare()
+                replace_file(self.config, lambda file: file.write(self.text().encode()))
+                self.copy_inputs()
+                self.write(self.gather(over=False))  # in place of an earlier result
+            yield
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Raises `ConfigError` if the directory cannot be read or written."""
+        try:
+            yield
+        except (OSError, FileError) as error:
+            expected = f"a directory that can be written to ({describe(error)})"
+            raise ConfigError("--out", str(self.folder), expected) from None
+
+    def show(self) -> None:
+        """Something has changed, and is to be shown."""
+        self.on_change(self)
+
+    def save(self) -> None:
+        """Something has changed, and is to be written."""
+        with suppress(OSError, FileError):  # if the last writing fails too, it says so
+            self.write(self.gather(over=False))
+
+    def write(self, result: Any) -> None:
+        """Writes the tables and summary.json. Raises OSError, `FileError`."""
+        for name, table in result.tables().items():
+            replace_file(self.folder / name, functools.partial(pq.write_table, table))
+        write_json(self.folder / "summary.json", result.summary)
+        storage.push(self.folder)
+
+    def finish(self, processes: int) -> Any:
+        """The result, written. A result that could not be written has a problem."""
+        seconds = time.monotonic() - self.began
+        result = self.gather(over=True, seconds=seconds, processes=processes)
+        try:
+            self.write(result)
+        except (OSError, FileError) as error:
+            why = f"the results could not be written ({describe(error)}); go on with --resume"
+            result = result.failed(why)
+            with suppress(OSError):
+                for name in ("best.yaml", "summary.json"):  # of an earlier result
+                    remove(self.folder / name)
+                self.tidy()
+        return replace(result, out=storage.origin(self.folder) or self.folder)
+
+    def tidy(self) -> None:
+        """Removes what a kill has left half written. Processes of what was killed may still end,
+        and write.
+        """
+        for path in self._remains():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _remains(self) -> list[Path]:
+        patterns = (".tune-*", *(f".{name}.*" for name in self.outputs))
+        return [path for pattern in patterns for path in self.folder.glob(pattern)]
+
+
+def remove(path: Path) -> None:
+    """Removes a file, if there is one; anything else there is set aside. Raises OSError."""
+    clear(path)
+    path.unlink(missing_ok=True)
+
+
+def stored(folder: Path, kind: str) -> Mapping[str, Any]:
+    """The tree in the `KIND.yaml` of a directory. Raises `ConfigError` unless it is whole."""
+    path = folder / f"{kind}.yaml"
+    tree = read(path)
+    why = None
+    if not isinstance(tree, Mapping):
+        why = f"it is a {type(tree).__name__}"
+    elif not tree:
+        why = "it is empty"
+    elif not read_text(path).endswith("\n...\n"):
+        why = "it is cut, as its last line is not '...'"
+    if why:
+        raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
+    return tree
+
+
+def describe(error: OSError | FileError) -> str:
+    """What failed, and on which file, in one line."""
+    if isinstance(error, FileError):
+        return str(error)
+    return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)

@@ -1,0 +1,113 @@
+"""The progress of a cell: the values that it tries, the choice among them, and its final runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.sweep.spaces import points
+from raydpfl.sweep.study.cells import StudyCell
+from raydpfl.sweep.study.schema import Study
+from raydpfl.sweep.trials import SearchSetting, Trial, best_of
+
+Add = Callable[[str, Experiment], Trial]  # the trial of an experiment, made where there is none
+
+
+@dataclass(eq=False)
+class CellProgress:
+    """A cell and its runs so far. `advance` makes the next ones once their inputs are there."""
+
+    study: Study
+    cell: StudyCell
+    references: dict[str, float] | None = None  # numbers from other arms; None: not all known yet
+    tries: list[SearchSetting] = field(default_factory=list)  # of one trial each
+    chosen: SearchSetting | None = None  # of `tries`
+    final: SearchSetting | None = None
+    problem: str | None = None  # why it can come to no result
+
+    @property
+    def settled(self) -> bool:
+        """It makes no more runs."""
+        return self.final is not None or self.problem is not None
+
+    @property
+    def finals(self) -> list[Trial]:
+        return self.final.trials if self.final else []
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values that it leaves open, as its final runs have them."""
+        return self.final.values if self.final else {}
+
+    def advance(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
+        """Makes the runs that can be made now; whether there were any, or a problem."""
+        if self.settled:
+            return False
+        study, cell = self.study, self.cell
+        chooser = of[study.chooser(cell)]
+        try:
+            if self.references is None:
+                self.references = self._references(of)
+                if self.references is None:
+                    return self.problem is not None
+            values = {**self.references, **cell.fixed}
+            if cell.grid and chooser is self and not self.tries:
+                self._try(values, add)
+                return True
+            if cell.grid:
+                chosen = chooser.choice()
+                if chosen is None:
+                    if chooser.problem and chooser is not self:
+                        why = f"{chooser.cell.named()}: {chooser.problem}"
+                        self.problem = f"no values were chosen: {why}"
+                    return self.problem is not None
+                values |= {key: chosen.values[key] for key in cell.grid}
+            seeds = study.final_seeds()
+            experiments = [cell.experiment(values, seed) for seed in seeds]
+        except ConfigError as error:  # a number of another arm that makes no experiment
+            self.problem = str(error)
+            return True
+        label = cell.named(values)
+        trials = [add(label, experiment) for experiment in experiments]
+        self.final = SearchSetting(values, experiments[0], trials)
+        return True
+
+    def _references(self, of: Mapping[StudyCell, CellProgress]) -> dict[str, float] | None:
+        """The numbers that the runs of other arms give; None as long as one is missing."""
+        numbers = {}
+        for key, cell in self.study.sources(self.cell).items():
+            source = of[cell]
+            if not source.settled or not all(trial.done for trial in source.finals):
+                return None
+            reference = self.cell.references[key]
+            mean = source.final.mean(reference.value) if source.final else None
+            if mean is None:
+                self.problem = f"the runs of {cell.named()} have no number {reference.value}"
+                return None
+            numbers[key] = reference.times * mean
+        return numbers
+
+    def _try(self, values: Mapping[str, Any], add: Add) -> None:
+        study, cell = self.study, self.cell
+        grid = [{**values, **point} for point in points(cell.grid)]
+        experiments = [cell.experiment(each, study.seed, study.about.validation) for each in grid]
+        for each, experiment in zip(grid, experiments, strict=True):
+            trial = add(f"{cell.named(each)} tried", experiment)
+            self.tries.append(SearchSetting(each, experiment, [trial]))
+
+    def choice(self) -> SearchSetting | None:
+        """The best of the values tried, the first of equals; None as long as a run of theirs
+        continues, or if none has a result.
+        """
+        if self.chosen or not self.tries or not all(setting.done for setting in self.tries):
+            return self.chosen
+        judge = self.study.about.judge
+        self.chosen = best_of(self.tries, judge, self.study.sign)
+        if self.chosen is None:
+            first = self.tries[0].trials[0]
+            why = first.failure() if first.status == "failed" else f"there is no number {judge}"
+            self.problem = f"none of the {len(self.tries)} values tried has a result ({why})"
+        return self.chosen

@@ -1,0 +1,389 @@
+"""Trials and settings of a sweep or a study, and what their directories under `trials/` hold.
+
+A directory is named by the complete experiment of its trial (`name_of`), so that `1` and `1.0`, or
+a default written out, are one trial. The name says where to look and nothing more: `check` compares
+the config that the directory holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, Field, ValidationError
+
+from raydpfl import storage
+from raydpfl.config.yaml import read
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment, flat
+from raydpfl.models import metric_columns
+from raydpfl.simulation.plan import FREE, SHOWS
+from raydpfl.storage.files import read_text
+from raydpfl.sweep.spaces import put
+
+FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
+FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
+# Keys that a run resolves before it writes its config, by the value that leaves them open.
+RESOLVED = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
+# A directory that holds any of these has a run in it, or the remains of one.
+REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
+log = logging.getLogger("raydpfl")
+
+
+@dataclass(eq=False)
+class Trial:
+    """One run. `label` is its name in messages, without its seed."""
+
+    label: str
+    experiment: Experiment  # `client.actors` is a number or per-client
+    folder: Path
+    status: str = "waiting"
+    report: dict[str, Any] = field(default_factory=dict)  # the latest evaluated row
+    summary: dict[str, Any] | None = None
+    reason: str | None = None
+    before: bool = False  # it had finished before the sweep or study was started or resumed
+
+    @classmethod
+    def stored(
+        cls, label: str, experiment: Experiment, folder: Path, searched: Collection[str] = ()
+    ) -> Trial:
+        """The trial of a directory, with what is stored there. `searched`: see `meaning`.
+
+        Raises `ConfigError` if the directory holds another run.
+        """
+        trial = cls(label, experiment, folder)
+        check(folder, experiment, searched, trial.named())
+        trial.read()
+        trial.before = trial.finished
+        if not trial.before:  # it continues, or is tried again
+            trial.status = "waiting"
+            trial.summary = trial.reason = None
+        return trial
+
+    @property
+    def seed(self) -> int:
+        return self.experiment.seed
+
+    def read(self, fetch: bool = False) -> None:
+        """Reads the status from the directory; `fetch`: from its address first, if it has one.
+
+        Raises `FileError` if the address cannot be read.
+        """
+        if fetch:
+            storage.refetch(self.folder)
+        summary = summary_of(self.folder)
+        if summary:
+            self.summary = summary
+            self.status = summary["status"]
+            self.reason = summary.get("reason")
+
+    def fail(self, reason: str) -> None:
+        self.status = "failed"
+        self.reason = reason
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def done(self) -> bool:
+        """It has finished or failed."""
+        return self.finished or self.status == "failed"
+
+    def named(self) -> str:
+        return f"{self.label} seed={self.seed}".strip()
+
+    def failure(self) -> str:
+        """Why it failed: the first line of the reason."""
+        plain = _ESCAPES.sub("", self.reason or "").strip()
+        return plain.splitlines()[0][:300] if plain else "no reason is known"
+
+    def value(self, name: str) -> float | None:
+        """A finite number of its summary, or of its latest evaluation while it runs; None if it
+        failed or has none. A dotted name is a number within a mapping of the summary.
+        """
+        value = numbers(self.summary or self.report).get(name)
+        if self.status == "failed" or value is None or not math.isfinite(value):
+            return None
+        return value
+
+
+@dataclass(eq=False)
+class SearchSetting:
+    """One choice of all searched values, and its trials."""
+
+    values: dict[str, Any]  # by dotted key
+    experiment: Experiment  # as `raydpfl run` would take it
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(trial.done for trial in self.trials)
+
+    @property
+    def whole(self) -> bool:
+        """All trials ran to their end."""
+        return all(trial.status in ("completed", "budget") for trial in self.trials)
+
+    def mean(self, metric: str) -> float | None:
+        """Over the seeds that have reported; None if any failed or has no finite number."""
+        reported = [trial for trial in self.trials if trial.summary or trial.report]
+        values = self._values(metric)
+        if len(values) < len(reported) or any(trial.status == "failed" for trial in self.trials):
+            return None
+        return float(np.mean(values)) if values else None
+
+    def spread(self, metric: str) -> float | None:
+        """The sample standard deviation over the seeds; None below two."""
+        values = self._values(metric)
+        return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+    def _values(self, metric: str) -> list[float]:
+        values = [trial.value(metric) for trial in self.trials]
+        return [value for value in values if value is not None]
+
+    def named(self) -> str:
+        """Its values in print, as overrides."""
+        return shown(self.values)
+
+
+def best_of(settings: Iterable[SearchSetting], metric: str, sign: int) -> SearchSetting | None:
+    """The setting with the best mean, the first of equals: among those whose trials all ran to
+    their end, or else among all that are done. `sign`: that which makes more of the metric better.
+    """
+    means = [(setting, setting.mean(metric)) for setting in settings if setting.done]
+    scored = [(sign * mean, setting) for setting, mean in means if mean is not None]
+    scored = [(score, setting) for score, setting in scored if setting.whole] or scored
+    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    """Values in print, as overrides."""
+    return " ".join(f"{key}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    """A value in print, a section as a config has it.
+
+    >>> short({"kind": "clip", "bound": 0.5})
+    '{kind: clip, bound: 0.5}'
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {short(each)}' for key, each in value.items())}}}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """All numbers of a summary, and those of the mappings in it, by dotted name.
+
+    >>> numbers({"seed": 1, "status": "completed", "stationary": {"final_x": 0.5}, "holds": []})
+    {'seed': 1, 'stationary.final_x': 0.5}
+    """
+    values: dict[str, Any] = {}
+    for name, value in summary.items():
+        inner = value if isinstance(value, Mapping) else {}
+        values |= {f"{name}.{key}": each for key, each in inner.items()} or {name: value}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class _Guarantee(BaseModel):
+    accountant: str
+    epsilon: float  # or "infinity", which pydantic reads as the number
+
+
+class _Summary(BaseModel):
+    """What a sweep reads of a trial's summary.json."""
+
+    status: Literal["completed", "budget", "stopped", "interrupted", "failed"]
+    rounds: int = Field(ge=0)
+    seed: int
+    test_accuracy: float | None
+    test_loss: float | None
+    seconds: float
+    model_sha256: str
+    guarantees: list[_Guarantee]
+    reason: str | None = None
+
+
+def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
+    """All that tells a trial from another, by dotted key: the complete config.
+
+    Keys that a resumed run may change, and keys that only show something, are left out, unless they
+    are `searched`.
+    """
+    prefixes = tuple(f"{key}." for key in searched)
+    free = {key for key in (*FREE_KEYS, *SHOWS) if not f"{key}.".startswith(prefixes)}
+    leaves = flat(experiment.to_dict())
+    return {key: value for key, value in leaves.items() if key not in free}
+
+
+def resolved(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with what the run in `folder` has resolved, where it leaves that open.
+
+    So a trial that continues never resolves it differently, on another node or another day.
+    """
+    stored = flat(read(folder / "config.yaml"))
+    tree = experiment.to_dict()
+    asked = flat(tree)
+    values = {
+        key: stored[key]
+        for key, unresolved in RESOLVED.items()
+        if key in stored and key in asked and asked[key] == unresolved
+    }
+    return Experiment.from_dict(put(tree, values))
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that name these values."""
+    text = json.dumps(sorted(values.items()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def name_of(experiment: Experiment, searched: Collection[str] = ()) -> str:
+    """The name of the directory of a trial."""
+    return identity(meaning(experiment, searched))
+
+
+def check(folder: Path, experiment: Experiment, searched: Collection[str], named: str) -> None:
+    """Raises `ConfigError` unless the directory is this experiment's, or has no run in it yet.
+
+    `named` is the trial's name in the message.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise _refused(folder, f"the directory of {named}; it is no directory")
+    path = folder / "config.yaml"
+    if not os.path.lexists(path):
+        remains = [name for name in REMAINS if (folder / name).exists()]
+        if remains:
+            why = f"it has {remains[0]} but no config.yaml"
+            raise _refused(folder, f"the directory of {named}; {why}")
+        return
+    asked, there = (meaning(each, searched) for each in (experiment, _stored(path, named)))
+    for key in dict.fromkeys([*asked, *there]):
+        unresolved = key in RESOLVED and asked.get(key) == RESOLVED[key]
+        if asked.get(key) != there.get(key) and not unresolved:
+            differs = f"its {key} is {there.get(key)!r}, not {asked.get(key)!r}"
+            raise _refused(path, f"the config of {named}; {differs}")
+
+
+def _stored(path: Path, named: str) -> Experiment:
+    try:
+        tree = read(path)
+        why = "it is empty" if tree in ({}, [], "") else ""
+        if not why:
+            return Experiment.from_dict(tree)
+    except ConfigError as error:
+        why = f"expected {error.expected}" if error.field == "config" else str(error)
+    raise _refused(path, f"the config of {named}; {why}")
+
+
+def _refused(path: Path, expected: str) -> ConfigError:
+    place = path if path.parent.name == "trials" else path.parent
+    shown = path.relative_to(place.parent.parent)
+    hint = f"rename {place.name} within trials/, where it still counts, to train the trial again"
+    return ConfigError("--resume", str(shown), f"{expected} ({hint})")
+
+
+def summary_of(folder: Path) -> dict[str, Any] | None:
+    """How the run in this directory ended; None if it has not, or if its summary is not valid.
+
+    A summary that is not whole, or contradicts the rounds table, is warned of: the trial continues
+    from its checkpoint and writes another.
+    """
+    path = folder / "summary.json"
+    if not os.path.lexists(path):
+        return None
+    try:
+        summary = json.loads(read_text(path))
+        why = _contradiction(folder, _Summary.model_validate(summary), summary)
+    except ValidationError:  # a ValueError too, of several lines
+        why = "it is not the summary of a run"
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    if not why:
+        return summary
+    continues = "the trial continues from its checkpoint"
+    log.warning("%s/%s is set aside (%s): %s", folder.name, path.name, why, continues)
+    return None
+
+
+def _contradiction(folder: Path, summary: _Summary, written: Mapping[str, Any]) -> str | None:
+    """Where the summary of a run that has ended, as it was `written`, differs from the rounds table
+    of its directory; None also if that table cannot be read.
+    """
+    if summary.status in ("interrupted", "failed"):
+        return None
+    try:
+        table = pq.read_table(folder / "rounds.parquet")
+        scores = [name for name in table.column_names if metric_columns.is_score(name)]
+        rows = table.select(["round", *scores]).to_pylist()
+    except (OSError, KeyError, pa.ArrowInvalid):  # a directory is read, and has no columns
+        return None
+    if len(rows) != summary.rounds:
+        return f"it has {summary.rounds} rounds and rounds.parquet {len(rows)}"
+    for name, value in metric_columns.last(rows, scores).items():
+        if value is not None and written.get(name) != value:
+            return f"its {name} is {written.get(name)} and that of rounds.parquet {value}"
+    return None
+
+
+def trained(trials: Path) -> dict[str, bool]:
+    """Every directory under `trials/` in which a round was started, by name, and if it was private.
+
+    It counts under any name, however it ended, and whether or not the sweep still has it. A run
+    that continued after a failure or a kill repeats its rounds with the same noise and is one run.
+    A run counts as private unless its directory says that it was not.
+    """
+    if not trials.is_dir():
+        return {}
+    folders = {folder.name: _trained(folder) for folder in sorted(trials.iterdir())}
+    return {name: private for name, private in folders.items() if private is not None}
+
+
+def _trained(folder: Path) -> bool | None:
+    """Whether the run that was trained here was private; None if there was none."""
+    if not folder.is_dir():
+        return None
+    ledger = folder / "ledger.jsonl"
+    if ledger.exists():  # a private run writes it ahead of every round, and no other run does
+        return True if ledger.is_dir() or ledger.stat().st_size else None
+    if not _has_rounds(folder):
+        return None
+    try:
+        return Experiment.from_dict(read(folder / "config.yaml"), imports=()).private
+    except ConfigError:
+        return True
+
+
+def _has_rounds(folder: Path) -> bool:
+    """Whether anything but the ledger says that a round was done; an unreadable file does."""
+    checkpoints = {path.name for path in folder.glob("checkpoints/round-*.npz")}
+    if checkpoints - {"round-00000000.npz"}:
+        return True
+    try:
+        table = folder / "rounds.parquet"
+        path = folder / "summary.json"
+        rows = table.exists() and pq.read_metadata(table).num_rows > 0
+        summary = json.loads(read_text(path)) if path.exists() else {"rounds": 0}
+        # one that failed may have failed in its first round
+        return rows or summary["rounds"] > 0 or summary.get("status") == "failed"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowInvalid):
+        return True
