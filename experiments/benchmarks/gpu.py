@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=20, help="rounds of what is compared with it")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--data", default="cifar10", help="a data set of images, of 10 classes")
-    parser.add_argument("--way", default="auto", help="client.backend of the run")
+    parser.add_argument("--backend", default="auto", help="client.backend of the run")
     parser.add_argument("--cpu", action="store_true", help="tries it on the CPU")
     parser.add_argument("--json", action="store_true", help="prints JSON")
     options = parser.parse_args()

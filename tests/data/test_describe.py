@@ -383,10 +383,10 @@ def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
 def test_of_many_classes_the_rare_ones_are_drawn_together():
     counts = np.random.default_rng(0).integers(1, 9, (5, 23))
     counts[:, 7] = 0
-    picture = class_histogram.drawing(counts, [])
+    picture = class_histogram.plot_of(counts, [])
     assert [key.label for key in picture.keys][-1] == "3 others" and len(picture.keys) == 21
     axes = Figure().subplots()
-    picture.parts[0].draw(axes)
+    picture.subplots[0].draw(axes)
     tops = {}
     for bar in axes.patches:
         tops[bar.get_x()] = tops.get(bar.get_x(), 0) + bar.get_height()
@@ -466,7 +466,7 @@ def lab(colour: str, sight) -> np.ndarray:
 @pytest.mark.parametrize(("classes", "neighbours", "any_two"), [(10, 55, 23), (20, 25, 0)])
 def test_classes_can_be_told_apart_by_the_colour_blind_too(classes, neighbours, any_two):
     colours = [
-        key.look.colour for key in class_histogram.drawing(np.eye(classes, dtype=int), []).keys
+        key.look.colour for key in class_histogram.plot_of(np.eye(classes, dtype=int), []).keys
     ]
     for sight in SIGHTS:
         seen = np.array([lab(colour, sight) for colour in colours])

@@ -4,6 +4,7 @@ folder is used.
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -500,6 +501,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 def test_data_that_are_let_go_close_their_files(large):
+    gc.collect()  # what other tests let go
     process = psutil.Process()
     before = process.num_fds(), len(process.memory_maps(grouped=False))
     shards = Shards.open(large[1])

@@ -185,22 +185,20 @@ def work_in(folder: Path) -> dict:
         "folder": str(folder / "out" / "trials" / "a"),
         "status": "waiting",
         "bundles": [],
+        "driver": {"home": str(folder), "path": [], "node": None},
     }
     return told | {
         "mark": str(folder / "out" / "sweep.yaml"),
         "metric": "test_loss",
         "data_root": None,
         "pause": False,
-        "home": str(folder),
-        "path": [],
-        "node": None,
     }
 
 
 def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, monkeypatch):
     # Ray Tune starts a process for a trial and then, where another one has become free meanwhile,
     # has that one run it.
-    from raydpfl.sweep.trial import TrialActor
+    from raydpfl.sweep.trial_actor import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)
@@ -217,15 +215,15 @@ def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, m
 def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
     lacks, tmp_path, monkeypatch
 ):
-    from raydpfl.sweep.trial import TrialActor
+    from raydpfl.sweep.trial_actor import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)
     if lacks == "home":
-        told["home"] = str(tmp_path / "nowhere")
+        told["driver"]["home"] = str(tmp_path / "nowhere")
     field, value, accepted = TrialActor(told).step()["refused"]
     assert (field, value) == {
-        "home": ("working directory", told["home"]),
+        "home": ("working directory", told["driver"]["home"]),
         "sweep": ("--out", str(tmp_path / "out")),
     }[lacks]
     assert socket.gethostname() in accepted

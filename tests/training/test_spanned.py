@@ -18,9 +18,8 @@ from raydpfl import models
 from raydpfl.audit.local_step_canaries import SampleGradients
 from raydpfl.core import native
 from raydpfl.methods.local import Sgd
-from raydpfl.training.backends.fused import responses
 from raydpfl.training.minibatches import batches
-from raydpfl.training.span_noise import spanned_pays, triangle
+from raydpfl.training.span_noise import responses, spanned_pays, triangle
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")

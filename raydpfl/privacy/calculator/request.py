@@ -47,13 +47,14 @@ def of_clients(
     auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
     constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
     """
-    if placement not in ("auto", "client", "server"):
-        raise ConfigError("placement", placement, "client or server")
     size = scheme_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
-    place = cast(Placement, placement)
-    if placement == "auto":  # the clients, unless their part of the noise would depend on a secret
-        place = "client" if who.coins is None else "server"
+    # auto: the clients, unless their part of the noise would depend on a secret
+    auto: Placement = "client" if who.coins is None else "server"
+    places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
+    place = places.get(placement)
+    if not place:
+        raise ConfigError("placement", placement, "client or server")
     z = _multiplier(noise_multiplier, std, bound, place_of(place).draws(who))
     unknown = _unknown(z, epsilon, rounds, "rounds")
     query = Query("updates", bound or 1.0, 0.0)
