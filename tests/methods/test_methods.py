@@ -327,7 +327,7 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
         said = {each.accountant: each for each in plan.guarantees(2, seen)}
         assert said.keys() == {"pld", "rdp", *privacy.accountants.FORMULAS}
         assert said["pld"].epsilon <= 0.3 * (1 + 1e-6) and said["pld"].kind == "rigorous"
-        by = {row["calibrated_by"] for row in plan.mechanism.table(seen, plan.named)}
+        by = {row["calibrated_by"] for row in plan.report.table(seen)}
         assert by == ({"Chen 2024 tCDP", "pld"} if name == "tcdp" else {name})
         stds[name] = plan.mechanism.stds
         assert said[name if name != "tcdp" else "Chen 2024 tCDP"].epsilon == pytest.approx(
@@ -620,7 +620,7 @@ def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_c
     counts = plan.participations(4)
     exact = {**given, "selection": {**given["selection"], "loss_std": 0.0}}
     quiet = Plan.make(experiment(**exact, privacy={"accountants": ["pld", "rdp"]}))
-    assert plan.mechanism.beside.std == 0.05 and quiet.mechanism.beside is None
+    assert plan.mechanism.side_query.std == 0.05 and quiet.mechanism.side_query is None
     for row in pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist():
         k = row["client"]
         claimed = row["epsilon_claimed"]
