@@ -65,12 +65,27 @@ def calibrate_local_steps(
 ) -> LocalSteps:
     """The noise with which each client spends its own budget over the whole run.
 
-    `budgets` are epsilons, one or [N]. `rigorous` is by `accountant` (pld or rdp), at most 1e-3
-    above the smallest noise that is enough, with the `side_query` counted; `paper` is sigma_k of
-    003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and the rigorous noise
-    for the clients for whom a condition of it fails. Public clients and those that never take part
-    draw no noise. Raises `ConfigError` if no noise reaches some budget, or the `side_query` leaves
-    less than 1 % to the steps.
+    Public clients and those that never take part draw no noise.
+
+    Args:
+        samples: Samples of each client, [N].
+        batch: Samples of a step, one or [N]; None: all samples of the client.
+        steps: Steps of a round, one or [N].
+        bound: The L2 norm to which the gradient of a sample is clipped.
+        delta: The delta of every client's guarantee.
+        participations: The rounds in which each client takes part.
+        budgets: Epsilons, one or [N].
+        calibration: `rigorous` is at most 1e-3 above the smallest noise that is enough; `paper` is
+            sigma_k of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and
+            the rigorous noise for the clients for whom a condition of it fails.
+        accountant: pld or rdp, for `rigorous`.
+        sampling: Whether a step draws a fresh batch, or goes through the samples in epochs.
+        exclusions: What the guarantee does not cover, for the report.
+        side_query: A noisy query of a round beside the steps, counted within the budget.
+
+    Raises:
+        ConfigError: No noise reaches some budget, or the `side_query` leaves less than 1 % to the
+            steps.
     """
     one_of("calibration", calibration, Method)
     sizes = np.asarray(samples, np.int64)

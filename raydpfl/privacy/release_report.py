@@ -538,8 +538,12 @@ def report_of(
     accountants: Sequence[str] = ("pld", "rdp", "paper"),
     terms: Terms | None = None,
 ) -> ReleaseReport:
-    """The report of a release by these accountants, at these terms. Noise at local steps has terms
-    of its own.
+    """The report of a release.
+
+    Args:
+        release: Noise on the sums of rounds, or noise at local steps.
+        accountants: Names of the accountants that state an epsilon.
+        terms: Relation, delta and v of noise on sums; noise at local steps has its own terms.
     """
     if release.by_draws:
         return LocalStepsReport(cast(LocalSteps, release), accountants)

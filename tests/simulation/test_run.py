@@ -883,7 +883,7 @@ class Misnamed(bounding.Clip):
     kind: str = "misnamed"
 
     def queries(self):
-        return (bounding.Query("size", bound=1.0, share=0.1),)
+        return (bounding.BoundingQuery("size", bound=1.0, share=0.1),)
 
     def answers(self, columns, bound):
         return {"sizes": np.ones(len(columns["norm"]))}
