@@ -248,7 +248,9 @@ class Experiment(Section):
         """The import paths in these sections (None: all), where nothing of them was imported."""
         names = type(self).model_fields if sections is None else sections
         found = [path for name in names for path in unread(getattr(self, name))]
-        own_accountants = [each for each in self.privacy.accountants if ":" in each]
+        own_accountants = [
+            accountant for accountant in self.privacy.accountants if ":" in accountant
+        ]
         return found + (own_accountants if "privacy" in names else [])
 
     def named_files(self) -> set[tuple[str, str]]:

@@ -325,7 +325,10 @@ def _unseen(
         unseen.append("how cohorts are drawn, but for their sizes and how often each client is in")
     if any(view.claimed.kind == "unproven" for view in found):
         unseen.append("what its guarantees call not proved")
-    return (*unseen, *dict.fromkeys(each for view in found for each in view.claimed.exclusions))
+    return (
+        *unseen,
+        *dict.fromkeys(exclusion for view in found for exclusion in view.claimed.exclusions),
+    )
 
 
 def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[CanaryRecord]:

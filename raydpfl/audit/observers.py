@@ -122,8 +122,8 @@ def of_runs(
         )
         scores = Scores(
             *(
-                np.concatenate([getattr(part, each.name) for part in parts])
-                for each in fields(Scores)
+                np.concatenate([getattr(part, field.name) for part in parts])
+                for field in fields(Scores)
             )
         )
         found.append(
@@ -143,7 +143,10 @@ def least_deltas(records: Sequence[CanaryRecord], found: Sequence[View]) -> list
     """What views claim of all runs, and what each run prints in the end, with the least deltas."""
     claimed = [view.claimed for view in found]
     held = []
-    for claims, runs in [(claimed, records), *(([*each.printed], [each]) for each in records)]:
+    for claims, runs in [
+        (claimed, records),
+        *(([*record.printed], [record]) for record in records),
+    ]:
         most = max((times for run in runs for times in run.counts.values()), default=0)
         rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
         for claim in smallest(claims):

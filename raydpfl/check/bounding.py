@@ -82,7 +82,7 @@ def _written(case: Example, bound: float) -> np.ndarray:
     sides of them, and between them, float64 [k].
     """
     fields = case.member.model_dump().values()
-    numbers = {float(each) for each in fields if isinstance(each, (int, float))}
+    numbers = {float(field) for field in fields if isinstance(field, (int, float))}
     some = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])
     with np.errstate(over="ignore"):
         marks = [some, some * bound, some + bound, np.abs(some - bound), np.exp(some), 10.0**some]

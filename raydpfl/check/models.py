@@ -134,7 +134,7 @@ def _gradients(
     module: nn.Module, form: Form, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
     """The outputs, and the gradient by each trained parameter that has one."""
-    trained = [each for each in module.parameters() if each.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with keyed_globals(0):
         outputs = module(x)
         loss = form.task.loss(outputs, y).mean()

@@ -77,7 +77,7 @@ def _drawn(case: Example) -> list[np.ndarray]:
     found = [each / STD for each in _on_sums(case)]
     for t in range(ROUNDS):
         clients = _of_clients(case, t)
-        found += [] if clients is None else [each / STD for each in clients]
+        found += [] if clients is None else [client / STD for client in clients]
     return found
 
 

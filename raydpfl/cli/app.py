@@ -334,7 +334,9 @@ def reproduce(
         results = studying.reproduce(*asked, out=out, on_change=display.show, **ways)
     for result in results:
         display.report(result)
-    problems = [f"{each.study.about.id}: {each.problem}" for each in results if each.problem]
+    problems = [
+        f"{result.study.about.id}: {result.problem}" for result in results if result.problem
+    ]
     if problems:
         raise RunError("; ".join(problems))
 
@@ -806,15 +808,15 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
     from raydpfl.config.yaml import dump
     from raydpfl.experiment import Experiment, overridden
 
-    files = [each for each in arguments if "=" not in each or os.path.exists(each)]
-    changes = [each for each in arguments if each not in files]
+    files = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
+    changes = [argument for argument in arguments if argument not in files]
     given = overridden({"data": {}}, changes)
     other = [name for name in given if name != "data"]
     if other:
         raise ConfigError(other[0], given[other[0]], "fields of data alone, as in data.y=price")
     found = data.suggest(files, given["data"], data_root)
     Experiment.from_dict(found.tree)
-    notes = [*found.notes, *(f"warning: {each}" for each in found.warnings)]
+    notes = [*found.notes, *(f"warning: {warning}" for warning in found.warnings)]
     return "".join(f"# {note}\n" for note in notes) + dump(found.tree)
 
 

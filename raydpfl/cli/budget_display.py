@@ -83,12 +83,14 @@ def _held(budget: Budget) -> Table:
     if budget.unknown == "rounds":
         which = f"{budget.rounds} {budget.repeated}"
     title = f"Epsilon at delta {budget.delta:g} with {which}"
-    return guarantee_table.table([(each, _spent(each)) for each in budget.guarantees], title)
+    return guarantee_table.table(
+        [(guarantee, _spent(guarantee)) for guarantee in budget.guarantees], title
+    )
 
 
 def _reasons(budget: Budget) -> list[str]:
     """What is known of cohorts, and why accountants have no number."""
-    known = [each.sampling.participations for each in budget.guarantees]
+    known = [guarantee.sampling.participations for guarantee in budget.guarantees]
     notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
     rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
     failed = [
@@ -153,7 +155,7 @@ def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
 
 def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
     """The clients that spend most, by the first accountant."""
-    spent = (each for each in names if each.startswith("epsilon_") and each != "epsilon_claimed")
+    spent = (name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed")
     key = next(spent, "noise_std")
     worst = sorted(budget.protected, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
     lines = [(str(row["client"]), [row[name] for name in names]) for row in worst]

@@ -29,10 +29,10 @@ def table(compared: Compared) -> Table:
     """A row for each setting: what tells it apart, the score in the last round and the best one
     (means and standard deviations over the seeds), the epsilon that holds, rounds and seconds.
     """
-    accountants = sorted({name for each in compared.settings for name in each.accountants})
+    accountants = sorted({name for setting in compared.settings for name in setting.accountants})
     of = f" ({accountants[0]})" if len(accountants) == 1 else ""
     percent = quantity(compared.metric).percent
-    several = any(len(each.runs) > 1 for each in compared.settings)
+    several = any(len(setting.runs) > 1 for setting in compared.settings)
     found = Table(box=None, pad_edge=False, header_style="bold")
     found.add_column("setting", ratio=1, overflow="fold")
     names = ["seeds"] if several else []
@@ -55,11 +55,11 @@ def notes(compared: Compared) -> Iterator[str]:
     settings = compared.settings
     if len(settings) > ROWS:
         yield f"The best {ROWS} of {len(settings)} settings; the page has all."
-    if any(len(each.runs) > 1 for each in settings):
+    if any(len(setting.runs) > 1 for setting in settings):
         yield "Means and sample standard deviations over the seeds; of epsilons the largest."
     if compared.mixed:
         yield f"The epsilons are not of one kind. They differ in {compared.mixed}."
-    if any(each.private for each in settings):
+    if any(setting.private for setting in settings):
         yield EACH_ALONE
 
 

@@ -76,7 +76,7 @@ def studies(incomplete: str) -> list[str]:
     """For `raydpfl reproduce`: the studies that come with the project, and their papers."""
     found = (Path(raydpfl.__file__).parent / "sweep" / "study" / "papers").glob("*/*.yaml")
     ids = sorted(f"{path.parent.name}/{path.stem}" for path in found)
-    papers = dict.fromkeys(each.partition("/")[0] for each in ids)
+    papers = dict.fromkeys(study_id.partition("/")[0] for study_id in ids)
     return [name for name in (*papers, *ids, "all") if name.startswith(incomplete)]
 
 

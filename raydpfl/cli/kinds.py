@@ -119,7 +119,7 @@ def of(name: str | None = None) -> list[KindReference]:
 
 def render(kinds: Iterable[KindReference]) -> str:
     """What `raydpfl kinds` prints."""
-    return "\n\n".join(each.render() for each in kinds)
+    return "\n\n".join(kind.render() for kind in kinds)
 
 
 def _ends(full: str, name: str) -> bool:

@@ -70,7 +70,7 @@ def _files(family: str) -> dict[str, str]:
     key = line.partition(":")[0]
     name = line.partition("mine:")[2].partition('"')[0]
     config = _text("experiment.yaml")
-    usual = next(each for each in config.splitlines() if each.startswith(f"{key}: "))
+    usual = next(line for line in config.splitlines() if line.startswith(f"{key}: "))
     words = {"family": family, "key": key, "name": name, "usual": usual.replace(": ", "=", 1)}
     return {
         "README.md": Template(_text("README.md")).substitute(words),

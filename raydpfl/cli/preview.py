@@ -155,7 +155,7 @@ def _runs(sweep: Sweep, experiments: Sequence[Experiment]) -> Runs:
     """All that the sweep runs."""
     repeats = sweep.search.repeats
     if sweep.search.search == "grid":
-        return [(sweep.trial(each), repeats) for each in experiments]
+        return [(sweep.trial(experiment), repeats) for experiment in experiments]
     return [(sweep.trial(experiments[0]), sweep.size * repeats)]
 
 
@@ -196,7 +196,7 @@ def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str
     runs = f"{sweep.size * search.repeats:,} runs" + (f" of {ends} rounds" if ends else "")
     settings = f"{counted(sweep.size, 'setting')} of {fields}"
     yield f"{settings}, each with {counted(search.repeats, 'seed')}: {runs}."
-    tested = any(sweep.trial(each).evaluate.test for each in experiments.values())
+    tested = any(sweep.trial(experiment).evaluate.test for experiment in experiments.values())
     unseen = "" if tested or not experiments else "; none of them looks at the test set"
     yield f"The best is chosen by {named(search.metric)}{unseen}."
     if search.search == "optuna":

@@ -289,5 +289,5 @@ def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
     said += [f"Sampling: {one.sampling}." for one in relied]
     if any(one.declared for one in found):
         said.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
-    said += [f"Not accounted for: {each}." for one in found for each in one.exclusions]
+    said += [f"Not accounted for: {exclusion}." for one in found for exclusion in one.exclusions]
     return [*dict.fromkeys(said)]

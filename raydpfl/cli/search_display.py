@@ -202,7 +202,7 @@ def settings_table(
     for setting in sorted(settings, key=rank, reverse=True)[:rows]:
         rounds = [_rounds(trial) for trial in setting.trials]
         states = Counter(trial.status for trial in setting.trials)
-        largest = [each[kind] for each in map(epsilons, setting.trials) if kind in each]
+        largest = [trial[kind] for trial in map(epsilons, setting.trials) if kind in trial]
         epsilon = [f"{max(largest):.3g}" if largest else ""] if kind else []
         table.add_row(
             *(escape(label(sweep, key, value)) for key, value in setting.values.items()),

@@ -68,7 +68,7 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
         return ConfigError(where, first["input"], expected)
     if first["type"] == "missing":
         return ConfigError(where, None, "a value, as it has no default")
-    messages = [each["msg"] for each in errors if _path(cls, each["loc"]) == path]
+    messages = [error["msg"] for error in errors if _path(cls, error["loc"]) == path]
     for pattern, words in PYDANTICS.items():
         messages = [re.sub(pattern, words, message) for message in messages]
     return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))

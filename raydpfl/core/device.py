@@ -123,7 +123,7 @@ def _named() -> list[Any]:
     """What says by name how exact float32 is, from torch 2.9 on."""
     places = [getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")]
     places.append(torch.backends.cuda.matmul)
-    return [each for each in places if hasattr(each, "fp32_precision")]
+    return [place for place in places if hasattr(place, "fp32_precision")]
 
 
 def _asked_of_all() -> bool:

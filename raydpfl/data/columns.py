@@ -69,7 +69,7 @@ def of_table(table: pa.Table, name: str) -> Columns:
     """The columns of a table, decimals as float64. Raises ValueError for a column that it has
     twice.
     """
-    twice = [each for each in table.column_names if table.column_names.count(each) > 1]
+    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         hint = " (is the first line a row?)" if twice[0].replace(".", "").isdigit() else ""
         raise ValueError(f"the column {twice[0]!r} twice{hint}")

@@ -118,17 +118,17 @@ class Encoder:
         return isinstance(self.vocabulary, int)
 
     def _of_words(self, tokens: list[Any], row: int) -> list[int]:
-        if not all(isinstance(each, str) for each in tokens):
+        if not all(isinstance(token, str) for token in tokens):
             expected = "one that gives text with a data.vocabulary of tokens (of ids, that is their"
             raise self._wrong(f"{expected} number); it gives another of row {row}")
-        return [self._numbers.get(each, UNKNOWN) for each in tokens]
+        return [self._numbers.get(token, UNKNOWN) for token in tokens]
 
     def _of_ids(self, tokens: list[Any], row: int) -> list[int]:
-        whole = all(isinstance(each, int | np.integer) for each in tokens)
-        if not whole or not all(0 < each < self.size for each in tokens):
+        whole = all(isinstance(token, int | np.integer) for token in tokens)
+        if not whole or not all(0 < token < self.size for token in tokens):
             expected = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says; "
             raise self._wrong(f"{expected}it gives another of row {row}")
-        return [int(each) for each in tokens]
+        return [int(token) for token in tokens]
 
     def _wrong(self, expected: str) -> ConfigError:
         return ConfigError("data.tokenizer", self.tokenizer, expected)
@@ -142,10 +142,10 @@ class Encoder:
         unknown = 0 if self._gives_ids else int((whole == UNKNOWN).sum())
         return {
             "texts": len(rows),
-            "empty texts": sum(not len(each) for each in rows),
+            "empty texts": sum(not len(row) for row in rows),
             "tokens": len(whole),
             "unknown tokens": unknown,
-            "tokens cut off": sum(max(0, len(each) - self.length) for each in rows),
+            "tokens cut off": sum(max(0, len(row) - self.length) for row in rows),
             "tokens of the vocabulary": self.size - (1 if self._gives_ids else FIRST),
             "of these, in some text": len(np.unique(whole)) - (unknown > 0),
         }

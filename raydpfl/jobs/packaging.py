@@ -55,7 +55,7 @@ def packed(
     """
     files = user_modules(here, *([kept] if kept else []))
     _checked(files)
-    named = set() if there else {each for one in experiments for each in one.named_files()}
+    named = set() if there else {file for one in experiments for file in one.named_files()}
     found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
     inside = {path: _inside(path) for path in found.values()}
     _checked(files | {str(each): each for held in inside.values() for each in held.values()})

@@ -160,7 +160,7 @@ class MixtureOfBudgets(BudgetDistribution):
         from scipy.special import log_ndtr, ndtri_exp
 
         weight, mean, std = np.array(
-            [(each.weight, each.mean, each.std) for each in self.components]
+            [(component.weight, component.mean, component.std) for component in self.components]
         ).T
         log_positive = log_ndtr(mean / std)
         log_chance = np.log(weight) + log_positive

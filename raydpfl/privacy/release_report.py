@@ -274,7 +274,7 @@ class LocalStepsReport(ReleaseReport):
         each of the `draws`.
         """
         assert draws is not None
-        releases = [np.unique(np.asarray(each, np.int64), return_counts=True) for each in draws]
+        releases = [np.unique(np.asarray(draw, np.int64), return_counts=True) for draw in draws]
         finals = np.zeros(len(self.release.samples), np.int64)
         for clients, times in releases:
             finals[clients] += times

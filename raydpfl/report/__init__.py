@@ -95,7 +95,10 @@ def compare(
     if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
     with ExitStack() as stack:
-        read = [stack.enter_context(storage.reading(each, "DIR", _read)) for each in directories]
+        read = [
+            stack.enter_context(storage.reading(directory, "DIR", _read))
+            for directory in directories
+        ]
         found = compared(read, metric)
         page = page_of_several(found)
         return found, _put_page(page, _default_place(directories) if out is None else out, columns)
@@ -168,7 +171,7 @@ def _named(piece: Piece, names: set[str]) -> Piece:
 
 def _default_place(directories: Sequence[str | Path]) -> str:
     """`report-` and the names of the directories."""
-    known = [storage.absolute(each) for each in directories]
+    known = [storage.absolute(directory) for directory in directories]
     joined = "-".join(each.partition("?")[0].rstrip("/").rpartition("/")[2] for each in known)
     if len(joined) > 60:
         digest = hashlib.sha256("\n".join(known).encode())

@@ -48,8 +48,8 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, str]:
 
 def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys in which some of the trees of leaves differ, in the order in which they come."""
-    names = dict.fromkeys(name for each in trees for name in each)
-    return [name for name in names if len({each.get(name) for each in trees}) > 1]
+    names = dict.fromkeys(name for tree in trees for name in tree)
+    return [name for name in names if len({tree.get(name) for tree in trees}) > 1]
 
 
 def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
         if key not in tree:
             continue
         kinds = [each for each in keys if _is_kind_of(each, key)]
-        alike = [each for each in others if all(each.get(k) == tree.get(k) for k in kinds)]
+        alike = [other for other in others if all(other.get(k) == tree.get(k) for k in kinds)]
         if len({each.get(key) for each in alike}) > 1:
             words.append(_word(key, tree[key]))
     return ", ".join(words)
@@ -74,8 +74,8 @@ def labels(values: Sequence[Any]) -> list[str]:
     >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])
     ['clip, bound 1', 'clip, bound 2', 'none', '0.5']
     """
-    trees = [leaves(each) if isinstance(each, Mapping) else None for each in values]
-    sections = [each for each in trees if each is not None]
+    trees = [leaves(value) if isinstance(value, Mapping) else None for value in values]
+    sections = [tree for tree in trees if tree is not None]
     keys = sorted(differing(sections), key=lambda key: not _is_kind(key))
     found = [
         in_print(value) if tree is None else label(tree, sections, keys) or tree.get("kind", "{}")

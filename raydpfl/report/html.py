@@ -74,7 +74,7 @@ def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
         page=page,
         style=Markup((FOLDER / "style.css").read_text()),
         sections=[(title, blocks) for title, blocks in sections if blocks],
-        missing=[*dict.fromkeys(each for each in page.pieces if isinstance(each, Missing))],
+        missing=[*dict.fromkeys(piece for piece in page.pieces if isinstance(piece, Missing))],
         flaws=[*dict.fromkeys(page.flaws)],
         svgs={name: [Markup(svg) for svg in plot.inline] for name, plot in plots.items()},
         ink=INK,

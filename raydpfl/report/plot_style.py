@@ -114,7 +114,7 @@ class Plot:
         """The subplots by row and column, None for an empty place; rows of up to two where they
         have no places.
         """
-        places = {each.place: each for each in self.subplots}
+        places = {subplot.place: subplot for subplot in self.subplots}
         if None in places or len(places) < len(self.subplots):
             return broken([[*self.subplots]], 2)
         rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
@@ -123,7 +123,7 @@ class Plot:
     @property
     def across(self) -> int:
         """The columns of the grid; 0: as many as there is room for."""
-        return len(self.grid[0]) if all(each.place for each in self.subplots) else 0
+        return len(self.grid[0]) if all(subplot.place for subplot in self.subplots) else 0
 
     def only(self, subplot: Subplot) -> Plot:
         """One of the subplots, without the legend."""

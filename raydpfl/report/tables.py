@@ -111,7 +111,9 @@ class Table:
     @property
     def head_cells(self) -> list[tuple[str, str, bool]]:
         """The text of each cell of the head, its CSS classes, and whether it is strong."""
-        return [(each.head, _classes(each.head, each.numeric), False) for each in self.columns]
+        return [
+            (column.head, _classes(column.head, column.numeric), False) for column in self.columns
+        ]
 
     @property
     def cells(self) -> list[tuple[tuple[str, str, bool], ...]]:

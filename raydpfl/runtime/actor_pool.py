@@ -365,7 +365,9 @@ class ActorPool:
         """The actor of this home, or any, that is up and not at work."""
         busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
         actors = self._actors if home is None else [home]
-        return next((each for each in actors if each in self._actors and each not in busy), None)
+        return next(
+            (actor for actor in actors if actor in self._actors and actor not in busy), None
+        )
 
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
@@ -412,9 +414,9 @@ def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
                 client = int.from_bytes(file.read(8), sys.byteorder, signed=True)
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]
-        before = sum(sum(each.cpu_times()[:2]) for each in processes)
+        before = sum(sum(process.cpu_times()[:2]) for process in processes)
         time.sleep(seconds)
-        taken = sum(sum(each.cpu_times()[:2]) for each in processes) - before
+        taken = sum(sum(process.cpu_times()[:2]) for process in processes) - before
         return taken > 0.02 * seconds, client
     except (OSError, psutil.Error):
         return False, client

@@ -121,6 +121,6 @@ def of_personal(
     guarantees = report.guarantees(participations)
     notes = [
         *report.warnings(participations),
-        *(f"not accounted for: {each}" for each in mechanism.exclusions),
+        *(f"not accounted for: {exclusion}" for exclusion in mechanism.exclusions),
     ]
     return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))

@@ -182,7 +182,7 @@ def _arithmetic() -> str:
 
 
 def _digest(results: Iterable[np.ndarray]) -> str:
-    return hashlib.sha256(b"".join(each.tobytes() for each in results)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(result.tobytes() for result in results)).hexdigest()[:16]
 
 
 def _compiled() -> Iterator[np.ndarray]:

@@ -207,8 +207,8 @@ class Dashboard:
         """A setting as a trial of Optuna."""
         state, value = outcome
         axes = {key: self._axis(space) for key, space in self.sweep.spaces.items()}
-        facts: dict[str, Any] = {"setting": name, "seeds": [each.seed for each in setting.trials]}
-        facts["directories"] = [f"trials/{each.folder.name}" for each in setting.trials]
+        facts: dict[str, Any] = {"setting": name, "seeds": [trial.seed for trial in setting.trials]}
+        facts["directories"] = [f"trials/{trial.folder.name}" for trial in setting.trials]
         for trial in setting.trials:
             for column, epsilon in epsilons(trial).items():
                 if np.isfinite(epsilon):

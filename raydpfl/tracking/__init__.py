@@ -34,7 +34,7 @@ def parse(values: Any) -> tuple[Tracker, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError("track", values, f"a list, of {', '.join(FAMILY)} or your own classes")
-    given = [{"kind": each} if isinstance(each, str) else each for each in values]
+    given = [{"kind": value} if isinstance(value, str) else value for value in values]
     found = tuple(choose("track", each, FAMILY, Tracker) for each in given)
     if len({tracker.kind for tracker in found}) < len(found):
         raise ConfigError("track", values, "a list that has each kind once")

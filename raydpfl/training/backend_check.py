@@ -174,10 +174,10 @@ def _without_zeros(module: nn.Module) -> nn.Module:
     module = copy.deepcopy(module)
     generator = stream(0, Purpose.MODEL)
     with torch.no_grad():
-        for each in module.parameters():
-            if each.requires_grad and each.dim() > 1 and not each.any():
-                drawn = generator.standard_normal(each.shape) * each[0].numel() ** -0.5
-                each.copy_(torch.from_numpy(drawn))
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
+                drawn = generator.standard_normal(parameter.shape) * parameter[0].numel() ** -0.5
+                parameter.copy_(torch.from_numpy(drawn))
     return module
 
 
@@ -247,5 +247,7 @@ def _median_norm(module: nn.Module, task: Task, x: torch.Tensor, y: torch.Tensor
     for some, label in zip(x.split(1), y.split(1), strict=True):
         loss = task.loss(module(some), label).mean()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        norms.append(torch.stack([each.norm() for each in gradients if each is not None]).norm())
+        norms.append(
+            torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm()
+        )
     return float(torch.stack(norms).median())

@@ -80,8 +80,8 @@ def resolve(
     drawn = drawn_from(module, form)
     if drawn:
         choices = [_one_by_one(backend, drawn)]
-    for each in choices:
-        check_backend(each, *asked)
+    for choice in choices:
+        check_backend(choice, *asked)
     chosen, slow = _first_that_fits(module, local, form, backend, clip, choices, known)
     if chosen == REFERENCE:
         log.warning(SLOW, *(slow or _hindrance(module, suited, asked, drawn)))
@@ -213,7 +213,7 @@ def _suited(
         layers = stack(module)
     except NoStack:
         recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
-        frozen = any(not each.requires_grad for each in module.parameters())
+        frozen = any(not parameter.requires_grad for parameter in module.parameters())
         shared = ["one_batch"] if frozen else []
         if clip is not None:
             by_hand = ["convolutional"] if not gpu and _clipped_by_hand(module) else []

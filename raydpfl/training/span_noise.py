@@ -217,6 +217,6 @@ def _place(flat: np.ndarray, layer: Layer, values: np.ndarray) -> None:
 
 def _spread(flat: np.ndarray, layers: Sequence[Layer], drawn: np.ndarray) -> None:
     """Writes what is drawn for these layers, one after another, into their places."""
-    for part in (each for layer in layers for each in layer.views(torch.from_numpy(flat))):
+    for part in (view for layer in layers for view in layer.views(torch.from_numpy(flat))):
         part.copy_(torch.from_numpy(drawn[: part.numel()]).view_as(part))
         drawn = drawn[part.numel() :]

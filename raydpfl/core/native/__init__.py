@@ -187,7 +187,7 @@ def add(
     compiled = library()
     doubles = [each for each in (total, factors, noise) if each is not None]
     known = rows.dtype == (np.float64 if factors is None else np.float32)
-    fits = known and all(each.dtype == np.float64 for each in doubles)
+    fits = known and all(array.dtype == np.float64 for array in doubles)
     if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *doubles))):
         return _added(total, rows, step, most, factors, noise)
     places = (None if each is None else _at(each) for each in (rows, factors, noise))

@@ -206,7 +206,7 @@ class Tabular(InMemoryData):
         if name not in columns:
             raise ConfigError("data.x", name, f"a column of {columns.name}: {', '.join(columns)}")
         texts = plain(columns[name], name, "data.x").tolist()
-        if not all(isinstance(each, str) for each in texts):
+        if not all(isinstance(text, str) for text in texts):
             raise ConfigError("data.x", name, "a column of text with data.tokenizer")
         return texts
 

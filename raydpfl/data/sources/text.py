@@ -91,7 +91,7 @@ class Text(InMemoryData):
             parts["train"].append(windows[: len(windows) - held])
             parts["test"].append(windows[len(windows) - held :])
             owners.append(np.full(len(windows) - held, place))
-        train, test = (np.concatenate(each) for each in parts.values())
+        train, test = (np.concatenate(part) for part in parts.values())
         if not len(test):
             expected = (
                 "a larger share (or a smaller data.length): it comes to no window of any client"
@@ -144,7 +144,7 @@ class Text(InMemoryData):
         """The code points of the alphabet, ascending."""
         if self.characters is not None:
             return np.unique(_codes(self.characters))
-        return np.unique(np.concatenate([np.unique(each) for each in codes.values()]))
+        return np.unique(np.concatenate([np.unique(code) for code in codes.values()]))
 
     def _windows(self, codes: np.ndarray, fill: int) -> np.ndarray:
         """The windows of a text and the character after each, [windows, length + 1]."""

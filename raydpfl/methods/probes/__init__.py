@@ -29,7 +29,7 @@ def parse(values: Any) -> tuple[Probe, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError("measure", values, f"a list, of {', '.join(FAMILY)} or your own classes")
-    given = [{"kind": each} if isinstance(each, str) else each for each in values]
+    given = [{"kind": value} if isinstance(value, str) else value for value in values]
     found = tuple(choose("measure", each, FAMILY, Probe) for each in given)
     if len({probe.kind for probe in found}) < len(found):
         raise ConfigError("measure", values, "a list that has each kind once")

@@ -310,7 +310,7 @@ def _rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
     rows = [shards.chunk([i], int(shards.sizes[i])) for i in clients]
-    x, y = (np.concatenate([each[k][0] for each in rows]) for k in (0, 1))
+    x, y = (np.concatenate([row[k][0] for row in rows]) for k in (0, 1))
     weights = [
         np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)
     ]
@@ -426,5 +426,5 @@ class _Objective:
             loss = self.task.loss(self.module(x), y) @ weights
             gradients = torch.autograd.grad(loss, self.parameters)
             value += float(loss.detach())
-            gradient = gradient + torch.cat([each.flatten() for each in gradients]).numpy()
+            gradient = gradient + torch.cat([gradient.flatten() for gradient in gradients]).numpy()
         return value, gradient

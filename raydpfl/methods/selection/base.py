@@ -229,7 +229,7 @@ class Selection(Member):
             return cohort
         who = {"clients": cohort.clients, "draws": cohort.draws}
         streams = bit_streams(seed, Purpose.DROPOUT, t=t, **who)
-        coins = [np.random.Generator(each).random() for each in streams]
+        coins = [np.random.Generator(stream).random() for stream in streams]
         kept = np.array(coins) >= self.dropout
         return Cohort(cohort.clients[kept], cohort.draws[kept], cohort.lost + int((~kept).sum()))
 

@@ -45,7 +45,7 @@ def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
     if not isinstance(values, (list, tuple)) or not values:
         expected = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
         raise ConfigError(section, values, expected)
-    given = [{"kind": each} if isinstance(each, str) else each for each in values]
+    given = [{"kind": value} if isinstance(value, str) else value for value in values]
     found = tuple(choose(section, each, FAMILY, Metric) for each in given)
     if len({metric.name for metric in found}) < len(found):
         raise ConfigError(SECTION, values, "a list that has each metric once")

@@ -165,7 +165,7 @@ class Formula(Accountant):
         return np.array(
             [
                 self.printed(z, delta, bound=bound, batch=b, samples=n, steps=times)[0].value
-                for z, times, b, n in zip(*(each.tolist() for each in columns), strict=True)
+                for z, times, b, n in zip(*(column.tolist() for column in columns), strict=True)
             ]
         )
 

@@ -207,8 +207,8 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     if not reason:
         return
     others: tuple[Relation, ...] = get_args(Relation)
-    relations = [each for each in others if not privacy.covers("pld", mechanism, each)]
-    nearest = [f"--relation {each}" for each in relations]
+    relations = [other for other in others if not privacy.covers("pld", mechanism, other)]
+    nearest = [f"--relation {relation}" for relation in relations]
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
     nearest += [f"--sampling {kind}" for kind in _schemes_for(mechanism, relation)]

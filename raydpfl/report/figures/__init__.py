@@ -62,5 +62,5 @@ def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None
 
 def _check(where: str, name: str, known: Collection[str], what: str) -> None:
     if name not in known:
-        near = [f" ({each}?)" for each in difflib.get_close_matches(name, known, 1)]
+        near = [f" ({match}?)" for match in difflib.get_close_matches(name, known, 1)]
         raise ConfigError(where, name, f"one of the {what}: {', '.join(known)}{''.join(near)}")

@@ -103,7 +103,7 @@ def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
         last = columns["round"] == columns["round"].max()
         tables.append({name: values[last].astype(int) for name, values in columns.items()})
     names = [str(name) for name in runs[0].summary.get("class_names") or ()]
-    seen = [int(each[name].max()) + 1 for each in tables for name in ("actual", "predicted")]
+    seen = [int(table[name].max()) + 1 for table in tables for name in ("actual", "predicted")]
     classes = max(*seen, len(names))
     counts = np.zeros((classes, classes))
     for each in tables:

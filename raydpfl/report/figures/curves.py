@@ -141,7 +141,7 @@ class Curves(PlotItem):
         found: dict[str, None] = {}
         for name in (self.main,) if several and self.main else self.of:
             if "*" in name:
-                known = [each for run in runs for each in run.epsilons]
+                known = [epsilon for run in runs for epsilon in run.epsilons]
                 found |= dict.fromkeys(each for each in known if fnmatch.fnmatch(each, name))
             else:
                 found[name] = None

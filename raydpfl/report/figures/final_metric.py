@@ -56,8 +56,8 @@ class Points(PanelledItem):
         colours = labels_of(known, self.colour)
         common = (labels, colours, every)
         subplots = [
-            Subplot(each.title, partial(self._draw, cases=each.cases, common=common), each.place)
-            for each in facets(known, (self.x, self.colour), self.facet)
+            Subplot(facet.title, partial(self._draw, cases=facet.cases, common=common), facet.place)
+            for facet in facets(known, (self.x, self.colour), self.facet)
         ]
         keys = [LegendKey(name, look(place)) for place, name in enumerate(colours)]
         caption = (

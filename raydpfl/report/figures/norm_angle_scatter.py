@@ -78,7 +78,7 @@ class Cloud(PlotItem):
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         names = [[third.name for third in thirds] for thirds in common.values()]
-        alike = all(each == names[0] for each in names)
+        alike = all(name == names[0] for name in names)
         shown = names[0] if alike else [f"{third} rounds" for third in THIRDS]
         keys = [LegendKey(name, look(place), "point") for place, name in enumerate(shown)]
         if _has_mean(common):

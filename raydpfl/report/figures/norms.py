@@ -98,7 +98,7 @@ class Lines:
 def lines_of(run: Run) -> Lines:
     """What is drawn of a run."""
     columns = [run.series(name) for name in ("round", "norm_p10", "norm_p50", "norm_p90")]
-    before = tuple(each for each in columns if each is not None)  # all of them: see `needs`
+    before = tuple(column for column in columns if column is not None)  # all of them: see `needs`
     bound = run.series("bound")
     if run.per_sample or bound is None or not np.isfinite(bound).any():
         bound = None

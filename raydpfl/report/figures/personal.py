@@ -34,10 +34,12 @@ class PersonalEpsilon(PlotItem):
     def prepare(self, panels: Sequence[Panel]) -> Any:
         names = dict.fromkeys(name for panel in panels for name in spent(panel.run))
         tables = [panel.run.table("guarantees") for panel in panels]
-        budgets = np.concatenate([each["epsilon_claimed"] for each in tables])
+        budgets = np.concatenate([table["epsilon_claimed"] for table in tables])
         if not names or not np.isfinite(budgets).any():
             return None
-        values = np.concatenate([each[name] for each in tables for name in names if name in each])
+        values = np.concatenate(
+            [table[name] for table in tables for name in names if name in table]
+        )
         looks = {name: look(place) for place, name in enumerate(names)}
         return {"looks": looks, "budgets": budgets, "values": np.append(values, budgets)}
 

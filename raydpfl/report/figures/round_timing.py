@@ -72,7 +72,7 @@ def spent(runs: Sequence[Run]) -> dict[str, float]:
     seconds = {}
     for name, words in PHASES.items():
         columns = [run.series(f"seconds_{name}") for run in runs]
-        sums = [float(np.nansum(each)) for each in columns if each is not None]
+        sums = [float(np.nansum(column)) for column in columns if column is not None]
         if sums:
             seconds[words] = float(np.mean(sums))
     return seconds

@@ -142,8 +142,8 @@ def _mean_and_std(
     mean: str, std: str, spreads: Sequence[SeedSpread], percent: bool
 ) -> tuple[Column, Column]:
     return (
-        Column(mean, [_none(each.mean) for each in spreads], percent),
-        Column(std, [_none(each.std) for each in spreads], percent),
+        Column(mean, [_none(spread.mean) for spread in spreads], percent),
+        Column(std, [_none(spread.std) for spread in spreads], percent),
     )
 
 

@@ -120,4 +120,4 @@ def notes(facts: dict[str, Any]) -> Words:
         "A passing audit is no proof: a lower bound far below the claim is the rule, and shows "
         "that privacy is no better than that, never that it is as good as claimed."
     )
-    return Words("How far it reaches", [*(f"{each}." for each in facts["notes"]), never])
+    return Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), never])

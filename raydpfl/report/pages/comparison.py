@@ -26,8 +26,8 @@ def names(folders: Sequence[Path]) -> list[str]:
     them apart.
     """
     parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(len(each) for each in parts) + 1):
-        found = ["/".join(each[-depth:]) for each in parts]
+    for depth in range(1, max(len(part) for part in parts) + 1):
+        found = ["/".join(part[-depth:]) for part in parts]
         if len(set(found)) == len(found):
             return found
     return [f"{'/'.join(each[-1:])} ({place})" for place, each in enumerate(parts, 1)]
@@ -41,7 +41,7 @@ def page_of_several(compared: Compared) -> Page:
     runs = compared.runs
     measured = quantity(compared.metric)
     best = compared.ranked()[: len(PALETTE)]
-    drawn = [each for each in settings if each in best]
+    drawn = [setting for setting in settings if setting in best]
     cases = [LabelledRun({"run": each.label}, run) for each in drawn for run in each.runs]
     curves: list[Piece] = []
     for x in X_WORDS:
@@ -56,8 +56,12 @@ def page_of_several(compared: Compared) -> Page:
         PageSection("Config of the first", [config]),
     ]
     tiles = [
-        Tile(each.label, number(each.spread(compared.metric).mean, measured.percent), held(each))
-        for each in settings[:8]
+        Tile(
+            setting.label,
+            number(setting.spread(compared.metric).mean, measured.percent),
+            held(setting),
+        )
+        for setting in settings[:8]
     ]
     return Page(
         f"{counted(len(settings), 'setting')} compared",
@@ -65,14 +69,14 @@ def page_of_several(compared: Compared) -> Page:
         tiles,
         sections,
         warnings(compared, len(drawn)),
-        [f"{run.name}: {each}" for run in runs for each in run.flaws],
+        [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws],
     )
 
 
 def _without(section: PageSection, others: Sequence[Piece]) -> PageSection:
     """A section without the figures that stand elsewhere."""
     there = {piece.name for piece in others if isinstance(piece, Plot)}
-    kept = [each for each in section.pieces if getattr(each, "name", None) not in there]
+    kept = [piece for piece in section.pieces if getattr(piece, "name", None) not in there]
     return replace(section, pieces=kept)
 
 
@@ -109,7 +113,7 @@ def results(compared: Compared) -> Table:
     settings = compared.settings
     kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
     metric = compared.metric
-    spreads = [each.spread(metric) for each in settings]
+    spreads = [setting.spread(metric) for setting in settings]
     others = [
         name
         for name in SCORES
@@ -117,18 +121,19 @@ def results(compared: Compared) -> Table:
     ]
 
     def means(name: str) -> list[float]:
-        return [each.spread(name).mean for each in settings]
+        return [setting.spread(name).mean for setting in settings]
 
     columns = [
-        Column("setting", [each.label for each in settings]),
-        Column("seeds", [len(each.runs) for each in settings]),
+        Column("setting", [setting.label for setting in settings]),
+        Column("seeds", [len(setting.runs) for setting in settings]),
         Column.of(metric, [spread.mean for spread in spreads]),
         Column("std", [spread.std for spread in spreads], quantity(metric).percent),
         *(Column.of(name, means(name)) for name in (f"best_{metric}", *others)),
-        Column("epsilon that holds", [each.epsilon for each in settings]),
+        Column("epsilon that holds", [setting.epsilon for setting in settings]),
         *(
             Column(
-                f"epsilon, {accountant(name)} ({kind})", [_stated(each, name) for each in settings]
+                f"epsilon, {accountant(name)} ({kind})",
+                [_stated(setting, name) for setting in settings],
             )
             for name, kind in kinds.items()
         ),
@@ -150,16 +155,16 @@ def _stated(setting: SeedGroup, name: str) -> float | None:
 
 def differences(compared: Compared) -> Table:
     """The keys in which the configs of the settings differ."""
-    columns = [Column("setting", [each.label for each in compared.settings])]
+    columns = [Column("setting", [setting.label for setting in compared.settings])]
     for key in compared.keys:
-        columns.append(Column(key, [each.values[key] for each in compared.settings]))
+        columns.append(Column(key, [setting.values[key] for setting in compared.settings]))
     caption = "What the configs differ in, but for the seed; empty where one has no such key. "
     return Table("differences", "Differences", f"{caption}From config.yaml.", columns)
 
 
 def guarantees(settings: Sequence[SeedGroup]) -> Table:
     """All guarantees of the first run of each setting."""
-    stated = [(each, one) for each in settings for one in each.runs[0].guarantees]
+    stated = [(setting, one) for setting in settings for one in setting.runs[0].guarantees]
     columns = guarantee_columns([(one, each.runs[0].holds) for each, one in stated])
     columns.insert(0, Column("setting", [each.label for each, _ in stated]))
     caption = "Of each setting those of its first run. Epsilons of different kinds are never "

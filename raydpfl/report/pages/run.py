@@ -117,7 +117,7 @@ def tiles(run: Run) -> list[Tile]:
         one = run.holds[0]
         note = f"delta {one.delta:g}, one {one.unit}, {one.accountant}; against {one.observer}"
         found.append(Tile("epsilon that holds", number(one.epsilon), note))
-    for one in [each for each in run.guarantees if each.formula][:1]:
+    for one in [guarantee for guarantee in run.guarantees if guarantee.formula][:1]:
         note = "the formula as printed"
         if one.conditions_failed:
             note += "; its conditions fail"

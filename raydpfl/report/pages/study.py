@@ -289,11 +289,11 @@ def tuning(studied: Studied) -> list[Piece]:
     measured = quantity(judge)
     columns = [*columns_of(map(in_words, axes), cells), Column("runs", [*map(len, tries)])]
     for key in dict.fromkeys(key for row in studied.tuning for key in json_of(row["values"])):
-        labels = [in_print(each[key]) if key in each else "" for each in values]
+        labels = [in_print(value[key]) if key in value else "" for value in values]
         columns.append(Column(key, labels))
     best = [row.get(judge) for row in chosen]
-    least = [min(each, default=None) for each in scores]
-    largest = [max(each, default=None) for each in scores]
+    least = [min(score, default=None) for score in scores]
+    largest = [max(score, default=None) for score in scores]
     columns += [
         Column(f"{measured.words}, chosen", best, measured.percent),
         Column("least", least, measured.percent),

@@ -199,16 +199,16 @@ def best_for(swept: Swept) -> list[Piece]:
     measured = swept.measured
     found: list[Piece] = []
     for key, bests in (swept.summary.get("best_for") or {}).items():
-        best = [each for each in bests if swept.values(each["setting"])]
+        best = [choice for choice in bests if swept.values(choice["setting"])]
         values = [swept.values(each["setting"]) for each in best]
         rows = [swept.settings[each["setting"]] for each in best]
-        edged = any(each["edges"] for each in bests)
+        edged = any(choice["edges"] for choice in bests)
         columns = [
-            Column(key, [each[key] for each in values]),
+            Column(key, [value[key] for value in values]),
             Column(f"{measured.words}, mean", [each["mean"] for each in best], measured.percent),
             Column("std", [each["spread"] for each in best], measured.percent),
-            Column("seeds", [len(each) for each in rows]),
-            *(Column(k, [each[k] for each in values]) for k in swept.keys if k != key),
+            Column("seeds", [len(row) for row in rows]),
+            *(Column(k, [value[k] for value in values]) for k in swept.keys if k != key),
         ]
         if edged:
             columns.append(Column("at an edge", [listed([*each["edges"]]) for each in best]))

@@ -50,4 +50,4 @@ def find(name: str) -> Path:
 
 def several(name: str) -> list[str]:
     """The ids that a name stands for: `all`, or the folder of a paper; else the name alone."""
-    return [each for each in paths() if name in ("all", each.partition("/")[0])] or [name]
+    return [path for path in paths() if name in ("all", path.partition("/")[0])] or [name]

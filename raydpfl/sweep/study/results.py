@@ -169,7 +169,7 @@ def _choice(
         counts.setdefault(each.cell.arm, []).append(each.cell.settings)
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
-    tried = {each.folder.name: each for one in progress for s in one.tries for each in s.trials}
+    tried = {trial.folder.name: trial for one in progress for s in one.tries for trial in s.trials}
     final = {trial.folder.name for each in progress for trial in each.finals}
     former = sum(private for name, private in runs.items() if name not in {*tried, *final})
     private = former + sum(trial.experiment.private for trial in tried.values())

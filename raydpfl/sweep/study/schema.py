@@ -381,7 +381,7 @@ class Study:
             there = {axis: label(name) for axis, name in reference.panel.items()}
             own = {**cell.labels, "accounting": cell.accounting}
             labels = {**own, **there, "arm": reference.arm}
-            source = next((each for each in self.cells if each.at(labels)), None)
+            source = next((cell for cell in self.cells if cell.at(labels)), None)
             if source is None:
                 arms = ", ".join(self.arms)
                 expected = f"one of the arms that stand at the same labels ({arms})"

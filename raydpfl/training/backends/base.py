@@ -407,7 +407,7 @@ class Rule:
         more = len(self.x) - count
         if not more:
             return gradient
-        if not all(_of_clients(each, len(self.x)) for each in tree_leaves(self.state)):
+        if not all(_of_clients(leaf, len(self.x)) for leaf in tree_leaves(self.state)):
             return torch.cat([gradient, gradient.new_zeros(more, gradient.shape[1])])
         self.left.append(self.x[count:].clone())
         self.x = self.x[:count]

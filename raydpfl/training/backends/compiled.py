@@ -118,7 +118,7 @@ class Compiled(Backend):
         assert compiled is not None and linear is not None  # as the backend says
         first = self.layers[0]
         columns = np.zeros((first.inputs + 1, -(-first.outputs // CHUNKS) * CHUNKS), np.float32)
-        weight, *bias = (each.numpy() for each in first.views(parameters))
+        weight, *bias = (view.numpy() for view in first.views(parameters))
         columns[:-1, : first.outputs] = weight.T
         columns[-1, : first.outputs] = bias[0][0] if bias else 0
         shrinks, answers = responses(linear, chunk.lr, chunk.index.shape[1])
@@ -213,7 +213,7 @@ class _Training:
         who = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
         arrays = (*who, into.weights, into.factors, into.found)
         key = (into.seed, Purpose.CLIENT_NOISE, into.t)
-        places = (_at(each).value for each in arrays)
+        places = (_at(array).value for array in arrays)
         grid = into.grid
         limits = grid.step, grid.most
         called = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.found), 1)
@@ -264,7 +264,7 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
     """Why such a model is not trained by compiled code here; None where it is."""
     if len(layers) > MOST:
         return f"it has more than {MOST} layers"
-    others = [each.activation.name for each in layers if each.activation not in ACTIVATIONS]
+    others = [layer.activation.name for layer in layers if layer.activation not in ACTIVATIONS]
     if others:
         return f"{others[0]} is not compiled"
     reason = native.found()

@@ -486,7 +486,7 @@ class Convolutional(OneByOne):
         found = native.found()
         if pooled and device.type == "cpu" and isinstance(found, str):
             raise NoStack(found)
-        parameters = [each for link in self.links for each in link.parameters]
+        parameters = [parameter for link in self.links for parameter in link.parameters]
         self.parameters = sorted(parameters, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]
         super().__init__(module, local, device, task, sizes)

@@ -231,8 +231,8 @@ class OneBatch(Vmap):
         if len(passes) == 1:
             return passes[0]
         gradients, *others = zip(*passes, strict=True)
-        joined = {name: torch.cat([each[name] for each in gradients]) for name in named}
-        return joined, *(torch.cat(each) for each in others)
+        joined = {name: torch.cat([gradient[name] for gradient in gradients]) for name in named}
+        return joined, *(torch.cat(other) for other in others)
 
     def _at_once(self, named: Named, x: torch.Tensor, clip: bool) -> int:
         """The clients of a pass, by what it keeps."""

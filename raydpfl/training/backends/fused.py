@@ -388,9 +388,9 @@ class Fused(Backend):
     def placed(self, rows: int, batch: int) -> tuple[int, ...]:
         """See `raydpfl.training.backends.base.Backend`; a step takes a batch, or all rows."""
         outputs = [
-            each.outputs for each in self.layers if each.activation and each.activation.placed
+            layer.outputs for layer in self.layers if layer.activation and layer.activation.placed
         ]
-        return tuple(taken * each for each in outputs for taken in (rows, batch))
+        return tuple(taken * output for output in outputs for taken in (rows, batch))
 
     def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
         """See `raydpfl.training.backends.base.Backend`. A rule of one's own has all parameters

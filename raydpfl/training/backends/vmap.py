@@ -194,7 +194,7 @@ class Vmap(Backend):
             isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in self.module.modules()
         )
         self._anywhere = task.closed() is not None and not is_placed(self.module)
-        self.shares = any(not each.requires_grad for each in self.module.parameters())
+        self.shares = any(not parameter.requires_grad for parameter in self.module.parameters())
         # of recurrent layers torch has no form for all clients at once but beneath a gradient
         self._recurs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         self._forward = _Forward(self.module, self.names)
@@ -265,7 +265,7 @@ class Vmap(Backend):
             gradients, losses = self._each(
                 parameters, some[:, None], labels[:, None], torch.ones_like(share[:1])
             )
-            squares = [each.flatten(1).square().sum(1) for each in gradients.values()]
+            squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
             found.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = found[-1] * share
             total = {
@@ -334,7 +334,9 @@ class Vmap(Backend):
                 for slot, given in enumerate(zip(*batch, strict=True))
             ]
             gradients, *others = zip(*clients, strict=True)
-            joined = {name: torch.stack([each[name] for each in gradients]) for name in named}
+            joined = {
+                name: torch.stack([gradient[name] for gradient in gradients]) for name in named
+            }
             return joined, *map(torch.stack, others)
 
         return found

@@ -136,7 +136,7 @@ class Filters:
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
         compiled = native.library()
         assert compiled is not None  # as the backend says
-        places = [None if each is None else each.data_ptr() for each in arrays]
+        places = [None if array is None else array.data_ptr() for array in arrays]
         call = getattr(compiled, name)
         if call(ctypes.byref(self._given), *map(ctypes.c_void_p, places)):
             raise MemoryError("no memory for the gradient by a filter")
