@@ -99,9 +99,11 @@ def compare(
             stack.enter_context(storage.reading(directory, "DIR", _read))
             for directory in directories
         ]
-        found = compared(read, metric)
-        page = page_of_several(found)
-        return found, _put_page(page, _default_place(directories) if out is None else out, columns)
+        comparison = compared(read, metric)
+        page = page_of_several(comparison)
+        return comparison, _put_page(
+            page, _default_place(directories) if out is None else out, columns
+        )
 
 
 def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:

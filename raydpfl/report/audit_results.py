@@ -59,8 +59,8 @@ def _bounds(axes: Axes, view: dict[str, Any]) -> None:
     ends = [estimate["low"], estimate["high"]]
     axes.plot(ends, [0, 0], color=ESTIMATED.colour, linewidth=2)
     axes.plot([estimate["epsilon"]], [0], color=ESTIMATED.colour, marker=ESTIMATED.marker)
-    known = [claimed, view["lower"], estimate["high"]]
-    finite = [value for value in known if np.isfinite(value)]
+    values = [claimed, view["lower"], estimate["high"]]
+    finite = [value for value in values if np.isfinite(value)]
     most = 1.15 * max(finite, default=1.0) or 1.0
     for height, value, words in ((1, view["lower"], "at least "), (0, estimate["epsilon"], "")):
         side = "right" if most / 3 < value < claimed else "left"

@@ -37,13 +37,13 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, str]:
     >>> leaves({"seed": 1, "local": {"kind": "sgd", "lr": 0.1}})
     {'seed': '1', 'local.kind': 'sgd', 'local.lr': '0.1'}
     """
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= leaves(value, f"{path}{key}.")
+            flat |= leaves(value, f"{path}{key}.")
         else:
-            found[f"{path}{key}"] = json.dumps(value, default=str).strip('"')
-    return found
+            flat[f"{path}{key}"] = json.dumps(value, default=str).strip('"')
+    return flat
 
 
 def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
@@ -60,9 +60,9 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
     for key in keys:
         if key not in tree:
             continue
-        kinds = [each for each in keys if _is_kind_of(each, key)]
+        kinds = [kind for kind in keys if _is_kind_of(kind, key)]
         alike = [other for other in others if all(other.get(k) == tree.get(k) for k in kinds)]
-        if len({each.get(key) for each in alike}) > 1:
+        if len({other.get(key) for other in alike}) > 1:
             words.append(_word(key, tree[key]))
     return ", ".join(words)
 
@@ -77,15 +77,15 @@ def labels(values: Sequence[Any]) -> list[str]:
     trees = [leaves(value) if isinstance(value, Mapping) else None for value in values]
     sections = [tree for tree in trees if tree is not None]
     keys = sorted(differing(sections), key=lambda key: not _is_kind(key))
-    found = [
+    labels = [
         in_print(value) if tree is None else label(tree, sections, keys) or tree.get("kind", "{}")
         for value, tree in zip(values, trees, strict=True)
     ]
     return [
         ", ".join(f"{key} {value}" for key, value in tree.items())
-        if tree is not None and found.count(name) > 1
+        if tree is not None and labels.count(name) > 1
         else name
-        for name, tree in zip(found, trees, strict=True)
+        for name, tree in zip(labels, trees, strict=True)
     ]
 
 
@@ -106,8 +106,8 @@ class SeedGroup:
     @property
     def epsilon(self) -> float | None:
         """The largest epsilon that holds, over the runs; None where one of them has none."""
-        found = [run.holds[0].epsilon for run in self.runs if run.holds]
-        return max(found) if len(found) == len(self.runs) else None
+        epsilons = [run.holds[0].epsilon for run in self.runs if run.holds]
+        return max(epsilons) if len(epsilons) == len(self.runs) else None
 
     @property
     def accountants(self) -> list[str]:
@@ -141,15 +141,15 @@ class Compared:
     def keys(self) -> list[str]:
         """The keys in which the settings differ."""
         names = self._differing(range(len(self.runs)))
-        told = [name for name in names if not name.startswith(HOW)]
+        printed = [name for name in names if not name.startswith(HOW)]
         more = {
             name
-            for places in _clashes(self._grouped(told), self.runs)
+            for places in _clashes(self._grouped(printed), self.runs)
             for name in self._differing(places)
         }
-        found = [name for name in names if name in told or name in more]
-        sections = [*dict.fromkeys(_section(name) for name in found)]
-        return sorted(found, key=lambda name: (sections.index(_section(name)), not _is_kind(name)))
+        keys = [name for name in names if name in printed or name in more]
+        sections = [*dict.fromkeys(_section(name) for name in keys)]
+        return sorted(keys, key=lambda name: (sections.index(_section(name)), not _is_kind(name)))
 
     def _differing(self, places: Iterable[int]) -> list[str]:
         """The keys in which some of the runs differ."""
@@ -175,13 +175,13 @@ class Compared:
         ]
         trees = [self._leaves[group[0]] for group in groups]
         names = [label(tree, trees, self.keys) for tree in trees]
-        found = []
+        settings = []
         for group, tree, name in zip(groups, trees, names, strict=True):
             if not name or names.count(name) > 1:
                 name = ", ".join(part for part in (name, self.runs[group[0]].name) if part)
             values = {key: tree.get(key, "") for key in self.keys}
-            found.append(SeedGroup(name, values, [self.runs[place] for place in group]))
-        return found
+            settings.append(SeedGroup(name, values, [self.runs[place] for place in group]))
+        return settings
 
     def ranked(self) -> list[SeedGroup]:
         """The best first, by the mean of the metric; those without one at the end."""
@@ -213,15 +213,15 @@ def last(run: Run, name: str) -> float | None:
     values = None if found is not None else run.series(name)
     if values is None:
         return found
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if len(known) else None
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else None
 
 
 def _together(places: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for place in places:
-        found.setdefault(key(place), []).append(place)
-    return [*found.values()]
+        groups.setdefault(key(place), []).append(place)
+    return [*groups.values()]
 
 
 def _clashes(groups: Sequence[list[int]], runs: Sequence[Run]) -> list[list[int]]:
@@ -271,15 +271,15 @@ def _data(run: Run) -> dict[str, str]:
 
 def _metric(runs: Sequence[Run], asked: str | None) -> str:
     """The score to compare by. Raises `ConfigError`."""
-    known = {run.name: _scores(run) for run in runs}
-    common = [name for name in known[runs[0].name] if all(name in has for has in known.values())]
+    scores = {run.name: _scores(run) for run in runs}
+    common = [name for name in scores[runs[0].name] if all(name in has for has in scores.values())]
     expected = f"a score that all of them have ({', '.join(common) or 'there is none'})"
     if asked is not None:
         for run in runs:
-            if asked not in known[run.name]:
+            if asked not in scores[run.name]:
                 raise ConfigError("--metric", asked, f"{expected}; {run.name} does not have it")
         return asked
-    leads = dict.fromkeys(has[0] if has else "nothing" for has in known.values())
+    leads = dict.fromkeys(has[0] if has else "nothing" for has in scores.values())
     if len(leads) > 1 or not common:
         raise ConfigError("--metric", None, f"{expected}; they are followed by {listed([*leads])}")
     return common[0]

@@ -65,7 +65,7 @@ _KNOWN = (
     Quantity("samples", "samples of a client"),
     Quantity("budget", "budget of a client", "epsilon"),
 )
-_BY_NAME = {each.name: each for each in _KNOWN}
+_BY_NAME = {metric.name: metric for metric in _KNOWN}
 
 
 def quantity(name: str) -> Quantity:
@@ -197,7 +197,7 @@ def edge(value: Any, tried: Sequence[Any]) -> str:
     >>> edge(0.1, (0.1, 0.3, 1)), edge(0.3, (0.1, 0.3, 1)), edge(1, (0.1, 0.3, 1, "auto"))
     ('smallest', '', 'largest')
     """
-    numbers = {each for each in tried if type(each) in (int, float)}
+    numbers = {value for value in tried if type(value) in (int, float)}
     if len(numbers) < 2 or value not in (min(numbers), max(numbers)) or isinstance(value, bool):
         return ""
     return "smallest" if value == min(numbers) else "largest"
@@ -211,5 +211,5 @@ def beyond(values: Mapping[str, Any], edges: Mapping[str, str]) -> str:
     """
     if not edges:
         return ""
-    said = ", ".join(f"{key} {in_print(values[key])} ({which})" for key, which in edges.items())
-    return f"At the edge of its grid: {said}. A value beyond it may be better."
+    text = ", ".join(f"{key} {in_print(values[key])} ({which})" for key, which in edges.items())
+    return f"At the edge of its grid: {text}. A value beyond it may be better."

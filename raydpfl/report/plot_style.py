@@ -117,7 +117,9 @@ class Plot:
         places = {subplot.place: subplot for subplot in self.subplots}
         if None in places or len(places) < len(self.subplots):
             return broken([[*self.subplots]], 2)
-        rows, columns = (range(1 + max(found)) for found in zip(*filter(None, places), strict=True))
+        rows, columns = (
+            range(1 + max(indices)) for indices in zip(*filter(None, places), strict=True)
+        )
         return [[places.get((row, column)) for column in columns] for row in rows]
 
     @property
@@ -166,7 +168,9 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
         svgs = [text]
         if len(plot.subplots) > 1 or plot.keys or columns:
             shown = itertools.chain(*plot.grid) if plot.across else plot.subplots
-            svgs = [_svg(_laid_out(_figure(plot.only(each)))) if each else "" for each in shown]
+            svgs = [
+                _svg(_laid_out(_figure(plot.only(subplot)))) if subplot else "" for subplot in shown
+            ]
     inline = [
         _inline(svg, f"{plot.name}-{place}-", plot.title) if svg else ""
         for place, svg in enumerate(svgs)

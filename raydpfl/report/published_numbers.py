@@ -55,17 +55,17 @@ class PublishedTable:
             axes: the labels of every axis.
             stated: what the study says of it, by column.
         """
-        found = dict(stated)
+        columns = dict(stated)
         names = self.rows[0] if self.rows else ()
         for name in names:
-            if name in found or name in VALUES:
+            if name in columns or name in VALUES:
                 continue
             here = {plain(row[name] or "") for row in self.rows} - {""}
             for axis, labels in axes.items():
-                if axis not in found.values() and here & {plain(label) for label in labels}:
-                    found[name] = axis
+                if axis not in columns.values() and here & {plain(label) for label in labels}:
+                    columns[name] = axis
                     break
-        return found
+        return columns
 
     def number(
         self,
@@ -103,7 +103,7 @@ def _fits(
     columns: Mapping[str, str],
     where: Mapping[str, str],
 ) -> bool:
-    if any(plain(row.get(name) or "") != plain(each) for name, each in where.items()):
+    if any(plain(row.get(name) or "") != plain(label) for name, label in where.items()):
         return False
     # where no label is printed, it is all of them
     pairs = ((row.get(name) or "", labels.get(axis)) for name, axis in columns.items())
@@ -134,4 +134,4 @@ def plain(label: str) -> str:
     try:
         return f"{float(label):g}"
     except ValueError:
-        return "".join(each for each in label.lower() if each.isalnum())
+        return "".join(character for character in label.lower() if character.isalnum())

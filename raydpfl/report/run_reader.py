@@ -51,14 +51,14 @@ def read_columns(path: Path, flaws: list[str]) -> dict[str, np.ndarray]:
 
 def columns_of(table: pa.Table) -> dict[str, np.ndarray]:
     """Numbers as float64 [n] with NaN for null, all else as objects."""
-    found = {}
+    columns = {}
     for name in table.column_names:
         values = table[name]
         if pa.types.is_floating(values.type) or pa.types.is_integer(values.type):
-            found[name] = _floats(values)
+            columns[name] = _floats(values)
         else:
-            found[name] = np.array([*values.to_pylist(), None], dtype=object)[:-1]
-    return found
+            columns[name] = np.array([*values.to_pylist(), None], dtype=object)[:-1]
+    return columns
 
 
 def _floats(values: pa.ChunkedArray) -> np.ndarray:
@@ -84,11 +84,11 @@ class Run:
     def table(self, name: str) -> Columns:
         """The columns of `name`.parquet (of rounds, if that is missing, those of its log)."""
         if name not in self._tables:
-            found = read_columns(self.folder / f"{name}.parquet", self.flaws)
-            if name == "rounds" and not found:
+            columns = read_columns(self.folder / f"{name}.parquet", self.flaws)
+            if name == "rounds" and not columns:
                 log = read_log(self.folder, name)
-                found = columns_of(log) if log is not None else {}
-            self._tables[name] = found
+                columns = columns_of(log) if log is not None else {}
+            self._tables[name] = columns
         return self._tables[name]
 
     @cached_property
@@ -111,10 +111,10 @@ class Run:
         if not path.exists():
             return {}
         try:
-            found = read_json(path)
-            if not isinstance(found, dict):
+            summary = read_json(path)
+            if not isinstance(summary, dict):
                 raise ValueError("it is no mapping")
-            return found
+            return summary
         except (OSError, ValueError) as error:
             self.flaws.append(f"summary.json cannot be read ({error})")
             return {}
@@ -123,11 +123,11 @@ class Run:
     def config(self) -> dict[str, Any]:
         """config.yaml, complete as the run wrote it."""
         try:
-            found = read(self.folder / "config.yaml")
+            config = read(self.folder / "config.yaml")
         except ConfigError as error:
             self.flaws.append(f"config.yaml cannot be read (expected {error.expected})")
             return {}
-        return found if isinstance(found, dict) else {}
+        return config if isinstance(config, dict) else {}
 
     @cached_property
     def experiment(self) -> Experiment | None:
@@ -140,12 +140,12 @@ class Run:
     @cached_property
     def guarantees(self) -> list[Guarantee]:
         """All that the summary states."""
-        return [Guarantee.from_dict(each) for each in self.summary.get("guarantees", ())]
+        return [Guarantee.from_dict(guarantee) for guarantee in self.summary.get("guarantees", ())]
 
     @cached_property
     def holds(self) -> list[Guarantee]:
         """Those of them that hold: rigorous, the smallest of several that say the same."""
-        return [Guarantee.from_dict(each) for each in self.summary.get("holds", ())]
+        return [Guarantee.from_dict(guarantee) for guarantee in self.summary.get("holds", ())]
 
     @property
     def epsilons(self) -> list[str]:
@@ -165,8 +165,8 @@ class Run:
         if self.summary:
             return column(self.holds[0].accountant) if self.holds else None
         last = {name: self.table("rounds")[name] for name in self.epsilons if name in RIGOROUS}
-        known = {name: values[-1] for name, values in last.items() if len(values)}
-        return min(known, key=lambda name: known[name], default=None)
+        epsilons = {name: values[-1] for name, values in last.items() if len(values)}
+        return min(epsilons, key=lambda name: epsilons[name], default=None)
 
     def series(self, name: str) -> np.ndarray | None:
         """A column of the rounds table, float64 [T]; besides those it has: `round` counted from 1,
@@ -186,11 +186,11 @@ class Run:
         """A number of the summary, by its name (of one within a mapping, with a dot); `best_` and
         a column of which more is better, or less: the best of all rounds.
         """
-        found: Any = self.summary
+        value: Any = self.summary
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
-            return float(found)
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
         column = name.removeprefix("best_")
         better = quantity(column).better
         values = self.series(column) if name != column else None
@@ -243,9 +243,9 @@ class LabelledRun:
 
     def number(self, name: str) -> float | None:
         """A number of the run, from the table of results if that has it."""
-        found = self.numbers.get(name)
-        if isinstance(found, (int, float)) and not isinstance(found, bool) and found == found:
-            return float(found)
+        value = self.numbers.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
+            return float(value)
         return self.run.number(name)
 
 
@@ -283,8 +283,8 @@ def in_order(
     """Labels on these axes, each combination once, in the order of the labels of the cases: the
     first axis is the slowest.
     """
-    known = [labels_of(cases, axis) for axis in axes]
-    places = [{name: place for place, name in enumerate(names)} for names in known]
+    labels = [labels_of(cases, axis) for axis in axes]
+    places = [{name: place for place, name in enumerate(names)} for names in labels]
     return sorted(
         dict.fromkeys(keys),
         key=lambda key: [at.get(name, -1) for at, name in zip(places, key, strict=True)],
@@ -317,12 +317,12 @@ def facets(
         named: Axes that make a grid, where two of them vary: the last one goes across.
     """
     axes = [axis for axis in varying(cases) if axis not in apart]
-    found: dict[tuple[str, ...], list[LabelledRun]] = {}
+    groups: dict[tuple[str, ...], list[LabelledRun]] = {}
     for case in cases:
-        found.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
-    places = _grid([*found], axes, [axis for axis in named if axis in axes])
+        groups.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
+    places = _grid([*groups], axes, [axis for axis in named if axis in axes])
     return [
-        Facet(_title(axes, labels), inside, places.get(labels)) for labels, inside in found.items()
+        Facet(_title(axes, labels), inside, places.get(labels)) for labels, inside in groups.items()
     ]
 
 
@@ -349,7 +349,7 @@ def _grid(
     keys = {labels: tuple(labels[place] for place in order) for labels in found}
     rows = sorted(
         {*keys.values()},
-        key=lambda key: [known.index(name) for known, name in zip(sequence, key, strict=True)],
+        key=lambda key: [labels.index(name) for labels, name in zip(sequence, key, strict=True)],
     )
     return {labels: (rows.index(keys[labels]), columns.index(labels[across])) for labels in found}
 
@@ -373,20 +373,20 @@ def arrange(cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = ()
     `facets`.
     """
     places = {label: place for place, label in enumerate(labels_of(cases, colour))}
-    found = []
-    for each in facets(cases, (colour,), facet):
+    arranged = []
+    for facet_cases in facets(cases, (colour,), facet):
         runs: dict[str, list[Run]] = {}
-        for case in each.cases:
+        for case in facet_cases.cases:
             runs.setdefault(case.labels.get(colour, ""), []).append(case.run)
         groups = [Group(name, places.get(name, 0), inside) for name, inside in runs.items()]
-        found.append(Panel(each.title, groups, each.place))
-    return found
+        arranged.append(Panel(facet_cases.title, groups, facet_cases.place))
+    return arranged
 
 
 def json_of(text: Any) -> dict[str, Any]:
     """The mapping in a JSON text; empty for none."""
     try:
-        found = json.loads(text) if isinstance(text, str) else {}
+        value = json.loads(text) if isinstance(text, str) else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

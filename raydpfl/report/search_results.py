@@ -56,44 +56,44 @@ def searched(tried: Sequence[Tried], metric: str, source: str) -> list[Piece]:
         metric: the name of what they are judged by.
         source: the file it is read from.
     """
-    known = [each for each in tried if each.scores]
+    scored = [setting for setting in tried if setting.scores]
     words = quantity(metric).words.capitalize()
-    if not known:
+    if not scored:
         why = f"needs a setting with its {metric} in {source}"
         return [Missing(f"{words} over what was searched", why)]
-    several = _varying(known)
-    found: list[Piece] = []
+    several = _varying(scored)
+    pieces: list[Piece] = []
     for key in several:
-        others = [each for each in several if each != key]
-        lines = [*dict.fromkeys(_others(each, others) for each in known)]
+        others = [other for other in several if other != key]
+        lines = [*dict.fromkeys(_others(setting, others) for setting in scored)]
         if not others or len(lines) > LINES:
             lines = []
         legend = [LegendKey(name, look(place)) for place, name in enumerate(lines)]
-        if any(each.best for each in known):
+        if any(setting.best for setting in scored):
             legend.append(LegendKey("best", BEST, "point"))
         caption = "A point is a run in its last round."
         if lines or not others:
             caption += " Lines go through the means over the seeds, other values being equal."
-            caption += bars_said(max(len(each.scores) for each in known))
+            caption += bars_said(max(len(setting.scores) for setting in scored))
         else:
             caption += f" Other values vary among the points: {', '.join(others)}."
         caption += f" The best mean is marked. From {source}."
-        draw = partial(_draw_searched, tried=known, key=key, others=others, lines=lines)
+        draw = partial(_draw_searched, tried=scored, key=key, others=others, lines=lines)
         subplot = Subplot("", partial(draw, metric=metric))
-        found.append(
+        pieces.append(
             Plot(name_of("searched", key), f"{words} over {key}", caption, [subplot], legend)
         )
-    return found
+    return pieces
 
 
 def _varying(tried: Sequence[Tried]) -> list[str]:
     """The keys of which several values were tried."""
-    keys = dict.fromkeys(key for each in tried for key in each.values)
-    return [key for key in keys if len({each.values.get(key) for each in tried}) > 1]
+    keys = dict.fromkeys(key for setting in tried for key in setting.values)
+    return [key for key in keys if len({setting.values.get(key) for setting in tried}) > 1]
 
 
-def _others(each: Tried, keys: Sequence[str]) -> str:
-    return ", ".join(named(key, each.values.get(key, "")) for key in keys)
+def _others(setting: Tried, keys: Sequence[str]) -> str:
+    return ", ".join(named(key, setting.values.get(key, "")) for key in keys)
 
 
 def _draw_searched(
@@ -106,18 +106,20 @@ def _draw_searched(
 ) -> None:
     labels, across = _across(tried, key)
     by_line: dict[str, list[Tried]] = {}
-    for each in tried:
-        by_line.setdefault(_others(each, others) if lines else "", []).append(each)
+    for setting in tried:
+        by_line.setdefault(_others(setting, others) if lines else "", []).append(setting)
     draw = with_bars if lines or not others else dots
     for name, inside in by_line.items():
-        points = [(across[each.values[key]], score) for each in inside for score in each.scores]
+        points = [
+            (across[setting.values[key]], score) for setting in inside for score in setting.scores
+        ]
         draw(axes, points, look(lines.index(name) if lines else 0))
-    for each in tried:
-        if each.best:
-            place = across[each.values[key]]
-            axes.plot(place, each.mean, marker="*", markersize=15, color=INK, zorder=5)
+    for setting in tried:
+        if setting.best:
+            place = across[setting.values[key]]
+            axes.plot(place, setting.mean, marker="*", markersize=15, color=INK, zorder=5)
     label_axis(axes, key, labels)
-    scale(axes, "y", quantity(metric), [y for each in tried for y in reached(each.scores)])
+    scale(axes, "y", quantity(metric), [y for setting in tried for y in reached(setting.scores)])
 
 
 def _across(tried: Iterable[Tried], key: str) -> tuple[list[str], dict[str, float]]:
@@ -128,7 +130,7 @@ def _across(tried: Iterable[Tried], key: str) -> tuple[list[str], dict[str, floa
     def order(label: str) -> tuple[bool, float, str]:
         return (False, float(label), label) if numeric([label]) else (True, 0.0, label)
 
-    labels = sorted(dict.fromkeys(each.values.get(key, "") for each in tried), key=order)
+    labels = sorted(dict.fromkeys(setting.values.get(key, "") for setting in tried), key=order)
     return labels, dict(zip(labels, positions(labels), strict=True))
 
 
@@ -145,16 +147,16 @@ def tuned(cells: Sequence[Tuned], metric: str, sign: int) -> list[Piece]:
         sign: that which makes more of it better.
     """
     arms = list(dict.fromkeys(arm for _, arm, _ in cells))
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for key in dict.fromkeys(key for _, _, tried in cells for one in tried for key in one.values):
         inside = [
             (facet, arm, [one for one in tried if one.scores and key in one.values])
             for facet, arm, tried in cells
         ]
-        known = [each for each in inside if len({one.values[key] for one in each[2]}) > 1]
-        if known:
-            found.append(_tuned(known, key, arms, metric, sign))
-    return found
+        varied = [part for part in inside if len({one.values[key] for one in part[2]}) > 1]
+        if varied:
+            pieces.append(_tuned(varied, key, arms, metric, sign))
+    return pieces
 
 
 def _tuned(cells: Sequence[Tuned], key: str, arms: list[str], metric: str, sign: int) -> Plot:

@@ -52,5 +52,5 @@ def paired(values: Mapping[int, float | None], against: Mapping[int, float | Non
         values, against: By seed; None and NaN stand for a run without the number.
     """
     pairs = {seed: (values[seed], against[seed]) for seed in values.keys() & against.keys()}
-    known = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
-    return over_seeds(known)
+    differences = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    return over_seeds(differences)

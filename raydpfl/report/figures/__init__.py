@@ -60,7 +60,7 @@ def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None
     return shown
 
 
-def _check(where: str, name: str, known: Collection[str], what: str) -> None:
-    if name not in known:
-        near = [f" ({match}?)" for match in difflib.get_close_matches(name, known, 1)]
-        raise ConfigError(where, name, f"one of the {what}: {', '.join(known)}{''.join(near)}")
+def _check(where: str, name: str, names: Collection[str], what: str) -> None:
+    if name not in names:
+        near = [f" ({match}?)" for match in difflib.get_close_matches(name, names, 1)]
+        raise ConfigError(where, name, f"one of the {what}: {', '.join(names)}{''.join(near)}")

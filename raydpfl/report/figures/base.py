@@ -76,7 +76,7 @@ class Placed:
 def _texts(labels: Any) -> tuple[str, ...]:
     """Labels as a study has them, which are texts as YAML writes them."""
     several = labels if isinstance(labels, (list, tuple)) else (labels,)
-    return tuple(each if isinstance(each, str) else json.dumps(each) for each in several)
+    return tuple(value if isinstance(value, str) else json.dumps(value) for value in several)
 
 
 def _one_or_more(value: Any) -> Any:
@@ -138,7 +138,7 @@ class ReportItem(Member):
 
     def shown(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
-        kept = [
+        marks = [
             case
             for case in cases
             if all(case.labels.get(axis) in labels for axis, labels in self.only.items())
@@ -147,7 +147,7 @@ class ReportItem(Member):
             replace(piece, caption=f"{piece.caption} {self.note}")
             if self.note and isinstance(piece, (Plot, Table))
             else piece
-            for piece in self.make(kept)
+            for piece in self.make(marks)
         ]
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
@@ -217,10 +217,10 @@ class PlotItem(PanelledItem):
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         title = self.title or self.headline()
         need = self.needs()
-        kept = [case for case in cases if need.met(case.run)]
-        if not kept:
+        drawn = [case for case in cases if need.met(case.run)]
+        if not drawn:
             return [Missing(title, f"needs {need}")]
-        panels = arrange(kept, self.colour, self.facet)
+        panels = arrange(drawn, self.colour, self.facet)
         if self.per_group:
             panels = _per_group(panels)
         common = self.prepare(panels)
@@ -230,28 +230,28 @@ class PlotItem(PanelledItem):
             Subplot(panel.title, partial(self.draw, panel=panel, common=common), panel.place)
             for panel in panels
         ]
-        caption = self.caption(panels, common) + _without(cases, kept, self.colour)
+        caption = self.caption(panels, common) + _without(cases, drawn, self.colour)
         return [Plot(self.slug(), title, caption, subplots, self.keys(panels, common))]
 
 
 def _per_group(panels: Sequence[Panel]) -> list[Panel]:
     """A panel for each group, named by it where there are several."""
     several = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
-    found = []
+    facets = []
     for row, panel in enumerate(panels):
         if len(panel.groups) == 1 and not panel.title:
-            found.append(panel)
+            facets.append(panel)
             continue
         for group in panel.groups:
             title = ": ".join(part for part in (panel.title, group.label) if part)
             place = (row, group.place) if several and group.place < ACROSS else None
-            found.append(Panel(title, [group], place))
-    return found
+            facets.append(Panel(title, [group], place))
+    return facets
 
 
-def _without(cases: Sequence[LabelledRun], kept: Sequence[LabelledRun], colour: str) -> str:
+def _without(cases: Sequence[LabelledRun], drawn: Sequence[LabelledRun], colour: str) -> str:
     """Says which labels have nothing to show."""
-    there = {case.labels.get(colour) for case in kept}
+    there = {case.labels.get(colour) for case in drawn}
     gone = dict.fromkeys(case.labels[colour] for case in cases if colour in case.labels)
     names = [label for label in gone if label not in there]
     return f" Without {listed(names)}, of which none of it is known." if names else ""

@@ -138,14 +138,16 @@ class Curves(PlotItem):
         """The columns that are drawn."""
         runs = runs_of(panels)
         several = any(len(panel.groups) > 1 for panel in panels)
-        found: dict[str, None] = {}
+        columns: dict[str, None] = {}
         for name in (self.main,) if several and self.main else self.of:
             if "*" in name:
-                known = [epsilon for run in runs for epsilon in run.epsilons]
-                found |= dict.fromkeys(each for each in known if fnmatch.fnmatch(each, name))
+                epsilons = [epsilon for run in runs for epsilon in run.epsilons]
+                columns |= dict.fromkeys(
+                    column for column in epsilons if fnmatch.fnmatch(column, name)
+                )
             else:
-                found[name] = None
-        return [name for name in found if any(run.has("rounds", (name,)) for run in runs)]
+                columns[name] = None
+        return [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         columns = self.columns(panels)
@@ -157,8 +159,8 @@ class Curves(PlotItem):
                 lines[id(group), name] = values
         if not lines:
             return None
-        x = np.concatenate([each[0] for each in lines.values()])
-        y = np.concatenate([each[place] for each in lines.values() for place in (2, 3)])
+        x = np.concatenate([line[0] for line in lines.values()])
+        y = np.concatenate([line[place] for line in lines.values() for place in (2, 3)])
         return {"columns": columns, "lines": lines, "x": x, "y": y}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
@@ -213,7 +215,7 @@ class Curves(PlotItem):
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         columns = common["columns"]
         about = [_about(name, panels) for name in columns]
-        text = " ".join(each for each in about if each)
+        text = " ".join(words for words in about if words)
         if any(name.startswith("epsilon_") for name in columns):
             text += f" {_whose(panels)} Rigorous ones hold; a formula is what its paper prints."
         elif "epsilon" in (*columns, self.x):
@@ -240,9 +242,9 @@ def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
 
 
 def _values(run: Run, name: str) -> np.ndarray:
-    found = run.series(name)
-    assert found is not None  # see `Run.has`
-    return found
+    values = run.series(name)
+    assert values is not None  # see `Run.has`
+    return values
 
 
 def _last_second(run: Run) -> float:
@@ -252,8 +254,8 @@ def _last_second(run: Run) -> float:
 
 def _known(run: Run, name: str, x: str) -> np.ndarray:
     """The rounds of which a run knows both."""
-    known = np.isfinite(_values(run, name)) & np.isfinite(_values(run, x))
-    return run.table("rounds")["round"][known]
+    finite = np.isfinite(_values(run, name)) & np.isfinite(_values(run, x))
+    return run.table("rounds")["round"][finite]
 
 
 def _about(name: str, panels: Sequence[Panel]) -> str:

@@ -41,23 +41,23 @@ class Points(PanelledItem):
         measured = quantity(self.of)
         named = axis(self.x)
         title = self.title or f"{measured.words.capitalize()} over {named}"
-        known = [
+        scored = [
             case for case in cases if case.number(self.of) is not None and self.x in case.labels
         ]
-        if not known:
+        if not scored:
             return [Missing(title, f"needs {self.of} of runs along the axis {self.x}")]
-        labels = labels_of(known, self.x)
-        axes = varying(known)
+        labels = labels_of(scored, self.x)
+        axes = varying(scored)
         groups: dict[tuple[str, ...], list[Any]] = {}
-        for case in known:
+        for case in scored:
             place = tuple(case.labels.get(name, "") for name in axes)
             groups.setdefault(place, []).append(case.number(self.of))
-        every = [each for scores in groups.values() for each in reached(scores)]
-        colours = labels_of(known, self.colour)
+        every = [score for scores in groups.values() for score in reached(scores)]
+        colours = labels_of(scored, self.colour)
         common = (labels, colours, every)
         subplots = [
             Subplot(facet.title, partial(self._draw, cases=facet.cases, common=common), facet.place)
-            for facet in facets(known, (self.x, self.colour), self.facet)
+            for facet in facets(scored, (self.x, self.colour), self.facet)
         ]
         keys = [LegendKey(name, look(place)) for place, name in enumerate(colours)]
         caption = (

@@ -111,9 +111,9 @@ def _has_mean(common: dict[Run, list[Third]]) -> bool:
 def thirds_of(run: Run, x: str, y: str, most: int) -> list[Third]:
     """The thirds of a run, with so many points each at most, of these columns of its clients."""
     clients = run.table("clients")
-    known = np.isfinite(clients[x]) & np.isfinite(clients[y])
-    rounds = clients["round"][known]
-    points = np.stack([clients[x][known], clients[y][known]], 1)
+    finite = np.isfinite(clients[x]) & np.isfinite(clients[y])
+    rounds = clients["round"][finite]
+    points = np.stack([clients[x][finite], clients[y][finite]], 1)
     thirds = []
     for third in np.array_split(np.unique(rounds), len(THIRDS)):
         if not len(third):

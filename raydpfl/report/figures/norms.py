@@ -54,7 +54,7 @@ class Norms(PlotItem):
         if lines.bound is not None:
             axes.plot(x, lines.bound, linewidth=1.2, **REFERENCE.line)
         scale(axes, "x", quantity("round"), x)
-        every = [values for each in common.values() for values in each.values()]
+        every = [values for norms in common.values() for values in norms.values()]
         scale(axes, "y", quantity("norm"), np.concatenate(every))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
@@ -115,9 +115,9 @@ def _after(run: Run) -> tuple[np.ndarray, ...] | None:
     if not _recorded(run):
         return None
     clients = run.table("clients")
-    known = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
-    order = np.argsort(clients["round"][known], kind="stable")
-    bounded = (clients["norm"] * clients["factor"])[known][order]
-    rounds, first = np.unique(clients["round"][known][order], return_index=True)
+    finite = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
+    order = np.argsort(clients["round"][finite], kind="stable")
+    bounded = (clients["norm"] * clients["factor"])[finite][order]
+    rounds, first = np.unique(clients["round"][finite][order], return_index=True)
     quantiles = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
     return (rounds + 1, *np.array(quantiles).T)

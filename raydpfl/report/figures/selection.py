@@ -75,6 +75,6 @@ def points(run: Run, x: str, y: str) -> np.ndarray:
     table = run.table("selection")
     if y not in table:
         return np.empty((0, 2))
-    known = np.isfinite(table[x]) & np.isfinite(table[y])
-    pairs = np.stack([table[x][known], table[y][known]], 1)
+    finite = np.isfinite(table[x]) & np.isfinite(table[y])
+    pairs = np.stack([table[x][finite], table[y][finite]], 1)
     return pairs[np.argsort(pairs[:, 0], kind="stable")]

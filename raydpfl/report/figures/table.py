@@ -60,13 +60,13 @@ class TableItem(ReportItem):
         grid = CellGrid(self, cases)
         if not grid.has(self.of):
             return [Missing(title, f"needs {self.of} of a finished run")]
-        found = [self._means(grid, title, self.of, "in the last round")]
+        tables = [self._means(grid, title, self.of, "in the last round")]
         best = f"best_{self.of}"
         if self.best and grid.has(best):
-            found.append(self._means(grid, f"{title}, best round", best, "in the best round"))
+            tables.append(self._means(grid, f"{title}, best round", best, "in the best round"))
         if len(grid.across) > 1 and any(case.seed is not None for case in cases):
-            found.append(self._differences(grid, title))
-        return [*found, self._cells(grid, title)]
+            tables.append(self._differences(grid, title))
+        return [*tables, self._cells(grid, title)]
 
     def _table(self, name: str, title: str, text: str, columns: Sequence[Column]) -> Table:
         caption = f"{text} From results.parquet."
@@ -167,7 +167,7 @@ class CellGrid:
         """The axes of the rows: those that are named and vary, and any other that does."""
         there = varying(self.every)
         named = [axis for axis in self.table.rows if axis in there]
-        return [*named, *(each for each in there if each not in (*named, self.table.columns))]
+        return [*named, *(column for column in there if column not in (*named, self.table.columns))]
 
     def heads(self, rows: Sequence[Labels]) -> list[Column]:
         """The columns of the labels of these rows."""
@@ -176,11 +176,11 @@ class CellGrid:
     @cached_property
     def cases(self) -> dict[tuple[Labels, str], list[LabelledRun]]:
         """The runs of each cell."""
-        found: dict[tuple[Labels, str], list[LabelledRun]] = {}
+        groups: dict[tuple[Labels, str], list[LabelledRun]] = {}
         for case in self.every:
             down = tuple(case.labels.get(axis, "") for axis in self.axes)
-            found.setdefault((down, case.labels.get(self.table.columns, "")), []).append(case)
-        return found
+            groups.setdefault((down, case.labels.get(self.table.columns, "")), []).append(case)
+        return groups
 
     @cached_property
     def down(self) -> list[Labels]:
@@ -217,8 +217,8 @@ class CellGrid:
 
     def holds(self, key: tuple[Labels, str]) -> float | None:
         """The largest epsilon that holds of the runs of a cell; None where one has none."""
-        found = [case.run.holds for case in self.cases[key]]
-        return max(each[0].epsilon for each in found) if all(found) else None
+        guarantees = [case.run.holds for case in self.cases[key]]
+        return max(guarantee[0].epsilon for guarantee in guarantees) if all(guarantees) else None
 
     @cached_property
     def _published(self) -> PublishedTable | None:
@@ -239,13 +239,13 @@ class CellGrid:
         axes = {axis: labels_of(self.every, axis) for axis in case.labels}
         columns = self._published.columns(axes, table.match)
         data = str(at(case.run.config, "data.kind"))
-        found = self._published.number(case.labels, columns, data, table.where, table.value)
-        if found is None:
+        number = self._published.number(case.labels, columns, data, table.where, table.value)
+        if number is None:
             return None, ""
         percent = quantity(table.of).percent
-        text = f"{found.text} \N{PLUS-MINUS SIGN} {found.std}" if found.std else found.text
+        text = f"{number.text} \N{PLUS-MINUS SIGN} {number.std}" if number.std else number.text
         text += " %" if percent else ""
-        if found.other:
-            return None, f"other task: {text} on {found.other}"
-        value = float(found.text)
+        if number.other:
+            return None, f"other task: {text} on {number.other}"
+        value = float(number.text)
         return PrintedCell(round(value / 100, 6) if percent else value, text), ""

@@ -91,5 +91,5 @@ def _drawn(run: Run, runs: int) -> np.ndarray:
     path = run.path
     assert path is not None  # see `Run.has`
     most = max(FEW, min(POINTS, NUMBERS // (runs * path.shape[1])))
-    kept = path[thin(len(path), most)]
-    return kept[[bool(np.isfinite(model).all()) for model in kept]]
+    points = path[thin(len(path), most)]
+    return points[[bool(np.isfinite(model).all()) for model in points]]

@@ -38,8 +38,8 @@ def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
         found = source.runs(folder, name)
         if not found:
             expected = "the directories of runs, sweeps and studies, where several are compared"
-            told = f"this one ({source.name}) has no run that has ended"
-            raise ConfigError("DIR", str(folder), f"{expected}; {told}")
+            reason = f"this one ({source.name}) has no run that has ended"
+            raise ConfigError("DIR", str(folder), f"{expected}; {reason}")
         runs += found
     return Compared(runs, metric)
 

@@ -47,10 +47,10 @@ class AuditSource(PageSource):
 def _facts(folder: Path) -> dict[str, Any]:
     path = folder / "audit.json"
     try:
-        found = read_json(path)
-        if not {"passed", "verdict", "runs", "seed", "views", "checks"} <= found.keys():
+        results = read_json(path)
+        if not {"passed", "verdict", "runs", "seed", "views", "checks"} <= results.keys():
             raise ValueError("it is not what an audit writes")
-        return found
+        return results
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError("DIR", str(path), f"the file of an audit ({error})") from None
 
@@ -58,15 +58,15 @@ def _facts(folder: Path) -> dict[str, Any]:
 def tiles(facts: dict[str, Any]) -> list[Tile]:
     """The outcome, and the finding of each observer."""
     passed = sum(check["passed"] for check in facts["checks"])
-    found = [
+    tiles = [
         Tile("outcome", "passed" if facts["passed"] else "not as claimed"),
         Tile("checks passed", f"{passed} of {len(facts['checks'])}"),
     ]
     for view in facts["views"][:4]:
         claimed = view["claimed"]
         note = f"of {number(float(claimed['epsilon']))} claimed, against {claimed['observer']}"
-        found.append(Tile("epsilon proven", number(view["lower"]), note))
-    return found
+        tiles.append(Tile("epsilon proven", number(view["lower"]), note))
+    return tiles
 
 
 def table(views: Sequence[dict[str, Any]]) -> Table:
@@ -79,7 +79,7 @@ def table(views: Sequence[dict[str, Any]]) -> Table:
         states.append("refuted" if view["refuted"] else state)
 
     def values(dicts: Sequence[dict[str, Any]], name: str) -> list[Any]:
-        return [each[name] for each in dicts]
+        return [result[name] for result in dicts]
 
     columns = [
         Column("against", values(claims, "observer")),
@@ -102,10 +102,10 @@ def table(views: Sequence[dict[str, Any]]) -> Table:
     return Table("views", "Observers", caption, columns)
 
 
-def checks(found: Sequence[dict[str, Any]]) -> Table:
+def checks(results: Sequence[dict[str, Any]]) -> Table:
     """The checks of what ran against what was accounted for."""
     rows = []
-    for check in found:
+    for check in results:
         passed = check["passed"]
         cell = PrintedCell(passed, "passed" if passed else "FAILED", not passed)
         rows.append((check["name"], cell, check["finding"], check["false_alarm"]))

@@ -50,15 +50,15 @@ def placed(cases: Sequence[LabelledRun], more: Mapping[str, Sequence[Piece]]) ->
         cases: the runs.
         more: what stands before these in a section, by its title.
     """
-    found: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
+    sections: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
     runs = [case.run for case in cases]
     columns = [name for run in runs for name in run.table("rounds") if run.has("rounds", (name,))]
     columns = [*dict.fromkeys(columns)]
     places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(columns)]
     for cls, place in sorted(places, key=lambda pair: pair[1].rank):
         item = cls.model_validate({**place.fields, "colour": "run"})
-        found[place.section] += item.unasked(cases)
-    return [PageSection(title, pieces) for title, pieces in found.items()]
+        sections[place.section] += item.unasked(cases)
+    return [PageSection(title, pieces) for title, pieces in sections.items()]
 
 
 def not_completed(what: str, summary: Mapping[str, Any]) -> list[str]:

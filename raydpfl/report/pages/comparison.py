@@ -27,10 +27,10 @@ def names(folders: Sequence[Path]) -> list[str]:
     """
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(len(part) for part in parts) + 1):
-        found = ["/".join(part[-depth:]) for part in parts]
-        if len(set(found)) == len(found):
-            return found
-    return [f"{'/'.join(each[-1:])} ({place})" for place, each in enumerate(parts, 1)]
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, 1)]
 
 
 def page_of_several(compared: Compared) -> Page:
@@ -42,7 +42,7 @@ def page_of_several(compared: Compared) -> Page:
     measured = quantity(compared.metric)
     best = compared.ranked()[: len(PALETTE)]
     drawn = [setting for setting in settings if setting in best]
-    cases = [LabelledRun({"run": each.label}, run) for each in drawn for run in each.runs]
+    cases = [LabelledRun({"run": setting.label}, run) for setting in drawn for run in setting.runs]
     curves: list[Piece] = []
     for x in X_WORDS:
         item = Curves.model_validate({"of": compared.metric, "x": x, "colour": "run"})
@@ -52,7 +52,10 @@ def page_of_several(compared: Compared) -> Page:
     sections = [
         PageSection("Results", [results(compared), differences(compared)]),
         PageSection(title, curves),
-        *(_without(each, curves) for each in placed(cases, {"Privacy": [guarantees(settings)]})),
+        *(
+            _without(section, curves)
+            for section in placed(cases, {"Privacy": [guarantees(settings)]})
+        ),
         PageSection("Config of the first", [config]),
     ]
     tiles = [

@@ -107,26 +107,26 @@ def spent(run: Run) -> str:
 
 def tiles(run: Run) -> list[Tile]:
     """The numbers at the top."""
-    found = []
+    tiles = []
     for name in scores_of(run)[:TILES]:
         measured = quantity(name)
         where = "the test set" if set_of(name) == TEST else "rows held out"
         score = number(run.number(name), measured.percent)
-        found.append(Tile(measured.words, score, f"last round, on {where}"))
+        tiles.append(Tile(measured.words, score, f"last round, on {where}"))
     if run.holds:
         one = run.holds[0]
         note = f"delta {one.delta:g}, one {one.unit}, {one.accountant}; against {one.observer}"
-        found.append(Tile("epsilon that holds", number(one.epsilon), note))
+        tiles.append(Tile("epsilon that holds", number(one.epsilon), note))
     for one in [guarantee for guarantee in run.guarantees if guarantee.formula][:1]:
         note = "the formula as printed"
         if one.conditions_failed:
             note += "; its conditions fail"
-        found.append(Tile(f"epsilon by {accountant(one.accountant)}", number(one.epsilon), note))
+        tiles.append(Tile(f"epsilon by {accountant(one.accountant)}", number(one.epsilon), note))
     seconds = run.summary.get("seconds")
     if seconds is not None:
         speed = f"{number(run.summary.get('clients_per_second'))} clients per second"
-        found.append(Tile("time of training", f"{number(seconds)} s", speed))
-    return found
+        tiles.append(Tile("time of training", f"{number(seconds)} s", speed))
+    return tiles
 
 
 def state(run: Run) -> list[str]:
@@ -178,15 +178,15 @@ def rounds_table(run: Run) -> list[Piece]:
         return []
     scores = [run.table("rounds")[name] for name in scored]
     places = np.flatnonzero(np.isfinite(scores).any(0))
-    kept = places[thin(len(places), ROWS)]
+    rows = places[thin(len(places), ROWS)]
     columns = []
     for name in ("round", *scored, "train_loss", *run.epsilons, "seconds"):
         values = run.series(name)
         if values is not None and run.has("rounds", (name,)):
-            columns.append(Column.of(name, values[kept].tolist()))
+            columns.append(Column.of(name, values[rows].tolist()))
     text = "Rounds that were evaluated"
-    if len(kept) < len(places):
-        text += f", {len(kept)} of {len(places)}"
+    if len(rows) < len(places):
+        text += f", {len(rows)} of {len(places)}"
     return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", columns)]
 
 
@@ -204,13 +204,13 @@ def numbers(run: Run) -> list[Piece]:
 
 
 def _flat(tree: dict[str, object], path: str = "") -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
+    values: list[tuple[str, object]] = []
     for name, value in tree.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{path}{name}.")
+            values += _flat(value, f"{path}{name}.")
         elif isinstance(value, list):
-            if all(isinstance(each, (int, float)) for each in value):
-                found.append((f"{path}{name}", ", ".join(number(each) for each in value)))
+            if all(isinstance(item, (int, float)) for item in value):
+                values.append((f"{path}{name}", ", ".join(number(item) for item in value)))
         elif value is not None:
-            found.append((f"{path}{name}", value))
-    return found
+            values.append((f"{path}{name}", value))
+    return values

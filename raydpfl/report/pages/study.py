@@ -39,8 +39,8 @@ class StudySource(PageSource):
         return _page(Studied(folder))
 
     def runs(self, folder: Path, name: str) -> list[Run]:
-        found = dict.fromkeys(case.run for case in Studied(folder).cases)
-        return [Run(run.folder, f"{name}/{Path(run.name).name}") for run in found]
+        runs = dict.fromkeys(case.run for case in Studied(folder).cases)
+        return [Run(run.folder, f"{name}/{Path(run.name).name}") for run in runs]
 
 
 class Studied:
@@ -86,7 +86,7 @@ class Studied:
         labels = dict.fromkeys(row["accounting"] for row in self.results)
         labels.pop(None, None)
         runs: dict[str, Run] = {}
-        found = []
+        cases = []
         for row in self.results:
             if row["status"] not in ENDED:
                 continue
@@ -95,8 +95,8 @@ class Studied:
             given = {axis: row[axis] for axis in self.axes(self.results) if row[axis] is not None}
             every = [{"accounting": name} for name in labels] if not row["accounting"] else []
             for more in every or [{}]:
-                found.append(LabelledRun({**given, **more}, run, row, row["seed"], self.folder))
-        return found
+                cases.append(LabelledRun({**given, **more}, run, row, row["seed"], self.folder))
+        return cases
 
     @property
     def show(self) -> list[Any]:
@@ -127,27 +127,29 @@ def _page(studied: Studied) -> Page:
 def claims(studied: Studied) -> list[Piece]:
     """What the study shows, and what nobody states."""
     about = studied.about
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for key, title in (("shows", "The claim"), ("lost", "Not stated, and chosen here")):
         if about.get(key):
-            found.append(Words(title, [" ".join(str(about[key]).split())]))
-    return found
+            pieces.append(Words(title, [" ".join(str(about[key]).split())]))
+    return pieces
 
 
 def state(studied: Studied) -> list[str]:
     """What to know before reading on."""
-    found = not_completed("study", studied.summary)
+    problems = not_completed("study", studied.summary)
     scale = studied.about.get("scale")
     if scale and scale != "paper":
-        found.append(
+        problems.append(
             f"This is the scale {scale}, not the paper's own: it shows whether the study runs and "
             "what its curves look like here, not the paper's numbers."
         )
-    broken = [each for each in studied.summary.get("identities", ()) if each["held"] is False]
+    broken = [
+        identity for identity in studied.summary.get("identities", ()) if identity["held"] is False
+    ]
     if broken:
         what = "An identity is" if len(broken) == 1 else f"{len(broken)} identities are"
-        found.append(f"{what} broken; see Identities.")
-    return found
+        problems.append(f"{what} broken; see Identities.")
+    return problems
 
 
 def outcomes(studied: Studied) -> list[str]:
@@ -155,30 +157,32 @@ def outcomes(studied: Studied) -> list[str]:
     if not studied.cases:
         return ["No run has come to an end."]
     named = [name for item in studied.show for name in parse(item, "show").numbers()]
-    known = (name for name in named if any(case.number(name) is not None for case in studied.cases))
-    metric = next(known, None)
+    present = (
+        name for name in named if any(case.number(name) is not None for case in studied.cases)
+    )
+    metric = next(present, None)
     if metric is None:
         return ["What came of it stands in the figures."]
     measured = quantity(metric)
-    found = [f"{measured.words.capitalize()} in the last round, means over the seeds"]
-    found[0] += ", the best first." if measured.better else "."
+    lines = [f"{measured.words.capitalize()} in the last round, means over the seeds"]
+    lines[0] += ", the best first." if measured.better else "."
     panels = facets(studied.cases, ("arm",))
     for panel in panels[:OUTCOMES]:
         means = {arm: _mean(panel.cases, arm, metric) for arm in labels_of(panel.cases, "arm")}
         ranked = [(arm, value) for arm, value in means.items() if value is not None]
         ranked.sort(key=lambda pair: -measured.better * pair[1])
         arms = ", ".join(f"{arm} {number(value, measured.percent)}" for arm, value in ranked)
-        found.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
+        lines.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
     more = len(panels) - OUTCOMES
     if more > 0:
-        found.append(f"The tables have {counted(more, 'more panel')}.")
-    return found
+        lines.append(f"The tables have {counted(more, 'more panel')}.")
+    return lines
 
 
 def _mean(cases: Sequence[LabelledRun], arm: str, name: str) -> float | None:
     values = [case.number(name) for case in cases if case.labels["arm"] == arm]
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def tiles(studied: Studied) -> list[Tile]:
@@ -187,18 +191,18 @@ def tiles(studied: Studied) -> list[Tile]:
     seeds = summary.get("seeds", ())
     final = summary.get("final", {})
     tried = summary.get("tried", {})
-    found = [
+    tiles = [
         Tile("scale", str(studied.about.get("scale", "")), counted(len(seeds), "seed")),
         Tile("final runs", number(final.get("runs")), counted(summary.get("cells"), "cell")),
     ]
     if tried.get("runs"):
         note = "on rows held out of training"
-        found.append(Tile("runs to choose by", number(tried["runs"]), note))
+        tiles.append(Tile("runs to choose by", number(tried["runs"]), note))
     claimed = summary.get("identities", ())
     if claimed:
-        held = sum(each["held"] is True for each in claimed)
-        found.append(Tile("identities that held", f"{held} of {len(claimed)}", "bit by bit"))
-    return [*found, *time_tile(summary, "the whole study")]
+        held = sum(claim["held"] is True for claim in claimed)
+        tiles.append(Tile("identities that held", f"{held} of {len(claimed)}", "bit by bit"))
+    return [*tiles, *time_tile(summary, "the whole study")]
 
 
 def epsilons(cases: Sequence[LabelledRun]) -> Piece:
@@ -219,7 +223,7 @@ def epsilons(cases: Sequence[LabelledRun]) -> Piece:
         firsts = [[*_first(runs, name, kind)] for runs in cells.values()]
         values = [_largest(first, "epsilon") for first in firsts]
         columns.append(Column(f"{accountant(name)} ({KINDS[kind]})", values))
-    columns.append(Column("against", [_against(each) for each in held]))
+    columns.append(Column("against", [_against(claim) for claim in held]))
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
     caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
@@ -255,12 +259,16 @@ def words(cases: Sequence[LabelledRun]) -> Words:
 def identities(studied: Studied) -> list[Piece]:
     """Arms whose models must be equal."""
     rows = []
-    for each in studied.summary.get("identities", ()):
-        place = ", ".join(f"{axis} {label}" for axis, label in each["at"].items())
-        held = {True: "held", False: "BROKEN", None: "not compared"}[each["held"]]
-        shown = PrintedCell(each["held"], held, each["held"] is False)
-        counts = [each.get("compared"), each.get("one_run"), len(each.get("broken", ()))]
-        rows.append([listed(each["arms"]), place, shown, *counts])
+    for identity in studied.summary.get("identities", ()):
+        place = ", ".join(f"{axis} {label}" for axis, label in identity["at"].items())
+        held = {True: "held", False: "BROKEN", None: "not compared"}[identity["held"]]
+        shown = PrintedCell(identity["held"], held, identity["held"] is False)
+        counts = [
+            identity.get("compared"),
+            identity.get("one_run"),
+            len(identity.get("broken", ())),
+        ]
+        rows.append([listed(identity["arms"]), place, shown, *counts])
     if not rows:
         return []
     head = ("arms of the same bits", "at", "held", "compared", "of these one run", "broken")
@@ -271,13 +279,13 @@ def identities(studied: Studied) -> list[Piece]:
 
 def tuning(studied: Studied) -> list[Piece]:
     """How values were chosen, in words and by cell."""
-    found: list[Piece] = []
-    said = studied.summary.get("tuning") or {}
-    if said.get("statement"):
-        found.append(Words("", [said["statement"]]))
-    judge = said.get("judge", "")
+    pieces: list[Piece] = []
+    choices = studied.summary.get("tuning") or {}
+    if choices.get("statement"):
+        pieces.append(Words("", [choices["statement"]]))
+    judge = choices.get("judge", "")
     if not studied.tuning or judge not in studied.tuning[0]:
-        return found
+        return pieces
     axes = [axis for axis in studied.axes(studied.tuning) if _several(studied.tuning, axis)]
     cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in studied.tuning:
@@ -298,18 +306,20 @@ def tuning(studied: Studied) -> list[Piece]:
         Column(f"{measured.words}, chosen", best, measured.percent),
         Column("least", least, measured.percent),
         Column("largest", largest, measured.percent),
-        Column("at an edge", [_edges(*each) for each in zip(values, tries, strict=True)]),
+        Column("at an edge", [_edges(*pair) for pair in zip(values, tries, strict=True)]),
     ]
     caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
     caption += "rows held out of training, with one seed. At an edge: the value is the least or "
     caption += "the largest that was tried, so that one beyond may be better. From tuning.parquet."
-    return [*found, *tried(studied, judge), Table("tuning", "Chosen values", caption, columns)]
+    return [*pieces, *tried(studied, judge), Table("tuning", "Chosen values", caption, columns)]
 
 
 def _edges(values: Mapping[str, Any], tries: Sequence[Mapping[str, Any]]) -> str:
     """The keys whose chosen values are at an edge of what a cell tried."""
     every = [json_of(row["values"]) for row in tries]
-    return listed([key for key in values if edge(values[key], [each.get(key) for each in every])])
+    return listed(
+        [key for key in values if edge(values[key], [setting.get(key) for setting in every])]
+    )
 
 
 def tried(studied: Studied, judge: str) -> list[Piece]:

@@ -86,21 +86,21 @@ class Swept:
     @cached_property
     def settings(self) -> dict[float, list[int]]:
         """The rows of the trials of each setting."""
-        found: dict[float, list[int]] = {}
+        groups: dict[float, list[int]] = {}
         for row, setting in enumerate(self.trials.get("setting", ())):
-            found.setdefault(float(setting), []).append(row)
-        return found
+            groups.setdefault(float(setting), []).append(row)
+        return groups
 
     @cached_property
     def tried(self) -> list[tuple[Tried, list[int]]]:
         """The settings with the metric of their trials, and the rows of these."""
-        found = []
+        pairs = []
         for setting, rows in self.settings.items():
             scores = self.trials[self.metric][rows] if self.metric in self.trials else np.empty(0)
-            known = [float(score) for score in scores if np.isfinite(score)]
+            finite = [float(score) for score in scores if np.isfinite(score)]
             best = setting == self.best.get("setting")
-            found.append((Tried(self.values(setting), known, best), rows))
-        return found
+            pairs.append((Tried(self.values(setting), finite, best), rows))
+        return pairs
 
     def run(self, row: int, name: str = "") -> Run:
         """The run of a trial."""
@@ -111,14 +111,16 @@ class Swept:
         """Of each setting, by the rows of its trials, the largest epsilon by each accountant."""
         columns = []
         for name in self.epsilons:
-            known = [[x for x in self.trials[name][rows] if not np.isnan(x)] for rows in settings]
-            columns.append(Column.of(name, [max(map(float, x), default=None) for x in known]))
+            epsilons = [
+                [x for x in self.trials[name][rows] if not np.isnan(x)] for rows in settings
+            ]
+            columns.append(Column.of(name, [max(map(float, x), default=None) for x in epsilons]))
         return columns
 
 
 def _page(swept: Swept) -> Page:
     summary = swept.summary
-    tried = searched([each for each, _ in swept.tried], swept.metric, "results.parquet")
+    tried = searched([setting for setting, _ in swept.tried], swept.metric, "results.parquet")
     sections = [
         PageSection("What was tried", [*best_for(swept), *tried, settings(swept), trials(swept)]),
         PageSection("Best settings by round", curves(swept)),
@@ -127,7 +129,7 @@ def _page(swept: Swept) -> Page:
     ]
     edges = beyond(swept.best.get("values", {}), swept.best.get("edges", {}))
     warnings = [*not_completed("sweep", summary), *([edges] if edges else [])]
-    lead = [each for each in (outcome(swept), summary.get("choice", "")) if each]
+    lead = [line for line in (outcome(swept), summary.get("choice", "")) if line]
     title = f"Sweep {swept.folder.resolve().name}"
     return Page(title, lead, tiles(swept), sections, warnings, swept.flaws)
 
@@ -148,20 +150,20 @@ def tiles(swept: Swept) -> list[Tile]:
     summary = swept.summary
     best = swept.best
     measured = swept.measured
-    found = []
+    tiles = []
     if best:
         spread = best.get("spread")
         note = "one seed"
         if spread is not None:
             note = f"std {number(spread, measured.percent)} over {len(best['seeds'])} seeds"
         shown = number(best["mean"], measured.percent)
-        found.append(Tile(f"best {measured.words}", shown, note))
+        tiles.append(Tile(f"best {measured.words}", shown, note))
         values = swept.values(best["setting"])
-        found += [Tile(key, value, "of the best setting") for key, value in values.items()]
+        tiles += [Tile(key, value, "of the best setting") for key, value in values.items()]
     counts = summary.get("trials", {})
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    found.append(Tile("settings", number(summary.get("settings")), f"trials: {states}"))
-    return [*found, *time_tile(summary, "the whole sweep")]
+    tiles.append(Tile("settings", number(summary.get("settings")), f"trials: {states}"))
+    return [*tiles, *time_tile(summary, "the whole sweep")]
 
 
 def settings(swept: Swept) -> Piece:
@@ -171,23 +173,26 @@ def settings(swept: Swept) -> Piece:
     measured = swept.measured
 
     def rank(pair: tuple[Tried, list[int]]) -> tuple[bool, float]:
-        each = pair[0]
-        return not each.scores, -measured.better * each.mean if each.scores else 0.0
+        setting = pair[0]
+        return not setting.scores, -measured.better * setting.mean if setting.scores else 0.0
 
     ranked = sorted(swept.tried, key=rank)
-    every = [each for each, _ in ranked]
-    means = [each.mean if each.scores else None for each in every]
+    every = [setting for setting, _ in ranked]
+    means = [setting.mean if setting.scores else None for setting in every]
     cells = [
-        PrintedCell(mean, number(mean, measured.percent), each.best)
-        for mean, each in zip(means, every, strict=True)
+        PrintedCell(mean, number(mean, measured.percent), setting.best)
+        for mean, setting in zip(means, every, strict=True)
     ]
-    stds = [float(np.std(each.scores, ddof=1)) if len(each.scores) > 1 else None for each in every]
+    stds = [
+        float(np.std(setting.scores, ddof=1)) if len(setting.scores) > 1 else None
+        for setting in every
+    ]
     columns = [
-        *(Column(key, [each.values[key] for each in every]) for key in swept.keys),
+        *(Column(key, [setting.values[key] for setting in every]) for key in swept.keys),
         Column(f"{measured.words}, mean", cells),
         Column("std", stds, measured.percent),
-        Column("seeds", [len(each.scores) for each in every]),
-        Column("best", ["best" if each.best else "" for each in every]),
+        Column("seeds", [len(setting.scores) for setting in every]),
+        Column("best", ["best" if setting.best else "" for setting in every]),
         *swept.epsilon_columns([rows for _, rows in ranked]),
     ]
     caption = "Means and sample standard deviations over the seeds, of the last round; of epsilon "
@@ -197,21 +202,23 @@ def settings(swept: Swept) -> Piece:
 def best_for(swept: Swept) -> list[Piece]:
     """A table for each searched key: the best setting for each of its values."""
     measured = swept.measured
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for key, bests in (swept.summary.get("best_for") or {}).items():
         best = [choice for choice in bests if swept.values(choice["setting"])]
-        values = [swept.values(each["setting"]) for each in best]
-        rows = [swept.settings[each["setting"]] for each in best]
+        values = [swept.values(choice["setting"]) for choice in best]
+        rows = [swept.settings[choice["setting"]] for choice in best]
         edged = any(choice["edges"] for choice in bests)
         columns = [
             Column(key, [value[key] for value in values]),
-            Column(f"{measured.words}, mean", [each["mean"] for each in best], measured.percent),
-            Column("std", [each["spread"] for each in best], measured.percent),
+            Column(
+                f"{measured.words}, mean", [choice["mean"] for choice in best], measured.percent
+            ),
+            Column("std", [choice["spread"] for choice in best], measured.percent),
             Column("seeds", [len(row) for row in rows]),
             *(Column(k, [value[k] for value in values]) for k in swept.keys if k != key),
         ]
         if edged:
-            columns.append(Column("at an edge", [listed([*each["edges"]]) for each in best]))
+            columns.append(Column("at an edge", [listed([*choice["edges"]]) for choice in best]))
         caption = f"For each {key}, the setting with the best mean over the seeds and its sample "
         caption += "standard deviation. "
         if edged:
@@ -219,8 +226,8 @@ def best_for(swept: Swept) -> list[Piece]:
             caption += "one beyond may be better. "
         columns += swept.epsilon_columns(rows)
         name = name_of("best-for", key)
-        found.append(Table(name, f"Best for each {key}", f"{caption}From summary.json.", columns))
-    return found
+        pieces.append(Table(name, f"Best for each {key}", f"{caption}From summary.json.", columns))
+    return pieces
 
 
 def trials(swept: Swept) -> Piece:
@@ -237,11 +244,11 @@ def trials(swept: Swept) -> Piece:
 
 def curves(swept: Swept) -> list[Piece]:
     """The metric by round, of the settings with the best means."""
-    known = [(each, rows) for each, rows in swept.tried if each.scores]
-    known.sort(key=lambda pair: -swept.measured.better * pair[0].mean)
+    scored = [(setting, rows) for setting, rows in swept.tried if setting.scores]
+    scored.sort(key=lambda pair: -swept.measured.better * pair[0].mean)
     cases = []
-    for each, rows in known[:CURVES]:
-        label = ", ".join(named(key, each.values[key]) for key in swept.keys)
+    for setting, rows in scored[:CURVES]:
+        label = ", ".join(named(key, setting.values[key]) for key in swept.keys)
         cases += [LabelledRun({"setting": label}, swept.run(row, label)) for row in rows]
     item = Curves(of=(swept.metric,), colour="setting")
     if not cases:
@@ -251,5 +258,5 @@ def curves(swept: Swept) -> list[Piece]:
 
 def best_privacy(swept: Swept) -> list[Piece]:
     """The guarantees of the first run of the best setting."""
-    best = [rows[0] for each, rows in swept.tried if each.best]
+    best = [rows[0] for setting, rows in swept.tried if setting.best]
     return privacy(swept.run(best[0])) if best else []
