@@ -53,7 +53,7 @@ from raydpfl.audit import checks, local_step_canaries, observers
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
 from raydpfl.audit.canaries import Canaries, CanaryRecord, PlantedCoordinator, on_sums
 from raydpfl.audit.checks import Check
-from raydpfl.audit.observers import View
+from raydpfl.audit.observers import ObserverAudit
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
@@ -62,7 +62,7 @@ from raydpfl.simulation.preparation import composed
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import write_table
 
-__all__ = ["Audit", "Check", "OneShot", "View", "audit", "one_run_bound", "one_shot"]
+__all__ = ["Audit", "Check", "ObserverAudit", "OneShot", "audit", "one_run_bound", "one_shot"]
 
 WORTH_HAVING = 1000  # the fewest canaries for a useful bound
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
@@ -83,7 +83,7 @@ PLACES = (
 class Audit:
     """What an audit found: a view for every rigorous guarantee of the run, and the checks."""
 
-    views: list[View]
+    views: list[ObserverAudit]
     checks: list[Check]
     runs: int
     seed: int
@@ -103,11 +103,11 @@ class Audit:
         looked at.
         """
 
-        def least(view: View) -> str:
+        def least(view: ObserverAudit) -> str:
             claim = view.claimed
             return f"epsilon {claim.epsilon:.4g} is claimed against an observer of {claim.observer}"
 
-        def alike(view: View) -> str:
+        def alike(view: ObserverAudit) -> str:
             estimate = view.estimate
             return f"{estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
 
@@ -311,7 +311,10 @@ def _of_clients(
 
 
 def _unseen(
-    plan: Plan, found: Sequence[View], held: Sequence[observers.Held], made: Sequence[Check]
+    plan: Plan,
+    found: Sequence[ObserverAudit],
+    held: Sequence[observers.Held],
+    made: Sequence[Check],
 ) -> tuple[str, ...]:
     """What no view and no check of an audit looks at, in words."""
     assert plan.mechanism is not None  # else nothing is claimed; see `_check`
@@ -375,7 +378,7 @@ def _of_samples(
     return Audit(found, made, 1, e.seed, unseen, _notes([], found))
 
 
-def _notes(records: list[CanaryRecord], found: list[View]) -> tuple[str, ...]:
+def _notes(records: list[CanaryRecord], found: list[ObserverAudit]) -> tuple[str, ...]:
     notes = []
     if found[0].canaries < WORTH_HAVING:
         notes.append(f"{found[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")

@@ -392,7 +392,7 @@ class StepRecord:
         noises = self.trainer.noises(x, d=self.plan.d, std=std, steps=index.shape[1], **who)
         return torch.from_numpy(noises)
 
-    def view(self, delta: float, confidence: float) -> observers.View:
+    def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding. The claim is that of the canary client that may have spent most, by the
         accountant with the smallest epsilon for it.
         """

@@ -47,7 +47,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class View:
+class ObserverAudit:
     """One observer's finding: what is `claimed`, the lower bound that the guesses prove at
     `confidence` (`lower`), and an `estimate`.
     """
@@ -97,7 +97,7 @@ class View:
 
 def of_runs(
     plan: Plan, records: Sequence[CanaryRecord], delta: float, confidence: float
-) -> list[View]:
+) -> list[ObserverAudit]:
     """A view for each rigorous guarantee of a run of `plan`; the claim is the smallest epsilon that
     a rigorous accountant of the run gives at `delta`.
     """
@@ -139,7 +139,7 @@ def of_runs(
     return found
 
 
-def least_deltas(records: Sequence[CanaryRecord], found: Sequence[View]) -> list[Held]:
+def least_deltas(records: Sequence[CanaryRecord], found: Sequence[ObserverAudit]) -> list[Held]:
     """What views claim of all runs, and what each run prints in the end, with the least deltas."""
     claimed = [view.claimed for view in found]
     held = []
@@ -213,7 +213,7 @@ def view(
     worst: float,
     mirrored: bool,
     confidence: float,
-) -> View:
+) -> ObserverAudit:
     """The finding for one observer. `imagined` is the evidence on simulated canaries, `worst` the
     exposure of the canary that the claim is about.
     """
@@ -235,7 +235,7 @@ def view(
         worst,
         claimed.delta,
     )
-    return View(
+    return ObserverAudit(
         claimed,
         m,
         guesses,

@@ -35,7 +35,7 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import Result
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Full
+from raydpfl.simulation.client.contribution import Explicit
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.scheduler import chunks
 from raydpfl.training.backends import BACKENDS
@@ -855,7 +855,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
     plan = Plan.make(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
     scaled = carried_out(plan, tmp_path / "scaled")
-    monkeypatch.setattr(actor, "choose", lambda state, training: Full)
+    monkeypatch.setattr(actor, "choose", lambda state, training: Explicit)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
 
 

@@ -35,7 +35,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining
-from raydpfl.simulation.client.contribution import Contribution, Full, InKernel, Scaled, choose
+from raydpfl.simulation.client.contribution import Contribution, Explicit, InKernel, Scaled, choose
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
 from raydpfl.simulation.client.progress import ClientProgress
 from raydpfl.simulation.client.user_code_watch import UserCodeWatch
@@ -96,7 +96,7 @@ class ClientActor:
         parts = (self.trainer, self.personal, self.progress)
         self.training = self.training_class(experiment, self.shards, self.rows, *parts)
         self._contributions: dict[type[Contribution], Contribution]
-        self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Full)}
+        self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
         self._watch = UserCodeWatch(self.training) if self.trainer.own else None
 
     def contribution(self, state: ChunkRound) -> Contribution:

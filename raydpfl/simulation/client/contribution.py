@@ -7,7 +7,7 @@ takes a chunk.
 | ---------- | --------------------------------------------------------------- | ---------------- |
 | `InKernel` | compiled code adds each update while it is in the cache         | 1 and 2          |
 | `Scaled`   | float32 updates are bounded and noised while they are added     | 1                |
-| `Full`     | makes the float64 vectors that clients send; the reference      | always           |
+| `Explicit` | makes the float64 vectors that clients send; the reference      | always           |
 
 1. The CPU trains, clients send their updates times a factor, and no probe, bounding or local rule
    reads the vectors that they send.
@@ -135,7 +135,7 @@ class Contribution:
             state.actor.noise.setdefault(name, []).append(array)
 
 
-class Full(Contribution):
+class Explicit(Contribution):
     """Makes the vectors that clients send, float64 [k, d]."""
 
     def __init__(self, training: ChunkTraining):
@@ -360,7 +360,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     read = any(probe.looks for probe in experiment.measure)
     read = read or bounding.stateful or experiment.local.stateful
     if training.device.type != "cpu" or read or not bounding.scales:
-        return Full
+        return Explicit
     clients = state.chunk.clients[state.members]
     in_kernel = (
         training.trainer.adds
