@@ -114,19 +114,19 @@ class Audit:
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
         failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
-        found = []
+        problems = []
         if failed:
-            found.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
+            problems.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
             view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
             proven = f"the canaries prove at least {view.lower:.4g}"
-            found.append(f"the claim is false: {least(view)}, and {proven}")
+            problems.append(f"the claim is false: {least(view)}, and {proven}")
         elif exceeded:
             view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
             scores = f"the canaries' scores look like {alike(view)}"
-            found.append(f"the claim is in doubt: {least(view)}, and {scores}")
-        if found:
-            text = ", and ".join(found)
+            problems.append(f"the claim is in doubt: {least(view)}, and {scores}")
+        if problems:
+            text = ", and ".join(problems)
             return f"{text[0].upper()}{text[1:]}. {self._unseen()}"
         view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
         proven = f"the canaries prove {view.lower:.4g} and their scores look like {alike(view)}"
@@ -301,24 +301,24 @@ def _of_clients(
 ) -> Audit:
     """By as many runs as are needed, in each of which some or all clients are canaries."""
     records = _runs(plan, canaries, on_round)
-    found = observers.of_runs(plan, records, delta, confidence)
-    held = observers.least_deltas(records, found)
-    made = checks.of_runs(records)
-    made += filter(None, [checks.curve(held)])
-    unseen = (TRAINING, *_unseen(plan, found, held, made))
-    notes = _notes(records, found)
-    return Audit(found, made, len(records), plan.experiment.seed, unseen, notes)
+    views = observers.of_runs(plan, records, delta, confidence)
+    held = observers.least_deltas(records, views)
+    results = checks.of_runs(records)
+    results += filter(None, [checks.curve(held)])
+    unseen = (TRAINING, *_unseen(plan, views, held, results))
+    notes = _notes(records, views)
+    return Audit(views, results, len(records), plan.experiment.seed, unseen, notes)
 
 
 def _unseen(
     plan: Plan,
-    found: Sequence[ObserverAudit],
+    views: Sequence[ObserverAudit],
     held: Sequence[observers.Held],
-    made: Sequence[Check],
+    results: Sequence[Check],
 ) -> tuple[str, ...]:
     """What no view and no check of an audit looks at, in words."""
     assert plan.mechanism is not None  # else nothing is claimed; see `_check`
-    names = {check.name for check in made}
+    names = {check.name for check in results}
     unseen = [SECRETS, PLACES]
     if any(least is None for _, least in held):
         unseen.append("the epsilons that a user-defined sampling scheme is given")
@@ -326,11 +326,11 @@ def _unseen(
         unseen.append("how cohorts are drawn")
     elif not plan.mechanism.by_draws and plan.mechanism.hidden:
         unseen.append("how cohorts are drawn, but for their sizes and how often each client is in")
-    if any(view.claimed.kind == "unproven" for view in found):
+    if any(view.claimed.kind == "unproven" for view in views):
         unseen.append("what its guarantees call not proved")
     return (
         *unseen,
-        *dict.fromkeys(exclusion for view in found for exclusion in view.claimed.exclusions),
+        *dict.fromkeys(exclusion for view in views for exclusion in view.claimed.exclusions),
     )
 
 
@@ -371,11 +371,11 @@ def _of_samples(
             on_round(t + 1, e.rounds)
         made = coordinator.seen.checks(coordinator.written)
         printed = coordinator.accounts.guarantees(e.rounds, coordinator.at.participations)
-    found = [coordinator.seen.view(delta, confidence)]
-    held = coordinator.seen.least_deltas([found[0].claimed, *printed])
+    views = [coordinator.seen.view(delta, confidence)]
+    held = coordinator.seen.least_deltas([views[0].claimed, *printed])
     made += filter(None, [checks.curve(held)])
-    unseen = (*coordinator.seen.unseen(), *_unseen(plan, found, held, made))
-    return Audit(found, made, 1, e.seed, unseen, _notes([], found))
+    unseen = (*coordinator.seen.unseen(), *_unseen(plan, views, held, made))
+    return Audit(views, made, 1, e.seed, unseen, _notes([], views))
 
 
 def _notes(records: list[CanaryRecord], found: list[ObserverAudit]) -> tuple[str, ...]:

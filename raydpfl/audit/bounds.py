@@ -101,13 +101,13 @@ def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: f
     right = np.cumsum(chance)
     spread = np.cumsum(chance * (1 - chance))
     sizes = np.unique(np.geomspace(min(10, canaries), canaries, 30).astype(int))
-    found = []
+    counts = []
     for r in sizes.tolist():
         place = max(1, round(r / canaries * len(chance))) - 1
         scale = canaries / len(chance)
         expected = min(r, scale * right[place] - 1.5 * math.sqrt(scale * spread[place]))
-        found.append(one_run_bound(canaries, r, max(0, int(expected)), delta, confidence, 1e-3))
-    return int(sizes[np.argmax(found)])
+        counts.append(one_run_bound(canaries, r, max(0, int(expected)), delta, confidence, 1e-3))
+    return int(sizes[np.argmax(counts)])
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def of_runs(records: Sequence[CanaryRecord]) -> list[Check]:
         ledger, cohorts, matrix, bounds, sums, grid, noise_of_sums, noise_of_updates,
         noise_of_answers, noise_of_histograms, keys, normality,
     ]  # fmt: skip
-    made = [check(records) for check in checks]
-    return [check for check in made if check is not None]
+    results = [check(records) for check in checks]
+    return [check for check in results if check is not None]
 
 
 def ledger(records: Sequence[CanaryRecord]) -> Check:
@@ -66,9 +66,9 @@ def ledger(records: Sequence[CanaryRecord]) -> Check:
         if wrong:
             return Check("ledger", False, wrong, 0.0)
     released = sum(len(record.rounds) for record in records)
-    found = f"all {released} released rounds are recorded before they begin, with their noise and "
-    found += "what they spend"
-    return Check("ledger", True, found, 0.0)
+    detail = f"all {released} released rounds are recorded before they begin, with their noise and "
+    detail += "what they spend"
+    return Check("ledger", True, detail, 0.0)
 
 
 def _unrecorded(record: CanaryRecord) -> str:
@@ -104,10 +104,10 @@ def curve(held: Sequence[Held]) -> Check | None:
     asks no accountant (`raydpfl.audit.privacy_curve`). None where that knows none of the
     mechanisms.
     """
-    known = [(least / claim.delta, claim) for claim, least in held if least is not None]
-    if not known:
+    shares = [(least / claim.delta, claim) for claim, least in held if least is not None]
+    if not shares:
         return None
-    share, claim = max(known, key=lambda each: each[0])
+    share, claim = max(shares, key=lambda pair: pair[0])
     finding = f"at the epsilons that are claimed delta is at least {share:.3g} of that claimed"
     if share > 1 + _CURVE:
         least = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
@@ -127,15 +127,15 @@ def cohorts(records: Sequence[CanaryRecord]) -> Check | None:
     sizes = np.concatenate([record.cohorts for record in records])
     wrong = sizes[sizes != sampling.size]
     if sampling.size is not None and len(wrong):
-        found = f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.size}"
-        return Check("cohorts", False, found, 0.0)
+        detail = f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.size}"
+        return Check("cohorts", False, detail, 0.0)
     strange = _total(sizes, sampling.coins, population) or _most(records, sampling.q, population)
     if strange:
         return Check("cohorts", False, strange, FALSE_ALARM)
     times = max((times for record in records for times in record.counts.values()), default=0)
-    found = "cohorts have the size that was accounted for; "
-    found += f"no client took part more often than {times} times"
-    return Check("cohorts", True, found, FALSE_ALARM)
+    detail = "cohorts have the size that was accounted for; "
+    detail += f"no client took part more often than {times} times"
+    return Check("cohorts", True, detail, FALSE_ALARM)
 
 
 def _total(sizes: np.ndarray, coin: float | None, population: int) -> str:
@@ -192,15 +192,15 @@ def bounds(records: Sequence[CanaryRecord]) -> Check:
     """No contribution is longer than the bound that was accounted for. Where clients draw noise on
     it: no canary's has more along its own direction than the bound lets it have.
     """
-    each = [(value, t, client) for record in records for t, client, value in record.along]
+    measured = [(value, t, client) for record in records for t, client, value in record.along]
     if not records[0].by_client:  # the contribution bare, in bounds
-        excess, t, client = max(each, default=(-1.0, 0, 0))
+        excess, t, client = max(measured, default=(-1.0, 0, 0))
         passed = excess <= _ROUNDING
         return Check(
             "bounds", passed, _bounded(passed, client, t, f"{1 + excess:.6g} times its bound"), 0.0
         )
-    beyond, t, client = max(each, key=lambda one: abs(one[0]), default=(0.0, 0, 0))
-    passed = abs(beyond) <= _normal_limit(len(each))
+    beyond, t, client = max(measured, key=lambda one: abs(one[0]), default=(0.0, 0, 0))
+    passed = abs(beyond) <= _normal_limit(len(measured))
     return Check(
         "bounds",
         passed,
@@ -232,14 +232,15 @@ def grid(records: Sequence[CanaryRecord]) -> Check | None:
     """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the
     digits of what clients send. None where nothing was sent that has random digits.
     """
-    each = [(coarser, count) for record in records for coarser, count in record.grids]
-    if not each:
+    counts = [(coarser, count) for record in records for coarser, count in record.grids]
+    if not counts:
         return None
     # a coordinate is a multiple of 2^k steps by chance with probability 2^-k
     beyond = [
-        coarser - math.ceil(math.log2(len(each) / FALSE_ALARM) / count) for coarser, count in each
+        coarser - math.ceil(math.log2(len(counts) / FALSE_ALARM) / count)
+        for coarser, count in counts
     ]
-    worst = max(coarser for coarser, _ in each)
+    worst = max(coarser for coarser, _ in counts)
     finding = f"contributions are rounded to at most {2.0 ** max(worst, 0.0):.4g} times the grid "
     return Check("grid", max(beyond) <= 0, finding + "that is declared", FALSE_ALARM)
 
@@ -249,12 +250,12 @@ def noise_of_sums(records: Sequence[CanaryRecord]) -> Check:
     chi-squared.
     """
     d = records[0].plan.d
-    each = [
+    squares = [
         (square, t)
         for record in records
         for t, square in zip(record.rounds, record.squares, strict=True)
     ]
-    return _chi_squared("noise of sums", d, [(square, f"round {t}") for square, t in each])
+    return _chi_squared("noise of sums", d, [(square, f"round {t}") for square, t in squares])
 
 
 def noise_of_updates(records: Sequence[CanaryRecord]) -> Check | None:
@@ -287,12 +288,12 @@ def noise_of_answers(records: Sequence[CanaryRecord]) -> Check | None:
             return Check(name, False, record.unanswered, 0.0)
         unasked = [query.name for query in queries if not record.answers.get(query.name)]
         if unasked and sum(record.cohorts):
-            found = f"{unasked[0]} is accounted for, and its answers were not seen"
-            return Check(name, False, found, 0.0)
+            detail = f"{unasked[0]} is accounted for, and its answers were not seen"
+            return Check(name, False, detail, 0.0)
     longest = max((length, name) for record in records for name, length in record.longest.items())
     if longest[0] > 1 + _ROUNDING:
-        found = f"an answer to {longest[1]} is {longest[0]:.6g} times its bound"
-        return Check(name, False, found, 0.0)
+        detail = f"an answer to {longest[1]} is {longest[0]:.6g} times its bound"
+        return Check(name, False, detail, 0.0)
     drawn = {
         query.name: np.concatenate([record.answers[query.name] for record in records])
         for query in queries
@@ -304,12 +305,12 @@ def noise_of_answers(records: Sequence[CanaryRecord]) -> Check | None:
     for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
         off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
         if off > limit:
-            found = f"the noise on {one} and {other} is correlated, by {off:.1f} standard errors"
-            return Check(name, False, found, FALSE_ALARM)
-    each = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
+            detail = f"the noise on {one} and {other} is correlated, by {off:.1f} standard errors"
+            return Check(name, False, detail, FALSE_ALARM)
+    squares = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
     count = len(next(iter(drawn.values())))
-    made = _chi_squared(name, count, each)
-    return replace(made, finding=f"{made.finding} of {count} draws", false_alarm=2 * FALSE_ALARM)
+    check = _chi_squared(name, count, squares)
+    return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=2 * FALSE_ALARM)
 
 
 def noise_of_histograms(records: Sequence[CanaryRecord]) -> Check | None:
@@ -323,8 +324,8 @@ def noise_of_histograms(records: Sequence[CanaryRecord]) -> Check | None:
         return None
     moved = max(record.moved for record in records)
     if moved > 1 + _ROUNDING:
-        found = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
-        return Check(name, False, found, 0.0)
+        detail = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
+        return Check(name, False, detail, 0.0)
     together = (sum(squares), f"all {len(squares)}")
     return _chi_squared(name, histogram.bins * len(squares), [together])
 
@@ -380,10 +381,10 @@ def normality(records: Sequence[CanaryRecord]) -> Check:
     Smirnov's test).
     """
     values = np.concatenate([noise for record in records for noise in record.noises])[:_MOST]
-    found = kstest(values, "norm")
-    off = f"{found.statistic:.2g} (p = {found.pvalue:.2g})"
+    test = kstest(values, "norm")
+    off = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"
     finding = f"the distribution of {len(values):,} coordinates is off by {off}"
-    return Check("normality", found.pvalue >= FALSE_ALARM, finding, FALSE_ALARM)
+    return Check("normality", test.pvalue >= FALSE_ALARM, finding, FALSE_ALARM)
 
 
 def _normal_limit(comparisons: int) -> float:

@@ -462,7 +462,7 @@ class StepRecord:
             short = f"round {missing[0]} was released and is not in the ledger"
         else:
             short = self._underspent(ledger[-1]["epsilon"], e.accountants) or written.late()
-        t, client, far = max(self.replayed, key=lambda each: each[2])
+        t, client, far = max(self.replayed, key=lambda replay: replay[2])
         same = far <= AGREES
         replayed = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, "
         replayed += f"done again with the accounted noise, differ by {far:.1e} of "
@@ -479,11 +479,11 @@ class StepRecord:
         """What is not looked at here, in words."""
         others = len(self.plan.population) - len(self.canaries.clients)
         left = len(self.participations) - len(self.replayed)
-        found = (
+        detail = (
             [f"the clipping and the noise of {others} clients without canaries"] if others else []
         )
-        found += [f"those of {left} updates that were not done again"] if left else []
-        return (*found, "single steps, as updates alone are seen")
+        detail += [f"those of {left} updates that were not done again"] if left else []
+        return (*detail, "single steps, as updates alone are seen")
 
     def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
         """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""
@@ -524,14 +524,14 @@ class SampleGradients:
 
     def __call__(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         try:
-            found = self._each(flat, x, y)
+            gradients = self._each(flat, x, y)
         except RuntimeError:  # a module that cannot be vmapped
             self._each = lambda flat, x, y: torch.stack(
                 [grad(self._loss)(flat, *row) for row in zip(x, y, strict=True)]
             )
-            found = self._each(flat, x, y)
-        norms = torch.linalg.vector_norm(found, dim=1, dtype=torch.float64)
-        return found * torch.clamp(self.bound / norms, max=1.0).float()[:, None]
+            gradients = self._each(flat, x, y)
+        norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
+        return gradients * torch.clamp(self.bound / norms, max=1.0).float()[:, None]
 
 
 def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
@@ -559,7 +559,7 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
             plan.experiment.model.kind,
             f"{expected}: those of a canary's two samples come to {best:.2g} of the bound apart",
         )
-    return next(tried for tried, found in reached.items() if found >= 0.9 * best)
+    return next(tried for tried, share in reached.items() if share >= 0.9 * best)
 
 
 def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:

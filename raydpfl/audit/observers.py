@@ -105,7 +105,7 @@ def of_runs(
     names = rigorous(e.privacy.accountants)
     rounds = max(int(record.plan.composed_rounds[-1]) for record in records)
     most = max((times for record in records for times in record.counts.values()), default=0)
-    found = []
+    views = []
     for seen in observers(on_sums(plan), e.relation, rounds, most):
         claimed = _claimed(seen, names, delta)
         if claimed is None:
@@ -126,7 +126,7 @@ def of_runs(
                 for field in fields(Scores)
             )
         )
-        found.append(
+        views.append(
             view(
                 scores,
                 np.concatenate(imagined),
@@ -136,12 +136,12 @@ def of_runs(
                 confidence,
             )
         )
-    return found
+    return views
 
 
-def least_deltas(records: Sequence[CanaryRecord], found: Sequence[ObserverAudit]) -> list[Held]:
+def least_deltas(records: Sequence[CanaryRecord], views: Sequence[ObserverAudit]) -> list[Held]:
     """What views claim of all runs, and what each run prints in the end, with the least deltas."""
-    claimed = [view.claimed for view in found]
+    claimed = [view.claimed for view in views]
     held = []
     for claims, runs in [
         (claimed, records),
@@ -173,11 +173,11 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     updates = on_sums(plan)
     noise = plan.experiment.noise
     single = claimed.observer is Observer.UPDATES
-    each = [
+    deltas = [
         query.bound / (noise.client_std(query.std, plan.clients_left) if single else query.std)
         for query in updates.queries
     ]
-    mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in each))
+    mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in deltas))
     sampling = updates.sampling
     drawn = CERTAIN
     if not single and claimed.sampling.knows == "cohort hidden":

@@ -44,8 +44,8 @@ def presence(q: float, draws: int = 1) -> tuple[float, ...]:
     q.
     """
     most = int(binom.isf(1e-12, draws, q)) + 1
-    found = binom.pmf(np.arange(min(most, draws) + 1), draws, q)
-    return tuple((found / found.sum()).tolist())
+    pmf = binom.pmf(np.arange(min(most, draws) + 1), draws, q)
+    return tuple((pmf / pmf.sum()).tolist())
 
 
 @lru_cache(maxsize=256)
@@ -96,8 +96,8 @@ def _composed(
     places = (first + np.arange(len(masses))) % size
     composed = irfft(rfft(np.bincount(places, masses, size)) ** rounds, size)
     over = np.arange(math.floor(epsilon / step) + 1, math.floor(high / step) + 1)
-    kept = -np.expm1(epsilon - step * over)
-    return max(0.0, float(composed[over % size] @ kept) - _ERROR)
+    mass = -np.expm1(epsilon - step * over)
+    return max(0.0, float(composed[over % size] @ mass) - _ERROR)
 
 
 def _window(losses: np.ndarray, masses: np.ndarray, rounds: int) -> tuple[float, float]:

@@ -81,9 +81,11 @@ WHOLE: dict[str, tuple[Look, ...]] = {
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: spec.family or {} for section, spec in SECTIONS.items()},
-    "sampling": {name: type(each) for name, each in SCHEMES.items()},
-    "formula": {name: type(each) for name, each in FORMULAS.items()},
-    "accountant": {name: type(each) for name, each in ACCOUNTANTS.items() if name not in FORMULAS},
+    "sampling": {name: type(scheme) for name, scheme in SCHEMES.items()},
+    "formula": {name: type(formula) for name, formula in FORMULAS.items()},
+    "accountant": {
+        name: type(accountant) for name, accountant in ACCOUNTANTS.items() if name not in FORMULAS
+    },
     "metric": METRICS,
 }
 BASES: dict[str, type] = {
@@ -114,13 +116,13 @@ def check(
         ConfigError: it is no member of any family, or has no valid examples.
     """
     section, cls, path = resolved(target)
-    found: list[Clause] = []
+    clauses: list[Clause] = []
     for clause, case, example in _looks(section, cls, path, tuple(overrides)):
         done = looked_at(clause, case, example)
         if done is not None:
-            found.append(done)
+            clauses.append(done)
             on_clause(done)
-    return found
+    return clauses
 
 
 def members_of() -> Iterator[str]:
@@ -180,11 +182,15 @@ def _built_in(name: str) -> tuple[str, type, str] | None:
     if colon:
         cls = BUILT_IN.get(section, {}).get(kind)
         return None if cls is None else (section, cls, kind)
-    found = [(each, family[name], name) for each, family in BUILT_IN.items() if name in family]
-    if len(found) > 1:
-        several = " or ".join(f"{each}:{name}" for each, _, _ in found)
+    matches = [
+        (family_name, family[name], name)
+        for family_name, family in BUILT_IN.items()
+        if name in family
+    ]
+    if len(matches) > 1:
+        several = " or ".join(f"{family_name}:{name}" for family_name, _, _ in matches)
         raise ConfigError("member", name, several)
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _looks(
@@ -257,22 +263,22 @@ def _shown(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def render(found: Sequence[Clause], columns: int = 1 << 20) -> str:
+def render(clauses: Sequence[Clause], columns: int = 1 << 20) -> str:
     """A table of the clauses, one a line, under each example. Findings are wrapped at words."""
-    width = max(len(clause.name) for clause in found)
+    width = max(len(clause.name) for clause in clauses)
     words = {True: "kept", False: "BROKEN", None: "not tried"}
-    wide = max(6, *(len(words[clause.kept]) for clause in found))
+    wide = max(6, *(len(words[clause.kept]) for clause in clauses))
     lines = []
     shown = None
-    for clause in found:
+    for clause in clauses:
         if clause.example != shown:
             shown = clause.example
             lines.append(f"{shown or 'no fields set'}:")
         line = f"  {words[clause.kept]:{wide}}  {clause.name:{width}}  {clause.finding}"
         indent = " " * (6 + wide + width)
-        for each in line.splitlines():
-            lines.append(textwrap.fill(each, columns, subsequent_indent=indent))
-    seen = Counter(clause.kept for clause in found)
+        for text in line.splitlines():
+            lines.append(textwrap.fill(text, columns, subsequent_indent=indent))
+    seen = Counter(clause.kept for clause in clauses)
     untried = f", {seen[None]} not tried" if seen[None] else ""
-    lines.append(f"{seen[True]} of {len(found)} clauses are kept{untried}")
+    lines.append(f"{seen[True]} of {len(clauses)} clauses are kept{untried}")
     return "\n".join(lines)

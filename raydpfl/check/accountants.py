@@ -25,7 +25,9 @@ CLIENT = {"bound": 1.0, "batch": 10, "samples": 600, "steps": 40}
 
 
 def _mechanisms(z: float) -> list[Mechanism]:
-    return [Mechanism(each, (Query("updates", 1.0, z),), rounds=ROUNDS) for each in SAMPLINGS]
+    return [
+        Mechanism(sampling, (Query("updates", 1.0, z),), rounds=ROUNDS) for sampling in SAMPLINGS
+    ]
 
 
 def covers(accountant: Accountant) -> str:
@@ -48,7 +50,8 @@ def monotone(accountant: Accountant) -> str:
             if accountant.covers(few, relation):
                 continue
             curves = [
-                accountant.epsilons(each, relation, DELTA, 1, ROUNDS, V) for each in (few, much)
+                accountant.epsilons(mechanism, relation, DELTA, 1, ROUNDS, V)
+                for mechanism in (few, much)
             ]
             where = f"{few.sampling} under {relation}"
             hold(curves[0].shape == (ROUNDS,), f"{where}: {list(curves[0].shape)} epsilons")
@@ -64,9 +67,9 @@ def inverse(accountant: Accountant) -> str:
         for relation in RELATIONS:
             if accountant.covers(mechanism, relation):
                 continue
-            found = accountant.epsilons(mechanism, relation, DELTA, ROUNDS, ROUNDS, V)
-            back = accountant.delta(mechanism, relation, float(found[0]), ROUNDS, V)
-            wrong = f"{mechanism.sampling} under {relation}: epsilon {found[0]:.6g} at {DELTA:g}"
+            epsilons = accountant.epsilons(mechanism, relation, DELTA, ROUNDS, ROUNDS, V)
+            back = accountant.delta(mechanism, relation, float(epsilons[0]), ROUNDS, V)
+            wrong = f"{mechanism.sampling} under {relation}: epsilon {epsilons[0]:.6g} at {DELTA:g}"
             hold(back <= DELTA * 1.001, f"{wrong}, delta {back:.6g} there")
     return f"at delta {DELTA:g}"
 
@@ -118,10 +121,10 @@ CONTRACT: tuple[Look, ...] = (covers, monotone, inverse, rigorous, surveys)
 
 def more_noise(formula: Formula) -> str:
     """The epsilon that it prints, where all its conditions hold, falls with the noise."""
-    found = [formula.printed(std, DELTA, **CLIENT) for std in (0.5, 1.0, 4.0, 40.0)]
-    values = [one.value for one, delta in found if delta == DELTA and not one.conditions_failed]
+    claims = [formula.printed(std, DELTA, **CLIENT) for std in (0.5, 1.0, 4.0, 40.0)]
+    values = [one.value for one, delta in claims if delta == DELTA and not one.conditions_failed]
     hold(all(few >= much for few, much in pairwise(values)), f"with more noise {values}")
-    return f"{len(values)} of {len(found)} values have all its conditions"
+    return f"{len(values)} of {len(claims)} values have all its conditions"
 
 
 def noise(formula: Formula) -> str:

@@ -33,12 +33,12 @@ CLOSER = 200  # such places
 def norms(bound: float) -> torch.Tensor:
     """Norms that a bounding may meet, float64 [k]."""
     drawn = np.exp(3 * made_up(RANDOM)) * bound
-    return torch.tensor([*ABSOLUTE, *(bound * each for each in RELATIVE), *drawn])
+    return torch.tensor([*ABSOLUTE, *(bound * factor for factor in RELATIVE), *drawn])
 
 
-def _factors(case: Example, given: torch.Tensor, bound: float) -> torch.Tensor:
+def _factors(case: Example, norms: torch.Tensor, bound: float) -> torch.Tensor:
     with keyed_globals(1):  # as in a run
-        return case.member.factors(given.clone(), bound)
+        return case.member.factors(norms.clone(), bound)
 
 
 def _alone(view: View, place: int) -> View:
@@ -146,23 +146,23 @@ def each_alone(case: Example) -> str:
     updates = tensor(TOGETHER, case.d)
     together = case.member.send(updates.clone(), view)
     hold(together.shape == updates.shape, f"send gives {list(together.shape)}")
-    kept = case.member.next_state(together.clone(), together * 0.5, view)
+    states = case.member.next_state(together.clone(), together * 0.5, view)
     for place in (0, 7, TOGETHER - 1):
         alone = _alone(view, place)
         sent = case.member.send(updates[place : place + 1].clone(), alone)
         hold(close(sent[0], together[place]), f"client {place} alone sends something else")
-        if kept is not None:
+        if states is not None:
             one = together[place : place + 1]
             mine = case.member.next_state(one.clone(), one * 0.5, alone)
-            hold(close(mine[0], kept[place]), f"client {place} alone remembers something else")
+            hold(close(mine[0], states[place]), f"client {place} alone remembers something else")
     for most in _bounds(case):
-        given = norms(most)
-        factors = _factors(case, given, most)
-        for place in range(len(given)):
-            one = _factors(case, given[place : place + 1], most)
+        inputs = norms(most)
+        factors = _factors(case, inputs, most)
+        for place in range(len(inputs)):
+            one = _factors(case, inputs[place : place + 1], most)
             hold(
                 close(one[0], factors[place]),
-                f"norm {float(given[place]):g} gets factor {float(one[0]):g} alone and "
+                f"norm {float(inputs[place]):g} gets factor {float(one[0]):g} alone and "
                 f"{float(factors[place]):g} among others",
             )
     return f"1 client as {TOGETHER}"
@@ -197,13 +197,13 @@ def memory(case: Example) -> str:
     """What clients remember is a vector for each, and finite."""
     view = case.view(TOGETHER)
     sent = tensor(TOGETHER, case.d) * 0.1
-    given = sent.clone()
-    kept = case.member.next_state(3 * sent, given, view)
-    hold(torch.equal(given, sent), "remember changes what is sent")
-    if kept is None:
+    previous = sent.clone()
+    state = case.member.next_state(3 * sent, previous, view)
+    hold(torch.equal(previous, sent), "remember changes what is sent")
+    if state is None:
         return "clients remember nothing"
-    hold(kept.shape == sent.shape, f"remember gives {list(kept.shape)}, for {list(sent.shape)}")
-    hold(torch.isfinite(kept).all(), "it is not finite")
+    hold(state.shape == sent.shape, f"remember gives {list(state.shape)}, for {list(sent.shape)}")
+    hold(torch.isfinite(state).all(), "it is not finite")
     hold(case.member.stateful, "remembers is False")
     return "a vector for each client"
 
@@ -215,34 +215,37 @@ def receive(case: Example) -> str:
     model = made_up(case.d, step=2).astype(np.float32)
     facts = Facts(2, 0.1, model, divisor=9.0, cohort=9, population=24)
     start = member.start(case.d)
-    found = []
+    states = []
     for _ in range(2):
         state = copied(start)
-        given = released.copy()
-        mean = np.array(member.receive(given, state, facts))
+        sums = released.copy()
+        mean = np.array(member.receive(sums, state, facts))
         hold(mean.shape == (case.d,), f"it is {list(mean.shape)}, for {case.d} parameters")
         hold(mean.dtype == np.float64, f"it is {mean.dtype}, not float64")
         hold(np.isfinite(mean).all(), "it is not finite")
-        hold(np.array_equal(given, released), "the released sum is changed in place")
+        hold(np.array_equal(sums, released), "the released sum is changed in place")
         same_shapes(start, state, "the state")
-        found.append(mean)
+        states.append(mean)
         member.receive(-3 * released, copied(start), facts)
-    hold(np.array_equal(found[0], found[1]), "asked again, it is another")
-    told = member.broadcast_state(member.start(case.d))
-    hold(all(each.dtype == np.float32 for each in told.values()), "what is told is not float32")
+    hold(np.array_equal(states[0], states[1]), "asked again, it is another")
+    broadcast = member.broadcast_state(member.start(case.d))
+    hold(
+        all(array.dtype == np.float32 for array in broadcast.values()),
+        "what is told is not float32",
+    )
     return f"keeps {', '.join(start) or 'nothing'}"
 
 
 def _columns(k: int, bound: float) -> dict[str, np.ndarray]:
     """Columns of clients, some of which have failed."""
-    given = norms(bound).numpy()[:k]
-    given[3] = np.nan
-    given[5] = np.inf
+    lengths = norms(bound).numpy()[:k]
+    lengths[3] = np.nan
+    lengths[5] = np.inf
     losses = np.abs(made_up(k, step=3))
     losses[[3, 4]] = np.nan
-    factors = np.minimum(1.0, bound / np.maximum(np.nan_to_num(given), 1e-12))
-    known = {"client": np.arange(k), "norm": given, "factor": factors}
-    return known | {"clipped": (factors < 1).astype(float), "train_loss": losses}
+    factors = np.minimum(1.0, bound / np.maximum(np.nan_to_num(lengths), 1e-12))
+    available = {"client": np.arange(k), "norm": lengths, "factor": factors}
+    return available | {"clipped": (factors < 1).astype(float), "train_loss": losses}
 
 
 def answers(case: Example) -> str:
@@ -254,17 +257,17 @@ def answers(case: Example) -> str:
     hold(0 < shares < 1, f"the shares of the queries add up to {shares:g}")
     for most in _bounds(case):
         columns = _columns(40, most)
-        found = case.member.answers(columns, most)
+        answers = case.member.answers(columns, most)
         for query in queries:
-            given = np.nan_to_num(found[query.name])
-            hold(given.shape == (40,), f"{query.name} has {list(given.shape)} for 40 clients")
-            worst = float(np.abs(given).max())
+            answer = np.nan_to_num(answers[query.name])
+            hold(answer.shape == (40,), f"{query.name} has {list(answer.shape)} for 40 clients")
+            worst = float(np.abs(answer).max())
             beyond = f"{query.name} is answered with {worst:g}, above its bound of {query.bound:g}"
             hold(worst <= query.bound, beyond)
             for place in (0, 3, 20, 39):
-                one = {name: each[place : place + 1] for name, each in columns.items()}
+                one = {name: column[place : place + 1] for name, column in columns.items()}
                 mine = np.nan_to_num(case.member.answers(one, most)[query.name])
-                hold(close(mine[0], given[place]), f"{query.name} depends on the other clients")
+                hold(close(mine[0], answer[place]), f"{query.name} depends on the other clients")
     return ", ".join(f"{query.name} within {query.bound:g}" for query in queries)
 
 
@@ -279,7 +282,7 @@ def adapt(case: Example) -> str:
             following = case.member.adapt(most, dict(sums), 9, case.member.start(case.d))
             says = f"from a bound of {most:g} and sums {sums} it becomes {following}"
             hold(np.isfinite(following) and 0 < following <= 1e15, says)
-            other = {name: -2 * each for name, each in sums.items()}
+            other = {name: -2 * total for name, total in sums.items()}
             case.member.adapt(3 * most, other, 5, case.member.start(case.d))
             again = case.member.adapt(most, sums, 9, case.member.start(case.d))
             hold(again == following, "asked again, it is another")

@@ -84,8 +84,8 @@ def looked_at(clause: Look, case: Any, example: str = "") -> Clause | None:
         reason = str(error)
     except RAISED as error:  # a user's code may raise anything
         reason = in_line(error)
-    said = " ".join((clause.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
-    return Clause(name, False, f"{said}: {' '.join(reason.split())[:300]}", example)
+    text = " ".join((clause.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
+    return Clause(name, False, f"{text}: {' '.join(reason.split())[:300]}", example)
 
 
 def made_up(*shape: int, step: int = 0) -> np.ndarray:

@@ -242,13 +242,13 @@ def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, A
     Raises:
         ConfigError: it has none, or they are no tuple of mappings.
     """
-    found = cls.examples
+    examples = cls.examples
     expected = (
         "a class variable examples, a tuple of mappings of fields, each a setting worth "
         "running: examples: ClassVar = ({'bound': 1.0},)"
     )
-    if not isinstance(found, (tuple, list)) or not found:
+    if not isinstance(examples, (tuple, list)) or not examples:
         raise ConfigError(f"{section}.kind", path, f"a class with {expected}")
-    if not all(isinstance(each, Mapping) for each in found):
-        raise ConfigError(f"{section}.examples", found, expected)
-    return tuple({"kind": path, **each} for each in found)
+    if not all(isinstance(fields, Mapping) for fields in examples):
+        raise ConfigError(f"{section}.examples", examples, expected)
+    return tuple({"kind": path, **fields} for fields in examples)

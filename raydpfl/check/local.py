@@ -36,13 +36,13 @@ def no_hidden_state(case: Example) -> str:
     x = tensor(K, 7).float()
     gradient = tensor(K, 7, step=1).float()
     at = Step(0, member.learning_rate(0), x[0])
-    found = []
+    results = []
     for _ in range(2):
         moved, state = member.step(x.clone(), gradient.clone(), member.fresh(x.clone()), at)
-        found.append(moved)
+        results.append(moved)
         member.step(moved, -2 * gradient, state, Step(1, at.lr, x[0]))
-    hold(torch.equal(*found), "asked again, it gives something else")
-    hold(torch.isfinite(found[0]).all(), "a step from finite numbers is not finite")
+    hold(torch.equal(*results), "asked again, it gives something else")
+    hold(torch.isfinite(results[0]).all(), "a step from finite numbers is not finite")
     return "the same step again"
 
 
@@ -79,17 +79,17 @@ def training(case: Example) -> str:
     start = models.flatten(module)
     x = tensor(2, 12, FEATURES).float()
     y = torch.arange(24).view(2, 12) % 3
-    found = []
+    results = []
     for clients in ([3, -1], [7, 3]):
         trainer = Trainer(module, member, backend=REFERENCE, seed=1, own=True)
         mine = clients.index(3)
         order = [0, 1] if mine == 0 else [1, 0]
         rows = x[order], y[order], [12, 12]
         chunk = trainer.chunk(start, *rows, t=1, clients=clients, draws=[0, 0])
-        found += [block.updates[0] for block in chunk if block.slots[0] == mine]
-    hold(torch.isfinite(found[0]).all(), "it has trained to numbers that are not finite")
-    hold(torch.equal(*found), "asked again, it trains to something else")
-    hold(bool(found[0].any()), "the module is as it was")
+        results += [block.updates[0] for block in chunk if block.slots[0] == mine]
+    hold(torch.isfinite(results[0]).all(), "it has trained to numbers that are not finite")
+    hold(torch.equal(*results), "asked again, it trains to something else")
+    hold(bool(results[0].any()), "the module is as it was")
     return "by itself, the same again"
 
 
@@ -138,7 +138,7 @@ def memory(case: Example) -> str:
     moved = tensor(K, case.d, step=2)
     idle = member.idle(case.view(1))
     hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
-    for name, found, first in (
+    for name, state, first in (
         ("correction", member.correction(view), member.correction(case.view(1))),
         (
             "remember",
@@ -146,11 +146,11 @@ def memory(case: Example) -> str:
             member.next_state(moved[:1].clone(), case.view(1)),
         ),
     ):
-        if found is None:
+        if state is None:
             continue
-        hold(found.shape == (K, case.d), f"{name} gives {list(found.shape)} for {K} clients")
-        hold(torch.isfinite(found).all(), f"{name} is not finite")
-        hold(close(first[0], found[0], 1e-6), f"{name} of a client depends on the others")
+        hold(state.shape == (K, case.d), f"{name} gives {list(state.shape)} for {K} clients")
+        hold(torch.isfinite(state).all(), f"{name} is not finite")
+        hold(close(first[0], state[0], 1e-6), f"{name} of a client depends on the others")
     correction = member.correction(view)
     if correction is not None:
         hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
@@ -164,17 +164,17 @@ def receive(case: Example) -> str:
     mean = made_up(case.d)
     model = made_up(case.d, step=1).astype(np.float32)
     facts = Facts(1, member.learning_rate(1), model, divisor=9.0, cohort=9, population=24)
-    found = []
+    states = []
     for _ in range(2):
         state = copied(start)
-        given = mean.copy()
-        member.receive(given, state, facts)
-        hold(np.array_equal(given, mean), "the mean update is changed in place")
+        sums = mean.copy()
+        member.receive(sums, state, facts)
+        hold(np.array_equal(sums, mean), "the mean update is changed in place")
         same_shapes(start, state, "the state")
-        found.append(state)
+        states.append(state)
         member.receive(-2 * mean, copied(start), facts)
     for name in start:
-        hold(np.array_equal(found[0][name], found[1][name]), f"asked again, {name} is another")
+        hold(np.array_equal(states[0][name], states[1][name]), f"asked again, {name} is another")
     return f"keeps {', '.join(start) or 'nothing'}"
 
 

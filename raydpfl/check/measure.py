@@ -29,9 +29,11 @@ def columns(case: Example) -> str:
     declared = set(case.member.columns(noised))
     known = set(KNOWN)
     for seen in case.whole.columns:
-        given = seen.keys() - known
-        hold(given == declared, f"it declares {sorted(declared)} and gives {sorted(given)}")
-        for name in given:
+        undeclared = seen.keys() - known
+        hold(
+            undeclared == declared, f"it declares {sorted(declared)} and gives {sorted(undeclared)}"
+        )
+        for name in undeclared:
             hold(seen[name].shape == seen["client"].shape, f"{name} is not one number a client")
     return ", ".join(sorted(declared)) or "none"
 

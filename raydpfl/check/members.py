@@ -16,8 +16,8 @@ STRANGE = "no_such_key"
 
 def example(case: Example) -> str:
     """Its example is a valid setting."""
-    given = case.member.model_dump(mode="json")
-    return f"{len(given) - 1} fields"
+    fields = case.member.model_dump(mode="json")
+    return f"{len(fields) - 1} fields"
 
 
 def fits(case: Example) -> str:

@@ -74,9 +74,9 @@ class MetricCase:
 def setting(case: MetricCase) -> str:
     """Its example is a valid setting, which a config holds and a process is sent."""
     metric = case.metric
-    given = metric.model_dump(mode="json")
-    again = choose(SECTION, json.loads(json.dumps(given)), FAMILY, Metric)
-    hold(again.model_dump(mode="json") == given, "written and read, it is another")
+    fields = metric.model_dump(mode="json")
+    again = choose(SECTION, json.loads(json.dumps(fields)), FAMILY, Metric)
+    hold(again.model_dump(mode="json") == fields, "written and read, it is another")
     again = pickle.loads(pickle.dumps(metric))
     hold(again == metric and hash(again) == hash(metric), "unpickled, it is another")
     hold(metric.name.isidentifier(), f"{metric.name!r} is no name of a column")
@@ -85,14 +85,14 @@ def setting(case: MetricCase) -> str:
 
 def tasks(case: MetricCase) -> str:
     """It has a meaning for some task, and a value for its rows."""
-    found = []
+    tasks = []
     for form, outputs, y in case.rows():
         value = case.value(form, outputs, y)
         hold(value is None or isinstance(value, float), f"{form.task.kind}: a value {value!r}")
         hold(value is None or np.isfinite(value), f"{form.task.kind}: the value {value}")
-        found.append(form.task.kind)
-    hold(found, "every task is refused")
-    return ", ".join(dict.fromkeys(found))
+        tasks.append(form.task.kind)
+    hold(tasks, "every task is refused")
+    return ", ".join(dict.fromkeys(tasks))
 
 
 def batches(case: MetricCase) -> str:
@@ -115,11 +115,11 @@ def _same(whole: float | None, other: float | None, when: str) -> None:
 def untouched(case: MetricCase) -> str:
     """It leaves outputs and targets as they are, and gives the same again."""
     for form, outputs, y in case.rows():
-        kept = outputs.clone(), y.clone()
+        copies = outputs.clone(), y.clone()
         first = case.total(form, outputs, y, 25)
         again = case.total(form, outputs, y, 25)
         hold(np.array_equal(first, again), "asked again, it gives other sums")
-        same = torch.equal(outputs, kept[0]) and torch.equal(y, kept[1])
+        same = torch.equal(outputs, copies[0]) and torch.equal(y, copies[1])
         hold(same, "it changes what it is told")
     return "as they were"
 
@@ -133,29 +133,29 @@ def better(case: MetricCase) -> str:
         before = case.value(form, one, y)
         after = case.value(form, other, y)
         if sign and before is not None and after is not None:
-            said = f"{before} of worse outputs, {after} of better ones"
-            hold(sign * after >= sign * before, said)
+            text = f"{before} of worse outputs, {after} of better ones"
+            hold(sign * after >= sign * before, text)
     return {1: "more is better", -1: "less is better", 0: "nobody can say"}[sign]
 
 
 def _moved(form: Form, outputs: torch.Tensor, y: torch.Tensor, amount: float) -> torch.Tensor:
     """Outputs that are moved towards what loses least, by an amount in [0, 1]."""
-    given = outputs.clone().requires_grad_()
+    inputs = outputs.clone().requires_grad_()
     for _ in range(200):
-        loss = form.task.loss(given, y).sum()
-        (gradient,) = torch.autograd.grad(loss, given)
-        given = (given.detach() - 0.5 * gradient).requires_grad_()
-    return outputs + amount * (given.detach() - outputs)
+        loss = form.task.loss(inputs, y).sum()
+        (gradient,) = torch.autograd.grad(loss, inputs)
+        inputs = (inputs.detach() - 0.5 * gradient).requires_grad_()
+    return outputs + amount * (inputs.detach() - outputs)
 
 
 def cells(case: MetricCase) -> str:
     """A table that it has besides has the columns that it says, of one length, in whole numbers."""
     for form, outputs, y in case.rows():
-        found = case.metric.cells(case.total(form, outputs, y, 25))
+        cells = case.metric.cells(case.total(form, outputs, y, 25))
         columns: Sequence[str] = case.metric.columns()
-        hold(tuple(found) == tuple(columns), f"columns says {columns}, and there are {[*found]}")
-        hold(len({len(each) for each in found.values()}) <= 1, "its columns differ in length")
-        hold(all(each.dtype == np.int64 for each in found.values()), "its cells are not int64")
+        hold(tuple(cells) == tuple(columns), f"columns says {columns}, and there are {[*cells]}")
+        hold(len({len(column) for column in cells.values()}) <= 1, "its columns differ in length")
+        hold(all(column.dtype == np.int64 for column in cells.values()), "its cells are not int64")
     return ", ".join(case.metric.columns()) or "none"
 
 

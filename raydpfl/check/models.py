@@ -84,12 +84,12 @@ def shapes(case: Example) -> str:
     for rows in (1, 2, 7):
         x = form.inputs(rows, stream(0, Purpose.DATA))
         for mode in (module.train(), module.eval()):
-            found = mode(x)
-            told = f"{rows} rows give {found.dtype} {list(found.shape)}"
-            hold(found.dtype == torch.float32 and found.shape == (rows, *form.outputs), told)
-            hold(torch.isfinite(found).all(), f"{rows} rows give what is not finite")
-    given = ", ".join(map(str, form.shape))
-    return f"[{given}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
+            outputs = mode(x)
+            detail = f"{rows} rows give {outputs.dtype} {list(outputs.shape)}"
+            hold(outputs.dtype == torch.float32 and outputs.shape == (rows, *form.outputs), detail)
+            hold(torch.isfinite(outputs).all(), f"{rows} rows give what is not finite")
+    shape = ", ".join(map(str, form.shape))
+    return f"[{shape}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
 
 
 def each_row_alone(case: Example) -> str:
@@ -106,13 +106,13 @@ def each_row_alone(case: Example) -> str:
 
 def initial_parameters(case: Example) -> str:
     """What it begins with is a function of the seed, whatever the process has drawn before."""
-    found = []
+    vectors = []
     for drawn, seed in ((0, 0), (1, 0), (0, 1)):
         with keyed_globals(drawn):
             np.random.rand(drawn)
-            found.append(models.flatten(_made(case, seed)))
-    hold(torch.equal(found[0], found[1]), "made again, it begins with others")
-    return "the same for every seed" if torch.equal(found[0], found[2]) else "by the seed"
+            vectors.append(models.flatten(_made(case, seed)))
+    hold(torch.equal(vectors[0], vectors[1]), "made again, it begins with others")
+    return "the same for every seed" if torch.equal(vectors[0], vectors[2]) else "by the seed"
 
 
 def same_bits_twice(case: Example) -> str:
@@ -138,8 +138,8 @@ def _gradients(
     with keyed_globals(0):
         outputs = module(x)
         loss = form.task.loss(outputs, y).mean()
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-    return [outputs.detach(), *(each for each in found if each is not None)]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [outputs.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def every_parameter(case: Example) -> str:
@@ -149,8 +149,12 @@ def every_parameter(case: Example) -> str:
     y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
     with keyed_globals(0):
         form.task.loss(module(x), y.reshape(4, *form.target.shape)).mean().backward()
-    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    without = [name for name, each in named if each.grad is None]
+    named = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    without = [name for name, parameter in named if parameter.grad is None]
     remedy = f"model.frozen={without[:3]} keeps them out"
     hold(not without, f"{', '.join(without[:3])} of {len(named)} have none ({remedy})")
     return f"{len(named)} tensors"
@@ -198,19 +202,19 @@ def _ways(case: Example, clip: float | None) -> str:
     for backend, kind in BACKENDS.items():
         if backend == REFERENCE or kind.lacks(local, clip):
             continue
-        found = _way(module, steps, backend)
+        result = _way(module, steps, backend)
         if drawn and not kind.one_by_one:
-            found = f"it draws from {drawn}, client by client"
-        if isinstance(found, str):
-            others.setdefault(found, []).append(backend)
+            result = f"it draws from {drawn}, client by client"
+        if isinstance(result, str):
+            others.setdefault(result, []).append(backend)
         else:
-            fits[backend] = f"{backend} ({found:.0e})"
+            fits[backend] = f"{backend} ({result:.0e})"
     with _unsaid():
         taken = resolve(module, local, form, clip=clip)
     hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
-    told = f"a run takes {taken} of {', '.join(fits.values())}"
+    detail = f"a run takes {taken} of {', '.join(fits.values())}"
     return "; not ".join(
-        [told, *(f"{', '.join(backends)}: {why}" for why, backends in others.items())]
+        [detail, *(f"{', '.join(backends)}: {why}" for why, backends in others.items())]
     )
 
 

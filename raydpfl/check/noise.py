@@ -31,8 +31,8 @@ def _on_sums(case: Example, seed: int = 3) -> list[np.ndarray]:
     noise = case.plan.experiment.noise
     source = noise.source(seed, D)
     whiten = Whitening(noise.whitening())
-    found = [source.on_sum(t, STD) for t in range(ROUNDS)]
-    return [whiten(each) for each in found if each is not None]
+    draws = [source.on_sum(t, STD) for t in range(ROUNDS)]
+    return [whiten(draw) for draw in draws if draw is not None]
 
 
 def on_clients(case: Example) -> str:
@@ -74,11 +74,11 @@ def on_sums(case: Example) -> str:
 
 def _drawn(case: Example) -> list[np.ndarray]:
     """All noise of some clients and rounds, in stds, float64 [d] each."""
-    found = [each / STD for each in _on_sums(case)]
+    draws = [draw / STD for draw in _on_sums(case)]
     for t in range(ROUNDS):
         clients = _of_clients(case, t)
-        found += [] if clients is None else [client / STD for client in clients]
-    return found
+        draws += [] if clients is None else [client / STD for client in clients]
+    return draws
 
 
 def std(case: Example) -> str:
@@ -86,7 +86,7 @@ def std(case: Example) -> str:
     drawn = _drawn(case)
     if not drawn:
         return "none is drawn on sums or on what clients send"
-    squares = np.array([float(each @ each) for each in drawn])
+    squares = np.array([float(draw @ draw) for draw in drawn])
     tails = np.minimum(chi2.cdf(squares, D), chi2.sf(squares, D))
     overall = math.sqrt(squares.mean() / D)
     wrong = f"it has {overall:.4g} of its std, over all"
@@ -99,17 +99,17 @@ def gaussian(case: Example) -> str:
     drawn = _drawn(case)
     if not drawn:
         return "none is drawn on sums or on what clients send"
-    found = kstest(np.concatenate(drawn), "norm")
-    hold(found.pvalue >= FALSE_ALARM, f"p = {found.pvalue:.2g} by Kolmogorov and Smirnov")
-    return f"p = {found.pvalue:.2g} by Kolmogorov and Smirnov"
+    test = kstest(np.concatenate(drawn), "norm")
+    hold(test.pvalue >= FALSE_ALARM, f"p = {test.pvalue:.2g} by Kolmogorov and Smirnov")
+    return f"p = {test.pvalue:.2g} by Kolmogorov and Smirnov"
 
 
 def independent(case: Example) -> str:
     """No noise is drawn twice: that of clients, of rounds and of runs is independent."""
     drawn = _drawn(case)
     other = _of_clients(case, seed=4)
-    drawn += [each / STD for each in _on_sums(case, seed=4)]
-    drawn += [] if other is None else [each / STD for each in other]
+    drawn += [draw / STD for draw in _on_sums(case, seed=4)]
+    drawn += [] if other is None else [draw / STD for draw in other]
     if not drawn:
         return "none is drawn on sums or on what clients send"
     rows = np.stack(drawn)
@@ -138,7 +138,7 @@ def late_rounds(case: Example) -> str:
         of_server = [source.on_sum(t, size) for t in range(rounds)]
         of_client = [noise.on_clients(seed, t, who, first, size, d) for t in range(rounds)]
         for drawn, says in ((of_server, "the server"), (of_client, "a client")):
-            rows = [np.ravel(each) / size for each in drawn if each is not None]
+            rows = [np.ravel(draw) / size for draw in drawn if draw is not None]
             if not rows:
                 continue
             hold(len(rows) == rounds, f"{says} draws none in some of {rounds} rounds")
@@ -146,11 +146,11 @@ def late_rounds(case: Example) -> str:
             squares = (z * z).sum(1)
             sums = np.add.reduceat(squares, np.arange(0, rounds, TOGETHER))
             dof = d * np.diff([*range(0, rounds, TOGETHER), rounds])
-            for found, degrees in ((squares, np.full(rounds, d)), (sums, dof)):
-                tails = np.minimum(chi2.cdf(found, degrees), chi2.sf(found, degrees))
-                t = int(tails.argmin()) * (rounds // len(found))
-                share = math.sqrt(found[tails.argmin()] / degrees[tails.argmin()])
-                least = 2 * len(found) * float(tails.min())
+            for statistic, degrees in ((squares, np.full(rounds, d)), (sums, dof)):
+                tails = np.minimum(chi2.cdf(statistic, degrees), chi2.sf(statistic, degrees))
+                t = int(tails.argmin()) * (rounds // len(statistic))
+                share = math.sqrt(statistic[tails.argmin()] / degrees[tails.argmin()])
+                least = 2 * len(statistic) * float(tails.min())
                 chance = min(chance, least)
                 hold(least >= FALSE_ALARM, f"{says} draws {share:.4g} of its std from round {t} on")
             least = min(float(kstest(z.ravel(), "norm").pvalue), products(z[:, 0]))

@@ -90,18 +90,18 @@ def epsilon(case: Example) -> str:
     spent = case.whole.accounts.spent(plan.experiment.rounds - 1)
     least = min((spent[name] for name in plan.rigorous), default=math.inf)
     hold(math.isfinite(least), f"no rigorous accountant covers {mechanism.cohorts}")
-    told = mechanism.cohorts
-    if mechanism.by_draws or told is None:
+    sampling = mechanism.cohorts
+    if mechanism.by_draws or sampling is None:
         hold(least > 0, "it spends nothing")
         return f"{least:.4g} for one sample"
-    share = plan.cohort / told.cohort
+    share = plan.cohort / sampling.cohort
     released = [Query("updates", 1.0, plan.ratio / share)]
     for query in plan.experiment.bounding.queries():
         std = plan.side_stds[query.name] / share
         released.append(Query(query.name, query.bound, std))
     asked = plan.experiment.selection.loss_query
     held = Mechanism(
-        told,
+        sampling,
         (*released, *([asked] if asked else [])),
         plan.experiment.rounds,
         placement=plan.experiment.noise.drawn_by(),
@@ -116,7 +116,7 @@ def epsilon(case: Example) -> str:
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
         hold(math.isclose(spent[name], true, rel_tol=1e-6), says)
-    return f"{least:.4g} at delta {terms.delta:g}, {told}"
+    return f"{least:.4g} at delta {terms.delta:g}, {sampling}"
 
 
 def noise_on_sums(case: Example) -> str:

@@ -46,8 +46,8 @@ class Dealt(Inline):
     ) -> Iterator[tuple[int, ChunkResult]]:
         """See `Inline.run`."""
         for index in reversed(range(len(shares))):
-            given = pickle.loads(pickle.dumps((broadcast, work, shares[index])))
-            result = self._actor(index, shares[index][0]).train(*given)
+            payload = pickle.loads(pickle.dumps((broadcast, work, shares[index])))
+            result = self._actor(index, shares[index][0]).train(*payload)
             yield index, pickle.loads(pickle.dumps(result))
 
     def _actor(self, index: int, chunk: Chunk) -> ClientActor:
@@ -58,21 +58,21 @@ class Dealt(Inline):
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         """See `Inline.losses`."""
         parts = np.array_split(clients, min(self.count, len(clients)) or 1)
-        found = [
+        losses = [
             self._make(index).losses(model, t, part.tolist(), noise_seed)
             for index, part in enumerate(parts)
         ]
-        return np.concatenate(found)
+        return np.concatenate(losses)
 
     def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
         """See `Inline.evaluate`."""
         batches = len(self.client.evaluator.batches)
-        found: dict[int, list[Scored]] = {}
+        scores: dict[int, list[Scored]] = {}
         for index in reversed(range(batches)):
             actor = self._make(index % self.count)
             scored = actor.evaluate(model, t, [index], own)
-            found[index] = pickle.loads(pickle.dumps(scored))
-        return [scored for index in range(batches) for scored in found[index]]
+            scores[index] = pickle.loads(pickle.dumps(scored))
+        return [scored for index in range(batches) for scored in scores[index]]
 
 
 class Watched(Coordinator):

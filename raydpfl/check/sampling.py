@@ -42,7 +42,7 @@ class SchemeCase:
 
     def covered(self) -> Iterator[tuple[str, Relation]]:
         """The rigorous accountants that cover it, each with a relation."""
-        names = [name for name, each in ACCOUNTANTS.items() if each.rigorous]
+        names = [name for name, accountant in ACCOUNTANTS.items() if accountant.rigorous]
         for relation in RELATIONS:
             for name in names:
                 if privacy.covers(name, self.mechanism(1.0), relation) is None:
@@ -52,13 +52,13 @@ class SchemeCase:
 def words(case: SchemeCase) -> str:
     """It says in words what it is, and which relation no accountant covers."""
     scheme = case.sampling.scheme
-    said = scheme.words(case.sampling)
+    words = scheme.words(case.sampling)
     hold(isinstance(scheme.kind, str) and scheme.kind, "it has no kind, its name in the ledger")
-    hold(isinstance(said, str) and said, f"words gives {said!r}")
+    hold(isinstance(words, str) and words, f"words gives {words!r}")
     for relation in RELATIONS:
         refused = scheme.refuses(relation)
         hold(refused is None or (isinstance(refused, str) and refused), f"refuses: {refused!r}")
-    return said
+    return words
 
 
 def chances(case: SchemeCase) -> str:
@@ -71,16 +71,16 @@ def chances(case: SchemeCase) -> str:
     size = sampling.size
     hold(size is None or 1 <= size <= sampling.cohort * 1e9, f"the size is {size}")
     hold(not (sampling.hidden and sampling.everyone), "everyone takes part, and that is a secret")
-    known = sampling.scheme.known(sampling, 5, None)
-    hold(known.most >= 1, "a client takes part in no round at all")
+    participations = sampling.scheme.known(sampling, 5, None)
+    hold(participations.most >= 1, "a client takes part in no round at all")
     return f"q = {sampling.q:.4g}"
 
 
 def covered(case: SchemeCase) -> str:
     """Some rigorous accountant covers it, under some relation."""
-    found = [f"{name} under {relation}" for name, relation in case.covered()]
-    hold(found, f"{case.sampling}: give losses, renyi or both")
-    return ", ".join(found)
+    covered = [f"{name} under {relation}" for name, relation in case.covered()]
+    hold(covered, f"{case.sampling}: give losses, renyi or both")
+    return ", ".join(covered)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Lone:
         x = np.linspace(-mu * times[-1] - 9, mu * times[-1] + 9, POINTS)
 
         def seen(move: float) -> np.ndarray:
-            each = zip(times, chances, strict=True)
-            return np.sum([chance * norm.pdf(x - move * k) for k, chance in each], axis=0)
+            pairs = zip(times, chances, strict=True)
+            return np.sum([chance * norm.pdf(x - move * k) for k, chance in pairs], axis=0)
 
         if relation == "replace_one":
             return cls(seen(mu / 2), seen(-mu / 2), float(x[1] - x[0]))
@@ -114,11 +114,11 @@ class Lone:
     def renyi(self, order: float) -> float:
         """The divergence at an order above 1, in the worse direction."""
         p, q = self._logs
-        found = []
+        curves = []
         for a, b in ((p, q), (q, p)):
             logs = order * a + (1 - order) * b
-            found.append(math.log(float(np.exp(logs).sum() * self.step)) / (order - 1))
-        return max(found)
+            curves.append(math.log(float(np.exp(logs).sum() * self.step)) / (order - 1))
+        return max(curves)
 
     @cached_property
     def _logs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -160,13 +160,13 @@ def renyi_curve(case: SchemeCase) -> str:
     scheme = case.sampling.scheme
     if not case.sampling.hidden or not scheme.gives("renyi"):
         return "none is needed, or given"
-    for relation in [each for each in RELATIONS if scheme.refuses(each) is None]:
+    for relation in [relation for relation in RELATIONS if scheme.refuses(relation) is None]:
         for z in NOISE:
             mu = case.mechanism(z).mu(relation)
-            found = scheme.renyi(case.sampling, mu)
-            hold(found.shape == rdp.ORDERS.shape, f"{list(found.shape)} divergences")
+            curve = scheme.renyi(case.sampling, mu)
+            hold(curve.shape == rdp.ORDERS.shape, f"{list(curve.shape)} divergences")
             lone = Lone.of(case.sampling, relation, mu)
-            for order, claimed in zip(rdp.ORDERS.tolist(), found.tolist(), strict=True):
+            for order, claimed in zip(rdp.ORDERS.tolist(), curve.tolist(), strict=True):
                 if not 1.1 <= order <= ORDERS:
                     continue
                 least = lone.renyi(order)

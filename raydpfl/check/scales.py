@@ -35,13 +35,13 @@ def scales(case: Example) -> str:
     if member.initial_bound is None and member.sample_bound is None:
         return "bounds nothing"
     tried = "bound" in case.values
-    kept = [
+    scales = [
         exponent
         for exponent in (EXPONENTS if tried else (None,))
         if _keeps(case, None if exponent is None else 10.0**exponent)
     ]
-    hold(kept, "no bound is taken")
-    return f"bounds of 1e{kept[0]} to 1e{kept[-1]}" if tried else "the bound that it has"
+    hold(scales, "no bound is taken")
+    return f"bounds of 1e{scales[0]} to 1e{scales[-1]}" if tried else "the bound that it has"
 
 
 def _keeps(case: Example, bound: float | None) -> bool:

@@ -51,7 +51,7 @@ def cohorts(case: Example) -> str:
         exposed = member.exposed(1, t, population)
         hold(np.isin(clients, exposed).all(), f"round {t} takes clients that are not exposed")
     others = [_draw(member, 2, t, population).clients for t in range(6)]
-    same = all(map(np.array_equal, [each.clients for each in first], others))
+    same = all(map(np.array_equal, [draw.clients for draw in first], others))
     secret = member.sampling(population).hidden
     hold(not (secret and same), "a secret cohort is the same for every seed")
     return f"{len(first[0])} clients in round 0"
@@ -83,21 +83,21 @@ def follows_sampling(case: Example) -> str:
             monitor.check_candidates(t, member.exposed(1, t, population))
         monitor.check(t, cohort, seen)
         seen.update(cohort.clients.tolist())
-    found = f"{declared}, {ROUNDS} rounds"
+    detail = f"{declared}, {ROUNDS} rounds"
     if member.is_user_defined and not member.asks:
         populations = [population] if declared.hidden else []
         populations += _suited(member)
-        found += _many(member, populations, rate) if populations else ""
-    return found
+        detail += _many(member, populations, rate) if populations else ""
+    return detail
 
 
 def _many(member: Selection, populations: list[Population], rate: float) -> str:
     """Holds many cohorts against the sampling scheme."""
     drawn = 0
-    begun = time.monotonic()
+    start = time.monotonic()
     for number, seed in enumerate(SEEDS, 1):
         population = populations[min(number, len(populations)) - 1]
-        until = begun + SECONDS * number / len(SEEDS)
+        until = start + SECONDS * number / len(SEEDS)
         rounds = DRAWS // len(SEEDS)
         composed_rounds = composed(member, seed, rounds, population)
         monitor = SamplingMonitor(
@@ -146,23 +146,23 @@ def _listed(value: Any) -> list[int]:
         value = [*value.keys(), *value.values()]
     if not isinstance(value, (list, tuple, set, frozenset)):
         return []
-    inner = [number for each in value for number in _listed(each)]
-    return inner + [each for each in value if type(each) is int]
+    inner = [number for item in value for number in _listed(item)]
+    return inner + [item for item in value if type(item) is int]
 
 
 def composed_rounds(case: Example) -> str:
     """The rounds that accountants compose over never fall, and hold all that a client is in."""
     member = case.plan.experiment.selection
     population = case.plan.population
-    found = composed(member, 1, 50, population)
+    rounds = composed(member, 1, 50, population)
     seen: Counter[int] = Counter()
     for t in range(50):
         seen.update(member.exposed(1, t, population).tolist())
         most = max(seen.values(), default=0)
         repeated = member.sampling(population).repeats
-        enough = found[t] >= most or repeated
-        hold(enough, f"a client is in {most} of {t + 1} rounds, and {found[t]} are composed")
-    return f"{found[-1]} of 50 rounds"
+        enough = rounds[t] >= most or repeated
+        hold(enough, f"a client is in {most} of {t + 1} rounds, and {rounds[t]} are composed")
+    return f"{rounds[-1]} of 50 rounds"
 
 
 def numbers(case: Example) -> str:

@@ -37,7 +37,7 @@ def state(case: Example) -> str:
     for t in range(4):
         case.member.step(made_up(D), made_up(D, step=t + 1), now, t)
         same_shapes(start, now, "the state")
-    return ", ".join(f"{name} {list(each.shape)}" for name, each in start.items()) or "none"
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in start.items()) or "none"
 
 
 def no_hidden_state(case: Example) -> str:
@@ -46,27 +46,27 @@ def no_hidden_state(case: Example) -> str:
     model = made_up(D)
     before = member.start(D)
     member.step(model, made_up(D, step=9), before, 0)
-    found = []
-    for each in (member, member, pickle.loads(pickle.dumps(member))):
+    results = []
+    for copy in (member, member, pickle.loads(pickle.dumps(member))):
         now = copied(before)
         update = made_up(D, step=1)
         x = model.copy()
-        following = each.step(x, update, now, 3)
+        following = copy.step(x, update, now, 3)
         hold(np.array_equal(update, made_up(D, step=1)), "the update is changed in place")
         hold(np.array_equal(x, model), "the model is changed in place")
-        found.append((following, now))
-        each.step(-model, made_up(D, step=5) * 7, copied(before), 4)
-    for following, now in found[1:]:
-        hold(np.array_equal(following, found[0][0]), "asked again, it gives another model")
-        hold(equal(now, found[0][1]), "asked again, it leaves another state")
+        results.append((following, now))
+        copy.step(-model, made_up(D, step=5) * 7, copied(before), 4)
+    for following, now in results[1:]:
+        hold(np.array_equal(following, results[0][0]), "asked again, it gives another model")
+        hold(equal(now, results[0][1]), "asked again, it leaves another state")
     return "the same step again"
 
 
 def persistence(case: Example) -> str:
     """What it says of momentum is a number from 0 to below 1."""
-    found = case.member.persistence()
-    hold(0 <= found < 1, f"it says {found}")
-    return f"{found:g}"
+    persistence = case.member.persistence()
+    hold(0 <= persistence < 1, f"it says {persistence}")
+    return f"{persistence:g}"
 
 
 CONTRACT: tuple[Look, ...] = (finite, state, no_hidden_state, persistence)

@@ -58,8 +58,8 @@ def types(case: Example) -> str:
         whole = (x.dtype == np.int64) == bool(split.tokens)
         hold(whole, f"x of {who} is {x.dtype}, and tokens {split.tokens}")
         hold(str(y.dtype) == kind, f"y of {who} is {y.dtype}, not {kind}")
-        told = f"y of {who} is {list(y.shape[1:])}, and targets {split.targets}"
-        hold(y.shape[1:] == split.targets, told)
+        detail = f"y of {who} is {list(y.shape[1:])}, and targets {split.targets}"
+        hold(y.shape[1:] == split.targets, detail)
     return f"x {x.dtype} {list(split.shape)}, y {kind} {list(split.targets)}"
 
 
@@ -70,26 +70,26 @@ def values(case: Example) -> str:
     for who, (x, y) in (("clients", _rows(split, 0, len(split.sizes))), ("test", split.test())):
         hold(np.isfinite(x).all() and np.isfinite(y).all(), f"those of {who} are not finite")
         if split.classes and len(y):
-            known = y[y != ignored]
-            told = f"classes of {who} are {known.min(initial=0)} to {known.max(initial=0)}"
-            right = (known >= 0).all() and (known < split.classes).all()
-            hold(right, f"{told}, of {split.classes}")
+            labels = y[y != ignored]
+            detail = f"classes of {who} are {labels.min(initial=0)} to {labels.max(initial=0)}"
+            right = (labels >= 0).all() and (labels < split.classes).all()
+            hold(right, f"{detail}, of {split.classes}")
         if split.tokens and len(x):
-            told = f"tokens of {who} are {x.min()} to {x.max()}, of {split.tokens}"
-            hold(x.min() >= 0 and x.max() < split.tokens, told)
+            detail = f"tokens of {who} are {x.min()} to {x.max()}, of {split.tokens}"
+            hold(x.min() >= 0 and x.max() < split.tokens, detail)
     return f"{split.classes} classes" if split.classes else "numbers"
 
 
 def same_rows_twice(case: Example) -> str:
     """Asked again, it gives the same rows to the same clients, whatever the process has drawn."""
-    found = []
+    splits = []
     for drawn in (0, 1):
         with keyed_globals(drawn):
             np.random.rand(3)
             split = _split(case)
             everyone = _rows(split, 0, len(split.sizes))
-            found.append((np.asarray(split.sizes), *everyone, *split.test()))
-    same = all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+            splits.append((np.asarray(split.sizes), *everyone, *split.test()))
+    same = all(np.array_equal(*pair) for pair in zip(*splits, strict=True))
     hold(same, "asked again, it gives others: draw by raydpfl.core.prng.stream(seed, ...)")
     again = [_source(case).identity(data_root(None)) for _ in range(2)]
     hold(again[0] == again[1], "asked again, its identity is another")
@@ -104,10 +104,10 @@ def any_clients(case: Example) -> str:
     last = len(split.sizes)
     asked = [(k, k + 1) for k in reversed(range(min(last, MOST)))] + [(last // 2, last), (1, 1)]
     for first, stop in asked:
-        found = _rows(split, first, stop)
-        for mine, whole in zip(found, everyone, strict=True):
-            told = f"clients {first} to {stop - 1} have others than among all"
-            hold(np.array_equal(mine, whole[ends[first] : ends[stop]]), told)
+        rows = _rows(split, first, stop)
+        for mine, whole in zip(rows, everyone, strict=True):
+            detail = f"clients {first} to {stop - 1} have others than among all"
+            hold(np.array_equal(mine, whole[ends[first] : ends[stop]]), detail)
     return f"{len(asked)} ranges"
 
 
@@ -155,8 +155,8 @@ def held_out(case: Example) -> str:
     root = data_root(None)
     shards = Shards.open(prepare(source, SEED, root, Path(case.folder) / "apart", validation=0.4))
     apart = shards.client_rows
-    told = "rows that are held out and those that are left are not all"
-    hold(np.array_equal(np.asarray(shards.sizes) + apart, split.sizes), told)
+    detail = "rows that are held out and those that are left are not all"
+    hold(np.array_equal(np.asarray(shards.sizes) + apart, split.sizes), detail)
     return f"{int(apart.sum())} of {int(np.sum(split.sizes))} at 40 %"
 
 

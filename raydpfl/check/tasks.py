@@ -96,12 +96,14 @@ def loss(case: Example) -> str:
     for scale in (0.0, 1.0, 1e3):
         drawn = generator.standard_normal((5, *form.outputs)) * scale
         outputs = torch.from_numpy(drawn).float().requires_grad_()
-        found = form.task.loss(outputs, y)
-        hold(found.shape == (5,), f"it is of shape {list(found.shape)} for 5 samples")
-        hold(torch.isfinite(found).all(), f"outputs of size {scale:g} make it infinite")
-        (each,) = torch.autograd.grad(found[2], outputs, retain_graph=True)
-        hold(torch.isfinite(each).all(), f"outputs of size {scale:g} make its gradient infinite")
-        hold(not each[[0, 1, 3, 4]].any(), "a sample's loss depends on other samples' outputs")
+        losses = form.task.loss(outputs, y)
+        hold(losses.shape == (5,), f"it is of shape {list(losses.shape)} for 5 samples")
+        hold(torch.isfinite(losses).all(), f"outputs of size {scale:g} make it infinite")
+        (gradient,) = torch.autograd.grad(losses[2], outputs, retain_graph=True)
+        hold(
+            torch.isfinite(gradient).all(), f"outputs of size {scale:g} make its gradient infinite"
+        )
+        hold(not gradient[[0, 1, 3, 4]].any(), "a sample's loss depends on other samples' outputs")
     return "finite, of each sample alone"
 
 

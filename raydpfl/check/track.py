@@ -63,15 +63,15 @@ def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int
         raise Untried(f"expected {error.expected}") from None
     folder.mkdir(exist_ok=True)
     book = Book(folder)
-    name, known = book.entry(tracker.kind)
-    run = Tracked(folder, str(folder), "checked", "", flat(case.tree()), name, known)
-    with Heard() as heard:
+    name, rounds = book.entry(tracker.kind)
+    run = Tracked(folder, str(folder), "checked", "", flat(case.tree()), name, rounds)
+    with Heard() as recorder:
         sender = Sender(tracker.kept_in(folder), run, book)
         for t in range(first, last):
             values = {name: 0.1 * t for name in NAMES}
             sender.put({"round": t, **values, "test_loss": None if t % 2 else 0.5})
         sender.close(SUMMARY)
-    hold(not heard.said, "; ".join(heard.said))
+    hold(not recorder.said, "; ".join(recorder.said))
     return Book(folder).entry(tracker.kind)
 
 

@@ -16,27 +16,29 @@ POPULATIONS = (
 
 
 def _of(case: Example, sizes: np.ndarray) -> np.ndarray:
-    given = sizes.astype(np.int64)
-    kept = given.copy()
-    found = np.asarray(case.member.of(given, int(given.sum()), len(given)))
-    hold(np.array_equal(kept, given), "the clients' sizes are changed in place")
-    return found
+    counts = sizes.astype(np.int64)
+    copy = counts.copy()
+    weights = np.asarray(case.member.of(counts, int(counts.sum()), len(counts)))
+    hold(np.array_equal(copy, counts), "the clients' sizes are changed in place")
+    return weights
 
 
 def numbers(case: Example) -> str:
     """There is one finite number for each client."""
     for sizes in POPULATIONS:
-        found = _of(case, sizes)
-        hold(found.shape == sizes.shape, f"{len(sizes)} clients get {list(found.shape)} weights")
-        hold(np.isfinite(found).all(), f"a weight of {len(sizes)} clients is not finite")
+        weights = _of(case, sizes)
+        hold(
+            weights.shape == sizes.shape, f"{len(sizes)} clients get {list(weights.shape)} weights"
+        )
+        hold(np.isfinite(weights).all(), f"a weight of {len(sizes)} clients is not finite")
     return f"{len(POPULATIONS)} populations"
 
 
 def mean(case: Example) -> str:
     """The weights have mean 1 over the population."""
     for sizes in POPULATIONS:
-        found = float(_of(case, sizes).mean())
-        hold(abs(found - 1) <= 1e-9, f"the mean over {len(sizes)} clients is {found:.6g}")
+        mean = float(_of(case, sizes).mean())
+        hold(abs(mean - 1) <= 1e-9, f"the mean over {len(sizes)} clients is {mean:.6g}")
         hold(not case.member.plain() or (_of(case, sizes) == 1).all(), "plain weights are not 1")
     return "1, over every population"
 
@@ -51,9 +53,11 @@ def no_hidden_state(case: Example) -> str:
 
 def largest(case: Example) -> str:
     """The largest weight is what the accountants are told."""
-    found = float(np.abs(_of(case, case.sizes)).max())
+    largest = float(np.abs(_of(case, case.sizes)).max())
     told = case.plan.weight
-    hold(found <= told * (1 + 1e-12), f"a client counts {found:g}, and {told:g} is accounted for")
+    hold(
+        largest <= told * (1 + 1e-12), f"a client counts {largest:g}, and {told:g} is accounted for"
+    )
     return f"{told:.4g}"
 
 

@@ -255,9 +255,9 @@ def sweep(
                 raise ConfigError("--resume", config, expected)
             out = config
         out = out or str(_new_folder(config))
-        given: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+        options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
         with SweepDisplay(_console(quiet)) as display, _resumable(out, "sweep"):
-            result = tune.run(asked, out, on_change=display.show, **given)
+            result = tune.run(asked, out, on_change=display.show, **options)
     display.report(result, asked)
     if result.problem:
         raise RunError(result.problem)
@@ -326,7 +326,11 @@ def reproduce(
     out = out or (_begun_study(studies) if resume else None)
     ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
-        names = [_study_here(name, stack) for given in studies for name in studying.several(given)]
+        names = [
+            _study_here(name, stack)
+            for study_name in studies
+            for name in studying.several(study_name)
+        ]
         with directed("reproduce", *studies):
             asked = [studying.Study.named(name, scale, seeds) for name in names]
         display = stack.enter_context(StudyDisplay(console, asked))
@@ -394,10 +398,10 @@ def submit(
     """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
     from raydpfl.jobs.client import JobServer
 
-    given = [each for each in (config, follow, stop) if each is not None]
-    if len(given) != 1:
+    options = [option for option in (config, follow, stop) if option is not None]
+    if len(options) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
-    job = given[0]
+    job = options[0]
     with directed("submit", *([config] if config else [])):
         server = JobServer(address)
         if config is not None:
@@ -447,12 +451,12 @@ def show(
 
     with storage.reading(config, "config", CONFIGS.__contains__) as place:
         asked = str(place) if storage.elsewhere(config) else config
-        found = preview(asked, overrides or (), timed, data_root)
+        shown = preview(asked, overrides or (), timed, data_root)
     console = Console(soft_wrap=True)
-    for line in found.text.splitlines():
+    for line in shown.text.splitlines():
         console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
-    if found.refused:
-        raise found.refused
+    if shown.refused:
+        raise shown.refused
 
 
 ASKED = (
@@ -516,21 +520,21 @@ def budget(
     from raydpfl.simulation import planned_guarantee
 
     options = {name: value for name, value in context.params.items() if name not in NO_OPTIONS}
-    given = {name: value for name, value in options.items() if value is not None}
+    stated = {name: value for name, value in options.items() if value is not None}
     if config:
         with _kept(config, trust_code):
-            asked = _of_privacy(config, overrides, given, trust_code)
-            found = planned_guarantee.of_config(asked, data_root)
+            asked = _of_privacy(config, overrides, stated, trust_code)
+            answer = planned_guarantee.of_config(asked, data_root)
     else:
-        found = calculator.from_options(**given)
+        answer = calculator.from_options(**stated)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        print(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(budget_display.shown(found))
+        Console(highlight=False).print(budget_display.shown(answer))
 
 
 def _of_privacy(
-    config: str, overrides: list[str] | None, given: dict[str, Any], trust_code: bool
+    config: str, overrides: list[str] | None, options: dict[str, Any], trust_code: bool
 ) -> Experiment:
     """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
     option is `given` besides, other than where data sets lie.
@@ -538,7 +542,7 @@ def _of_privacy(
     _load()
     from raydpfl.experiment import Experiment
 
-    for name, value in given.items():
+    for name, value in options.items():
         if name != "data_root":
             expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
             raise ConfigError(f"--{name.replace('_', '-')}", value, expected)
@@ -573,7 +577,7 @@ def audit(
     console = _console()
     with _kept(config, trust_code), _bar(console, hidden=as_json) as on_round:
         experiment, _ = _read("audit", config, overrides, trust_code=trust_code)
-        found = auditor.audit(
+        result = auditor.audit(
             experiment,
             out,
             canaries=canaries,
@@ -583,12 +587,12 @@ def audit(
             on_round=on_round,
         )
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        console.print(found.text(), markup=False)
+        console.print(result.text(), markup=False)
         following = f"Audit directory: {out}\n  its page and figures:  raydpfl report {out}"
         console.print(following, markup=False, soft_wrap=True)
-    if not found.passed:
+    if not result.passed:
         raise RunError(
             f"the run is not as private as it claims; see {storage.within(out, 'audit.json')}"
         )
@@ -619,13 +623,13 @@ def check(
     _load()
     from raydpfl import check as contract
 
-    found = contract.check(member, overrides or ())
+    clauses = contract.check(member, overrides or ())
     if as_json:
-        print(json.dumps([asdict(clause) for clause in found], indent=2))
+        print(json.dumps([asdict(clause) for clause in clauses], indent=2))
     else:
         console = _console()
-        print(contract.render(found, *[console.width] * console.is_terminal))
-    broken = [clause for clause in found if clause.kept is False]
+        print(contract.render(clauses, *[console.width] * console.is_terminal))
+    broken = [clause for clause in clauses if clause.kept is False]
     if broken:
         first = broken[0]
         where = f" ({first.example})" if first.example else ""
@@ -656,11 +660,11 @@ def kinds(
     if schema:
         print(json.dumps(config_schema.schema(), indent=2))
         return
-    found = reference.of(name)
+    reference_kinds = reference.of(name)
     if as_json:
-        print(json.dumps([each.to_dict() for each in found], indent=2))
+        print(json.dumps([clause.to_dict() for clause in reference_kinds], indent=2))
     else:
-        print(reference.render(found))
+        print(reference.render(reference_kinds))
 
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
@@ -703,8 +707,8 @@ def compare(
     from raydpfl.cli import comparison_table
 
     with directed("compare", *directories):
-        found, place = reports.compare(directories, out, metric)
-    comparison_table.show(Console(highlight=False), found)
+        comparison, place = reports.compare(directories, out, metric)
+    comparison_table.show(Console(highlight=False), comparison)
     print(f"Page: {storage.within(place, 'index.html')}")
 
 
@@ -780,17 +784,17 @@ def data_describe(
         class_histogram.check(out)
     with _kept(config, trust_code):
         experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
-        found = data.load(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+        loaded = data.load(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
         counted = experiment.data.counted(data_root)
-    for name, value in {**found.describe(), **counted}.items():
+    for name, value in {**loaded.describe(), **counted}.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{key} {each:g}" for key, each in value.items())
+            value = ", ".join(f"{key} {number:g}" for key, number in value.items())
         print(f"{name}: {value}")
     if out is not None:
-        counts = found.class_counts()
+        counts = loaded.class_counts()
         if not counts.shape[1]:
             raise ConfigError("--out", str(out), "none for data whose samples have no class each")
-        class_histogram.write(out, counts, found.target.names)
+        class_histogram.write(out, counts, loaded.target.names)
         print(f"Picture: {out}")
 
 
@@ -798,7 +802,7 @@ def _is_config(name: str) -> bool:
     """Whether a name is that of a config or of a run's directory, and not of data."""
     folder = Path(name)
     if folder.is_dir():
-        return any((folder / each).exists() for each in ("config.yaml", "sweep.yaml"))
+        return any((folder / name).exists() for name in ("config.yaml", "sweep.yaml"))
     return folder.suffix in (".yaml", ".yml") or "=" in name
 
 
@@ -810,14 +814,14 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
 
     files = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
     changes = [argument for argument in arguments if argument not in files]
-    given = overridden({"data": {}}, changes)
-    other = [name for name in given if name != "data"]
+    tree = overridden({"data": {}}, changes)
+    other = [name for name in tree if name != "data"]
     if other:
-        raise ConfigError(other[0], given[other[0]], "fields of data alone, as in data.y=price")
-    found = data.suggest(files, given["data"], data_root)
-    Experiment.from_dict(found.tree)
-    notes = [*found.notes, *(f"warning: {warning}" for warning in found.warnings)]
-    return "".join(f"# {note}\n" for note in notes) + dump(found.tree)
+        raise ConfigError(other[0], tree[other[0]], "fields of data alone, as in data.y=price")
+    suggestion = data.suggest(files, tree["data"], data_root)
+    Experiment.from_dict(suggestion.tree)
+    notes = [*suggestion.notes, *(f"warning: {warning}" for warning in suggestion.warnings)]
+    return "".join(f"# {note}\n" for note in notes) + dump(suggestion.tree)
 
 
 def _read(
@@ -887,16 +891,16 @@ def _resumable(folder: Path | str | None, command: str = "run") -> Iterator[None
 
 def _interrupted(error: str = "") -> str:
     """What is said of an interrupt, by which something may have failed."""
-    said = f"interrupted ({error})" if error else "interrupted"
+    message = f"interrupted ({error})" if error else "interrupted"
     folder = _Begun.folder
     if not _Begun.command:
-        return said
+        return message
     if folder is None:
-        return f"{said}; what had begun goes on with --resume"
+        return f"{message}; what had begun goes on with --resume"
     here = "://" not in str(folder)
     if here and not (os.path.isdir(folder) and os.listdir(folder)):
-        return f"{said} before its first round was done; nothing is left of it"
-    return f"{said}; go on with: raydpfl {_Begun.command} {folder} --resume"
+        return f"{message} before its first round was done; nothing is left of it"
+    return f"{message}; go on with: raydpfl {_Begun.command} {folder} --resume"
 
 
 def main() -> None:
@@ -956,8 +960,8 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, SystemExit):
         if _completed(error):
             return "", 0
-        said = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
-        return None if said else (f"code that the config names {exited(error)}", 1)
+        silent = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
+        return None if silent else (f"code that the config names {exited(error)}", 1)
     if isinstance(error, Exception) and frames_of_user(error):
         return traceback_text(error), 1
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has

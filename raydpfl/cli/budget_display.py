@@ -90,11 +90,17 @@ def _held(budget: Budget) -> Table:
 
 def _reasons(budget: Budget) -> list[str]:
     """What is known of cohorts, and why accountants have no number."""
-    known = [guarantee.sampling.participations for guarantee in budget.guarantees]
-    notes = [f"cohort known: {each}" for each in dict.fromkeys(known) if each]
+    participations = [guarantee.sampling.participations for guarantee in budget.guarantees]
+    notes = [
+        f"cohort known: {participation}"
+        for participation in dict.fromkeys(participations)
+        if participation
+    ]
     rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
     failed = [
-        f"{each.accountant}: {reason}" for each in rigorous for reason in each.conditions_failed
+        f"{guarantee.accountant}: {reason}"
+        for guarantee in rigorous
+        for reason in guarantee.conditions_failed
     ]
     return [*notes, *dict.fromkeys(failed)]
 
@@ -165,13 +171,13 @@ def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
 def _of_clients(
     title: str, first: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
 ) -> Table:
-    made = guarantee_table.plain(title)
-    made.add_column(first, no_wrap=True)
+    table = guarantee_table.plain(title)
+    table.add_column(first, no_wrap=True)
     for head in names.values():
-        made.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
+        table.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
     for label, values in lines:
-        made.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
-    return made
+        table.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+    return table
 
 
 def _mark(guarantee: Guarantee) -> str:

@@ -32,26 +32,26 @@ UNSECTIONED = ("measure", "track", "evaluate.metrics", "privacy.accountants", "s
 def kinds(incomplete: str) -> list[str]:
     """For `raydpfl kinds`: families, and the members of one once no other is meant."""
     every = fields()
-    found = [name for name in every if name.startswith(incomplete)]
+    names = [name for name in every if name.startswith(incomplete)]
     for family in every:
-        if found == [family] or incomplete.startswith(family):
-            found += [f"{family}.{kind}" for kind in every[family] if kind]
-    return [name for name in found if name.startswith(incomplete)]
+        if names == [family] or incomplete.startswith(family):
+            names += [f"{family}.{kind}" for kind in every[family] if kind]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def members(incomplete: str) -> list[str]:
     """For `raydpfl check`: the members that come with the project, as `family:kind`."""
-    found = [f"{family}:{kind}" for family, each in fields().items() for kind in each if kind]
-    return [name for name in found if name.startswith(incomplete)]
+    names = [f"{family}:{kind}" for family, kinds in fields().items() for kind in kinds if kind]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def after_colon(context: typer.Context, incomplete: str) -> list[str]:
     """The kinds of a family that bash has cut off, as it takes a colon for a word of its own."""
-    given = context.params.get("overrides") or []
-    if (given and given != [":"]) or (not given and incomplete != ":"):
+    words = context.params.get("overrides") or []
+    if (words and words != [":"]) or (not words and incomplete != ":"):
         return []
-    found = fields().get(context.params.get("member", ""), {})
-    return [kind for kind in found if kind.startswith(incomplete.strip(":"))]
+    keys = fields().get(context.params.get("member", ""), {})
+    return [kind for kind in keys if kind.startswith(incomplete.strip(":"))]
 
 
 def of_family(family: str) -> Callable[[str], list[str]]:
@@ -74,8 +74,8 @@ def one_of(*words: str) -> Callable[[str], list[str]]:
 
 def studies(incomplete: str) -> list[str]:
     """For `raydpfl reproduce`: the studies that come with the project, and their papers."""
-    found = (Path(raydpfl.__file__).parent / "sweep" / "study" / "papers").glob("*/*.yaml")
-    ids = sorted(f"{path.parent.name}/{path.stem}" for path in found)
+    paths = (Path(raydpfl.__file__).parent / "sweep" / "study" / "papers").glob("*/*.yaml")
+    ids = sorted(f"{path.parent.name}/{path.stem}" for path in paths)
     papers = dict.fromkeys(study_id.partition("/")[0] for study_id in ids)
     return [name for name in (*papers, *ids, "all") if name.startswith(incomplete)]
 
@@ -86,22 +86,22 @@ def overrides(context: typer.Context, incomplete: str) -> list[str]:
 
     bash takes `=` for a word of its own, and completes what follows it alone.
     """
-    given = [*(context.params.get("overrides") or ())]
+    words = [*(context.params.get("overrides") or ())]
     tree = _tree(context.params.get("config"))
-    for override in _joined(given):
+    for override in _joined(words):
         _put(tree, *override.split("=", 1))
     offered = dict(_offered(tree))
-    before = given[:-1] if given[-1:] == ["="] else given  # typer leaves out one that comes last
-    if before and before[-1] in offered and not (before is given and incomplete):
+    before = words[:-1] if words[-1:] == ["="] else words  # typer leaves out one that comes last
+    if before and before[-1] in offered and not (before is words and incomplete):
         return [value for value in offered[before[-1]] if value.startswith(incomplete)]
     key, sign, start = incomplete.partition("=")
     if not sign:
-        found = [f"{each}=" for each in offered if each.startswith(key)]
-        if len(found) > 1:
-            return found
-        key = found[0].strip("=") if found else key  # with its values no shell ends the word
+        offers = [f"{each}=" for each in offered if each.startswith(key)]
+        if len(offers) > 1:
+            return offers
+        key = offers[0].strip("=") if offers else key  # with its values no shell ends the word
     values = [f"{key}={value}" for value in offered.get(key, ()) if value.startswith(start)]
-    return values if sign else [*found, *values]
+    return values if sign else [*offers, *values]
 
 
 def _joined(words: list[str]) -> Iterator[str]:
@@ -159,10 +159,10 @@ def _tree(config: str | None) -> dict[str, Any]:
     if path.is_dir():
         path = next((path / name for name in CONFIG_NAMES if (path / name).exists()), path)
     try:
-        found = yaml.safe_load(read_text(path))
+        tree = yaml.safe_load(read_text(path))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def fields() -> Fields:
@@ -171,9 +171,9 @@ def fields() -> Fields:
     try:
         return kept_json(path)
     except (OSError, ValueError):
-        found = table()
-        keep_json(path, found)
-        return found
+        cached = table()
+        keep_json(path, cached)
+        return cached
 
 
 def _state() -> str:
@@ -197,8 +197,8 @@ def table() -> Fields:
 def _values(key: Any) -> list[str]:
     """What a key can be told by name, and its default if it is one word."""
     words = [word for word in key.type.split(" | ") if CHOICE.fullmatch(word)]
-    found = [word for word in words if word not in TYPES]
+    values = [word for word in words if word not in TYPES]
     plain = isinstance(key.default, int | float | str) and not isinstance(key.default, bool)
     if plain and CHOICE.fullmatch(str(key.default)):
-        found.append(str(key.default))
-    return [*dict.fromkeys(found)]
+        values.append(str(key.default))
+    return [*dict.fromkeys(values)]

@@ -74,39 +74,39 @@ def _family(name: str, family: Iterable[str]) -> dict[str, Any]:
 
 
 def _member(kind: str, cls: type[BaseModel], usual: str | None) -> dict[str, Any]:
-    found = _section(cls)
-    found["properties"]["kind"] = {"const": kind}
+    schema = _section(cls)
+    schema["properties"]["kind"] = {"const": kind}
     if kind != usual:
-        found["required"] = ["kind", *found.get("required", ())]
-    return found
+        schema["required"] = ["kind", *schema.get("required", ())]
+    return schema
 
 
 def _section(cls: type[BaseModel]) -> dict[str, Any]:
     """A mapping with the fields of a section or member."""
     fields = {name: field for name, field in cls.model_fields.items() if name != "kind"}
-    found: dict[str, Any] = {
+    schema: dict[str, Any] = {
         "type": "object",
         "description": cited(inspect.cleandoc(cls.__doc__ or "")),
         "properties": {name: _described(name, field) for name, field in fields.items()},
         "additionalProperties": False,
     }
     required = [name for name, field in fields.items() if field.is_required()]
-    return found | ({"required": required} if required else {})
+    return schema | ({"required": required} if required else {})
 
 
 def _described(name: str, field: FieldInfo) -> dict[str, Any]:
     """A field's type, description and default."""
-    found = _bounded(_type(field.annotation), field.metadata)
+    schema = _bounded(_type(field.annotation), field.metadata)
     if name in RULES:
-        found = {"anyOf": [{"$ref": "#/$defs/personal"}, {"type": "null"}]}
+        schema = {"anyOf": [{"$ref": "#/$defs/personal"}, {"type": "null"}]}
     elif name == "accountants":
-        found = {"anyOf": [found, {"type": "string"}]}
+        schema = {"anyOf": [schema, {"type": "string"}]}
     if field.description:
-        found["description"] = cited(field.description)
+        schema["description"] = cited(field.description)
     default = field.get_default(call_default_factory=True)
     if default is not PydanticUndefined:
-        found["default"] = _plain(default)
-    return found
+        schema["default"] = _plain(default)
+    return schema
 
 
 def _plain(value: Any) -> Any:
@@ -138,13 +138,13 @@ def _type(annotation: Any) -> dict[str, Any]:
     return {"type": named} if named else {}
 
 
-def _bounded(found: dict[str, Any], metadata: Iterable[Any]) -> dict[str, Any]:
+def _bounded(schema: dict[str, Any], metadata: Iterable[Any]) -> dict[str, Any]:
     """A type with the bounds of its annotation."""
     for limit in metadata:
         if isinstance(limit, FieldInfo):
-            found = _bounded(found, limit.metadata)
+            schema = _bounded(schema, limit.metadata)
         for name, key in BOUNDS.items():
             value = getattr(limit, name, None)
             if value is not None:
-                found = {**found, key: value}
-    return found
+                schema = {**schema, key: value}
+    return schema

@@ -35,8 +35,8 @@ def against(one: Guarantee) -> str:
 
 def label(one: Guarantee) -> str:
     """The accountant, as a heading has it."""
-    known = ACCOUNTANTS.get(one.accountant)
-    return known.label if known and known.label else one.accountant
+    accountant = ACCOUNTANTS.get(one.accountant)
+    return accountant.label if accountant and accountant.label else one.accountant
 
 
 def by_observer(cells: Cells) -> list[Row]:

@@ -107,14 +107,16 @@ def of(name: str | None = None) -> list[KindReference]:
     every = _every()
     if name is None:
         return every
-    found = [each for each in every if name in (each.family, each.name)]
-    found = found or [each for each in every if _ends(each.family, name) or _ends(each.name, name)]
-    if not found:
-        families = list(dict.fromkeys(each.family for each in every))
+    matches = [kind for kind in every if name in (kind.family, kind.name)]
+    matches = matches or [
+        kind for kind in every if _ends(kind.family, name) or _ends(kind.name, name)
+    ]
+    if not matches:
+        families = list(dict.fromkeys(kind.family for kind in every))
         expected = f"one of {', '.join(families)}; or FAMILY.KIND"
-        near = said(name.replace(".", " "), [*families, *(each.name for each in every)])
+        near = said(name.replace(".", " "), [*families, *(kind.name for kind in every)])
         raise ConfigError("kinds", name, f"{expected}{near}")
-    return found
+    return matches
 
 
 def render(kinds: Iterable[KindReference]) -> str:
@@ -132,20 +134,25 @@ def _every() -> list[KindReference]:
     }
     about = "What stands outside of all sections."
     top = KindReference("config", "", _path(experiment.Experiment), about, _keys(whole))
-    found = [top]
+    kinds = [top]
     sections = experiment.SECTIONS.items()
     for name, spec in sections:
         if spec.family and not spec.usual:  # a rule of local, wherever else it may stand
-            found += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
-    found += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
-    found += [_kind("privacy.accountants", kind, type(each)) for kind, each in ACCOUNTANTS.items()]
-    return found + [_kind("selection.sampling", kind, type(each)) for kind, each in SCHEMES.items()]
+            kinds += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
+    kinds += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
+    kinds += [
+        _kind("privacy.accountants", kind, type(accountant))
+        for kind, accountant in ACCOUNTANTS.items()
+    ]
+    return kinds + [
+        _kind("selection.sampling", kind, type(scheme)) for kind, scheme in SCHEMES.items()
+    ]
 
 
 def _kind(family: str, kind: str, cls: type) -> KindReference:
     about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
     fields = cls.model_fields if issubclass(cls, BaseModel) else {}
-    keys = _keys({name: each for name, each in fields.items() if name != "kind"})
+    keys = _keys({name: field for name, field in fields.items() if name != "kind"})
     return KindReference(family, kind, _path(cls), about, keys)
 
 
@@ -177,7 +184,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value
 
 
@@ -185,8 +192,8 @@ def _yaml(value: Any) -> str:
     """A default on one line."""
     if isinstance(value, Mapping) and "kind" in value:
         return str(value["kind"])
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        value = [_yaml(each) for each in value]
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = [_yaml(item) for item in value]
     text = experiment.dump([value]).strip() if value != "" else "- ''"
     return " ".join(text.removeprefix("- ").split()) if "\n" not in text else str(value)
 
@@ -198,8 +205,8 @@ def _type(field: FieldInfo) -> str:
 def _with_bounds(words: str, metadata: Iterable[Any]) -> str:
     """A type with the bounds of an annotation, as in `number, > 0`."""
     limits: list[Any] = []
-    for each in metadata:
-        limits += each.metadata if isinstance(each, FieldInfo) else [each]
+    for bound in metadata:
+        limits += bound.metadata if isinstance(bound, FieldInfo) else [bound]
     for limit in limits:
         if isinstance(limit, annotated_types.MinLen):
             words += f", at least {limit.min_length}"
@@ -217,12 +224,12 @@ def _words(annotation: Any) -> str:
     if origin is Annotated:
         return _with_bounds(_words(inner[0]), inner[1:])
     if origin is Literal:
-        return " | ".join(str(each) for each in inner)
+        return " | ".join(str(argument) for argument in inner)
     if origin in (Union, types.UnionType):
-        return " | ".join(_words(each) for each in inner)
+        return " | ".join(_words(argument) for argument in inner)
     if origin in (tuple, list):
-        each = [_words(one) for one in inner if one is not Ellipsis]
-        return "list of " + (" and ".join(each) if each else "values")
+        texts = [_words(one) for one in inner if one is not Ellipsis]
+        return "list of " + (" and ".join(texts) if texts else "values")
     if fields_of(annotation) is not None:
         return "a section with a kind"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

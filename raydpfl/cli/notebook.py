@@ -57,15 +57,15 @@ class Result(runner.Result):
         return report.figure(self.out, {"curves": of, "x": x})
 
     def __repr__(self) -> str:
-        said = [
+        lines = [
             f"{self.summary['rounds']} rounds",
             metric_columns.summary_text(self.summary).lower(),
         ]
         held = holding(self.guarantees)
         if held:
             against = guarantee_table.against(held[0])
-            said.append(f"epsilon {held[0].epsilon:.4g} {held[0].about()}, against {against}")
-        return f"Result({self.out}: {'; '.join(part for part in said if part)})"
+            lines.append(f"epsilon {held[0].epsilon:.4g} {held[0].about()}, against {against}")
+        return f"Result({self.out}: {'; '.join(part for part in lines if part)})"
 
     def _repr_html_(self) -> str:
         held = holding(self.guarantees)
@@ -126,26 +126,26 @@ def run(
     Raises:
         ConfigError: as there, as are `RunError` and `KeyboardInterrupt`.
     """
-    given: dict[str, Any] = {"on_stage": on_stage, "on_start": on_start, "on_rows": on_rows}
-    given["on_measure"] = on_measure
+    hooks: dict[str, Any] = {"on_stage": on_stage, "on_start": on_start, "on_rows": on_rows}
+    hooks["on_measure"] = on_measure
     if progress is False or (progress is None and not cell_is_there()):
-        found = runner.run(experiment, out, **given, **options)
+        result = runner.run(experiment, out, **hooks, **options)
     else:
         console = Console(highlight=False)
         shows = Cell if cell_is_there() else run_display.Display
         with shows(console, experiment.rounds) as display:
-            for name, call in given.items():
-                given[name] = _both(getattr(display, name.removeprefix("on_")), call)
-            found = runner.run(experiment, out, **given, **options)
-    return Result(*(getattr(found, field.name) for field in fields(found)))
+            for name, call in hooks.items():
+                hooks[name] = _both(getattr(display, name.removeprefix("on_")), call)
+            result = runner.run(experiment, out, **hooks, **options)
+    return Result(*(getattr(result, field.name) for field in fields(result)))
 
 
 def _both(first: Callable[..., object], second: Callable[..., object]) -> Callable[..., object]:
     """Calls one after the other, and returns what the second does."""
 
-    def call(*given: Any) -> object:
-        first(*given)
-        return second(*given)
+    def call(*arguments: Any) -> object:
+        first(*arguments)
+        return second(*arguments)
 
     return call
 

@@ -177,8 +177,8 @@ def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
 
 def _defaults(sweep: Sweep, experiment: Experiment | None) -> set[defaults.Key]:
     """The keys of `_complete` that are at their defaults."""
-    given = dict.fromkeys(sweep.search.model_fields_set)
-    keys = set(defaults.within(sweep.search, given, place=("sweep",)))
+    fields = dict.fromkeys(sweep.search.model_fields_set)
+    keys = set(defaults.within(sweep.search, fields, place=("sweep",)))
     return keys | (set(defaults.keys(experiment, sweep.tree, DEFAULTS)) if experiment else set())
 
 
@@ -253,7 +253,9 @@ def _cells(study: Study, taken: Estimate) -> list[str]:
         tried = ", ".join(
             f"{key} of {', '.join(map(str, space.options))}" for key, space in cell.grid.items()
         )
-        sources = ", ".join(f"{key} from {each.arm}" for key, each in study.sources(cell).items())
+        sources = ", ".join(
+            f"{key} from {source.arm}" for key, source in study.sources(cell).items()
+        )
         parts = [cell.named(), f"{experiment.rounds} rounds", tried, sources]
         lines.append("; ".join(part for part in parts if part))
     return lines
@@ -281,10 +283,10 @@ def list_studies(
     """
     for field, value in (("--scale", scale), ("--seeds", seeds), ("--data-root", root)):
         if not names and value is not None:
-            given = str(value) if isinstance(value, Path) else value
-            raise ConfigError(field, given, "the name of a study as well, with --list")
+            text = str(value) if isinstance(value, Path) else value
+            raise ConfigError(field, text, "the name of a study as well, with --list")
     for name in [] if names else builtin.paths():
-        scales = [Study.named(name, each) for each in SCALES]
+        scales = [Study.named(name, scale) for scale in SCALES]
         lines = [
             f"  {study.scale}: {_runs_of(study)}; {estimate(study.planned_runs()).words()}"
             for study in scales

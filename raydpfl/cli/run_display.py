@@ -191,10 +191,10 @@ def report(console: Console, result: Result, took: str = "") -> None:
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
         _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
-    said = metric_columns.summary_text(summary)
-    if said:
+    text = metric_columns.summary_text(summary)
+    if text:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
-        _say(console, f"{said}, after {time}")
+        _say(console, f"{text}, after {time}")
     if took:
         _say(console, f"{took[0].upper()}{took[1:]}.")
     _guarantees(console, result)
@@ -208,22 +208,22 @@ def report(console: Console, result: Result, took: str = "") -> None:
 def following(result: Result) -> list[str]:
     """Where a run lies, and the commands that say more of it, or go on with it."""
     out = result.out
-    found = [
+    scores = [
         f"Run directory: {out}",
         f"  its page and figures:  raydpfl report {out}",
         f"  beside another run:    raydpfl compare {out} DIR",
     ]
     status = result.summary["status"]
     if status == "stopped":
-        found.append(f"  go on with it:         raydpfl run {out} --resume")
+        scores.append(f"  go on with it:         raydpfl run {out} --resume")
     elif status == "completed" and not result.summary["reason"]:
         rounds = result.experiment.rounds
         override = result.experiment.noise.extension(rounds)
         command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
         if override is None:  # noise that is for these rounds alone
             command = f"raydpfl run {storage.within(out, 'config.yaml')} model.init={out} --out DIR"
-        found.append(f"  more rounds:           {command}")
-    return found
+        scores.append(f"  more rounds:           {command}")
+    return scores
 
 
 def _say(console: Console, text: str | Text) -> None:
@@ -232,26 +232,26 @@ def _say(console: Console, text: str | Text) -> None:
 
 
 def _guarantees(console: Console, result: Result) -> None:
-    found = result.guarantees
-    if not found and result.summary["status"] == "budget":
+    guarantees = result.guarantees
+    if not guarantees and result.summary["status"] == "budget":
         _say(console, "No round was run: nothing of the data was released, and nothing spent.")
-    elif not found:
+    elif not guarantees:
         no_noise = "the run had no noise that an accountant was asked to account for"
         _say(console, f"No privacy guarantee: {no_noise}.")
-    holds = holding(found)
-    for group in groups(found):
+    holds = holding(guarantees)
+    for group in groups(guarantees):
         _say(console, f"\nEpsilon {group[0].about()}:")
         console.print(_table(group, holds), end="")
-    for note in notes(found, holds):
+    for note in notes(guarantees, holds):
         _say(console, note)
-    if found:
+    if guarantees:
         console.print()
 
 
-def groups(found: Sequence[Guarantee]) -> list[list[Guarantee]]:
+def groups(guarantees: Sequence[Guarantee]) -> list[list[Guarantee]]:
     """Those of one unit and one delta together, which are a table each."""
     alike: dict[tuple, list[Guarantee]] = {}
-    for one in found:
+    for one in guarantees:
         alike.setdefault((one.unit, one.delta), []).append(one)
     return [*alike.values()]
 
@@ -270,24 +270,26 @@ def epsilon(one: Guarantee) -> str:
     return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}{mark}"
 
 
-def notes(found: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
+def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[str]:
     """What the numbers rely on, and leave out, a line each."""
-    said = []
+    lines = []
     if holds:
-        said.append(
+        lines.append(
             "> the setting of this config; whoever sees more has another row. Of several numbers "
             "in a row the smallest holds."
         )
-    for one in found:
+    for one in guarantees:
         sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
         failed = "; ".join(one.conditions_failed)
         if failed:
-            said.append(f"{sign}. Conditions that fail: {failed}.")
+            lines.append(f"{sign}. Conditions that fail: {failed}.")
         elif SIGNS[one.kind]:
-            said.append(f"{sign}.")
-    relied = holds or [one for one in found if not one.formula]
-    said += [f"Sampling: {one.sampling}." for one in relied]
-    if any(one.declared for one in found):
-        said.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
-    said += [f"Not accounted for: {exclusion}." for one in found for exclusion in one.exclusions]
-    return [*dict.fromkeys(said)]
+            lines.append(f"{sign}.")
+    relied = holds or [one for one in guarantees if not one.formula]
+    lines += [f"Sampling: {one.sampling}." for one in relied]
+    if any(one.declared for one in guarantees):
+        lines.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
+    lines += [
+        f"Not accounted for: {exclusion}." for one in guarantees for exclusion in one.exclusions
+    ]
+    return [*dict.fromkeys(lines)]

@@ -63,7 +63,7 @@ class SearchDisplay(ABC):
         for trial in over:
             if not trial.before and trial not in self._printed:
                 self._printed.add(trial)
-                done = before + sum(each in self._printed for each in over)
+                done = before + sum(trial in self._printed for trial in over)
                 self._say(f"{done}/{self._total(runner)}  {self._line(runner, trial)}")
 
     @abstractmethod
@@ -153,8 +153,8 @@ class StudyDisplay(SearchDisplay):
         return Group(*self._bars.values())
 
     def _line(self, runner: StudyRunner, trial: Trial) -> str:
-        said = metric_columns.words(trial.summary or {})
-        parts = [runner.study.about.id, trial.named(), said, trial.status]
+        text = metric_columns.words(trial.summary or {})
+        parts = [runner.study.about.id, trial.named(), text, trial.status]
         if trial.status == "failed":
             parts[2:] = [f"failed: {trial.failure()}"]
         return "  ".join(part for part in parts if part)

@@ -98,10 +98,10 @@ def directed(command: str, *asked: str, overrides: Sequence[str] = ()) -> Iterat
     except ConfigError:
         expected, kinds = TAKEN[command]
         there = THERE if command == "submit" else ""
-        for each in asked:
-            kind = what(each, overrides) if "://" not in each else None
+        for path in asked:
+            kind = what(path, overrides) if "://" not in path else None
             if kind and kind not in kinds:
-                instead = INSTEAD[kind].replace("{}", each)
-                said = f"{expected}; this is {kind}: {instead}{there}"
-                raise ConfigError("config", os.fspath(each), said) from None
+                instead = INSTEAD[kind].replace("{}", path)
+                message = f"{expected}; this is {kind}: {instead}{there}"
+                raise ConfigError("config", os.fspath(path), message) from None
         raise

@@ -65,10 +65,10 @@ def fetch(kind: str, root: Path | None = None) -> Path:
     """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data
     fetch`). Raises `ConfigError`.
     """
-    found = _class(kind).fetch(data_root(root))
-    if found is None:
+    path = _class(kind).fetch(data_root(root))
+    if path is None:
         raise ConfigError("data.kind", kind, "one that is downloaded (see raydpfl data list)")
-    return found
+    return path
 
 
 def _class(kind: str) -> type[Data]:

@@ -51,18 +51,18 @@ def _npz(path: Path) -> Columns:
     if not zipfile.is_zipfile(path):
         raise ValueError("it is no whole file of numpy.savez")
     with zipfile.ZipFile(path) as archive:
-        check_memory(sum(each.file_size for each in archive.infolist()))
-    found = Columns(path.name, {})
+        check_memory(sum(entry.file_size for entry in archive.infolist()))
+    columns = Columns(path.name, {})
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays:
             try:
-                found[name] = arrays[name]
+                columns[name] = arrays[name]
             except ValueError as error:
                 if "Object arrays" not in str(error):
                     raise
                 reason = f"the array {name!r} has objects: save numbers, rows of one length"
                 raise ValueError(reason) from None
-    return found
+    return columns
 
 
 def of_table(table: pa.Table, name: str) -> Columns:
@@ -207,13 +207,13 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
     on the field.
     """
     if len(columns) > 1:
-        found = [plain(column, name, field) for column, name in zip(columns, names, strict=True)]
-        for column, name in zip(found, names, strict=True):
+        arrays = [plain(column, name, field) for column, name in zip(columns, names, strict=True)]
+        for column, name in zip(arrays, names, strict=True):
             if column.dtype.kind not in "biuf":
                 raise ConfigError(field, name, "a column of numbers, where there are several")
-        if len({len(column) for column in found}) > 1:
+        if len({len(column) for column in arrays}) > 1:
             raise ConfigError(field, list(names), "columns of one length")
-        return np.stack(found, 1)
+        return np.stack(arrays, 1)
     (column,) = columns
     if isinstance(column, np.ndarray):
         return column if column.ndim == 2 else plain(column, names[0], field)
@@ -223,9 +223,9 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
         expected = f"a column without gaps; this one lacks {column.null_count} values"
         raise ConfigError(field, names[0], expected)
     rows = column.to_pylist()
-    if any(each is None or isinstance(each, (list, dict)) for row in rows for each in row):
+    if any(value is None or isinstance(value, (list, dict)) for row in rows for value in row):
         raise ConfigError(field, names[0], "lists of numbers or names, without gaps")
-    numeric = not any(isinstance(each, str) for row in rows for each in row)
+    numeric = not any(isinstance(value, str) for row in rows for value in row)
     if numeric and len({len(row) for row in rows}) == 1:
         return np.array(rows)
     return np.array([*rows, None], object)[:-1]  # or numpy would look into lists of one length

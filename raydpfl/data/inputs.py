@@ -45,18 +45,18 @@ def typed(
     Raises:
         ConfigError: on the field `data.dtype`.
     """
-    given = (x, test_x)
-    if all(each.dtype == np.uint8 and each.ndim > 3 for each in given):
+    arrays = (x, test_x)
+    if all(array.dtype == np.uint8 and array.ndim > 3 for array in arrays):
         if dtype != "auto":
             raise ConfigError("data.dtype", dtype, "auto for images, which are scaled when read")
-        return given
-    tokens = dtype == "int64" or (dtype == "auto" and listed and all(map(_tokens, given)))
+        return arrays
+    tokens = dtype == "int64" or (dtype == "auto" and listed and all(map(_tokens, arrays)))
     if not tokens:
         with np.errstate(over="ignore"):  # it is refused as not finite
             return x.astype(np.float32), test_x.astype(np.float32)
-    for each in given:
-        whole = each.dtype.kind in "biu" or (each == np.floor(each)).all()
-        if not whole or (each.size and not 0 <= each.min() <= each.max() < 1 << 31):
+    for array in arrays:
+        whole = array.dtype.kind in "biu" or (array == np.floor(array)).all()
+        if not whole or (array.size and not 0 <= array.min() <= array.max() < 1 << 31):
             expected = f"float32: {', '.join(names)} has other numbers than whole ones from 0"
             raise ConfigError("data.dtype", dtype, expected)
     return x.astype(np.int64), test_x.astype(np.int64)
@@ -105,7 +105,7 @@ def _length(column: pa.Array, name: str) -> int:
     """The length that all lists of a column have. Raises `ConfigError`."""
     if pa.types.is_fixed_size_list(column.type):
         return column.type.list_size
-    lengths = sorted(each or 0 for each in column.value_lengths().unique().to_pylist())
+    lengths = sorted(length or 0 for length in column.value_lengths().unique().to_pylist())
     if len(lengths) > 1:
         expected = "lists of one length without gaps (cut or pad them); the lengths here are"
         raise ConfigError("data.x", name, f"{expected} {lengths[:5]}")
@@ -135,13 +135,13 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
     """
     from PIL import Image
 
-    known = called or [f"row {row}" for row in range(len(column))]
+    names = called or [f"row {row}" for row in range(len(column))]
     images: np.ndarray | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         for row, data in enumerate(column):
             encoded = data.as_py() or b""
-            which = known[row]
+            which = names[row]
             try:
                 with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                     if image.mode.startswith(DEEP):
@@ -153,7 +153,7 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                         _check_images(column, shape, name)
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
-                        others = f"{which} is {shape}, {known[0]} is {images.shape[1:]}"
+                        others = f"{which} is {shape}, {names[0]} is {images.shape[1:]}"
                         remedy = "data.size and data.channels convert those of an image_folder"
                         expected = f"images of one size and mode ({remedy}); {others}"
                         raise ConfigError("data.x", name, expected)

@@ -60,7 +60,9 @@ class Pixels:
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], dimensions: int):
         per_channel = (-1, *[1] * (dimensions - 1)) if len(mean) > 1 else ()
-        means, stds = (np.array(each).reshape(per_channel) for each in (mean or [0], std or [1]))
+        means, stds = (
+            np.array(channels).reshape(per_channel) for channels in (mean or [0], std or [1])
+        )
         self._scale = np.float32(1 / (255 * stds))
         self._shift = np.float32(-means / stds)
         self._shifted = bool(self._shift.any())

@@ -164,7 +164,7 @@ def _columns(table: Columns, keys: dict[str, Any], suggestion: Suggestion) -> di
         suggestion.notes.append(f"training and test rows: by {split}, which says train or test")
     elif not keys.get("test"):
         suggestion.notes.append("test rows: a tenth of all, held out (data.test_fraction)")
-    defaults = {name: each.default for name, each in FAMILY[keys["kind"]].model_fields.items()}
+    defaults = {name: field.default for name, field in FAMILY[keys["kind"]].model_fields.items()}
     defaults |= {"x": defaults["x"][0], "task": defaults["task"].kind}
     return {name: value for name, value in fields.items() if value not in (None, defaults[name])}
 
@@ -173,10 +173,10 @@ def _list(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-def _named(names: Iterable[str], known: tuple[str, ...]) -> str | None:
+def _named(names: Iterable[str], candidates: tuple[str, ...]) -> str | None:
     """The column with the first of these names, whatever their case."""
     lower = {name.lower().strip(): name for name in names}
-    return next((lower[name] for name in known if name in lower), None)
+    return next((lower[name] for name in candidates if name in lower), None)
 
 
 def _user(names: list[str]) -> str | None:

@@ -76,8 +76,8 @@ class Encoder:
 
     @cached_property
     def _split(self) -> Callable[[str], Sequence[Any]]:
-        known = TOKENIZERS.get(self.tokenizer)
-        return known or load(self.tokenizer, "data.tokenizer")
+        tokenizer = TOKENIZERS.get(self.tokenizer)
+        return tokenizer or load(self.tokenizer, "data.tokenizer")
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -137,7 +137,7 @@ class Encoder:
         """What becomes of the tokens of some texts: how many there are, how many are unknown, how
         many stand behind `length`; the texts without any; and how many ids occur.
         """
-        rows = [np.array(each, np.int64) for each in self.whole(texts)]
+        rows = [np.array(tokens, np.int64) for tokens in self.whole(texts)]
         whole = np.concatenate([*rows, np.zeros(0, np.int64)])
         unknown = 0 if self._gives_ids else int((whole == UNKNOWN).sum())
         return {

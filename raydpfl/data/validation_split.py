@@ -69,11 +69,11 @@ def held_out(
     """
     if isinstance(share, Mapping):
         return _clients(split, share["clients"], seed, overlaps)
-    found = _samples(split, share, seed) if overlaps else _rows(split, share, seed)
-    if int(found.sizes.sum()) == int(split.sizes.sum()):
+    rows = _samples(split, share, seed) if overlaps else _rows(split, share, seed)
+    if int(rows.sizes.sum()) == int(split.sizes.sum()):
         most = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
         raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {most}")
-    return found
+    return rows
 
 
 def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOutRows:
@@ -109,8 +109,8 @@ def _rows(split: Split, share: float, seed: int) -> HeldOutRows:
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         sizes = split.sizes[first:last]
-        found = _lowest(seed, np.arange(first, last), sizes, held[first:last])
-        return found, found
+        lowest = _lowest(seed, np.arange(first, last), sizes, held[first:last])
+        return lowest, lowest
 
     return HeldOutRows(split.sizes - held, rows)
 
@@ -128,9 +128,9 @@ def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, held: np.ndarray)
     owner = np.repeat(np.arange(len(sizes)), sizes)
     order = np.lexsort((words, owner))  # client after client, the lowest words first
     rank = np.arange(len(words)) - np.repeat(ends - sizes, sizes)
-    found = np.zeros(len(words), bool)
-    found[order] = rank < np.repeat(held, sizes)
-    return found
+    lowest = np.zeros(len(words), bool)
+    lowest[order] = rank < np.repeat(held, sizes)
+    return lowest
 
 
 def _samples(split: Split, share: float, seed: int) -> HeldOutRows:

@@ -102,23 +102,23 @@ class Model(Member):
     @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
-        said: tuple[str, ...] = ()
+        exclusions: tuple[str, ...] = ()
         if self.init is not None:
             file = f"the weights that training starts from ({self.init})"
-            said += (f"{file}, and the data they are of",)
+            exclusions += (f"{file}, and the data they are of",)
         if self.local:
             part = f"each client's own part of the model (model.local: {', '.join(self.local)})"
             unseen = "it is not released, and no epsilon covers it against who sees it there"
-            said += (f"{part}: {unseen}",)
-        return said
+            exclusions += (f"{part}: {unseen}",)
+        return exclusions
 
     def meaning(self) -> dict[str, Any]:
         """See `Member.meaning`: of the file that it starts from what it holds, not where it is."""
-        found = super().meaning()
+        meaning = super().meaning()
         if self.init is None:
-            return found
+            return meaning
         try:
-            return {**found, "init": digest(place(self.init))}
+            return {**meaning, "init": digest(place(self.init))}
         except OSError as error:
             expected = f"a file of weights, or the directory of a run that has ended ({error})"
             raise ConfigError("model.init", self.init, expected) from None

@@ -46,9 +46,9 @@ def parse(values: Mapping[str, Any]) -> Model:
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
     if registry.is_path(kind) and kind not in FAMILY and registry.imports("model"):
-        found = factory(kind)
-        if not (isinstance(found, type) and issubclass(found, Model)):
-            family[kind] = HuggingFace if hugging_face.is_one(found) else Module
+        model = factory(kind)
+        if not (isinstance(model, type) and issubclass(model, Model)):
+            family[kind] = HuggingFace if hugging_face.is_one(model) else Module
     return registry.choose("model", values, family, Model)
 
 
@@ -99,7 +99,7 @@ def _parts(module: nn.Module) -> tuple[set[str], ...]:
     if not added:
         return ()
     every = module.named_parameters(remove_duplicate=False)
-    trained = {name for name, each in every if each.requires_grad}
+    trained = {name for name, parameter in every if parameter.requires_grad}
     return added, set(module.state_dict()) - trained
 
 
@@ -168,8 +168,8 @@ def activations(module: nn.Module, form: Form) -> int:
     """How many numbers the layers of a module give for a sample of this form."""
     counted: list[int] = []
 
-    def count(layer: nn.Module, given: Any, made: Any) -> None:
-        counted.extend(each.numel() for each in (made,) if isinstance(each, torch.Tensor))
+    def count(layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        counted.extend(tensor.numel() for tensor in (outputs,) if isinstance(tensor, torch.Tensor))
 
     tried = copy.deepcopy(module)
     for layer in tried.modules():

@@ -51,8 +51,8 @@ class Histogram(Section):
         """How many clients are in each bin, float64 [bins], of their scores, float64 [clients]; one
         without a score (NaN) is in none.
         """
-        known = np.clip(values[~np.isnan(values)], self.low, self.high)
-        return np.histogram(known, self.edges)[0].astype(np.float64)
+        finite = np.clip(values[~np.isnan(values)], self.low, self.high)
+        return np.histogram(finite, self.edges)[0].astype(np.float64)
 
     def shares(self, counts: np.ndarray) -> np.ndarray | None:
         """The shares of clients at or below the upper edges, float64 [bins], which rise to 1, from
@@ -80,14 +80,14 @@ class Histogram(Section):
             return None
         edges = self.edges
         middles = (edges[1:] + edges[:-1]) / 2
-        each = np.diff(shares, prepend=0.0)
-        mean = float(each @ middles)
+        bins = np.diff(shares, prepend=0.0)
+        mean = float(bins @ middles)
         tenth = np.linspace(0.0, 0.1, _POINTS) if worse < 0 else np.linspace(0.9, 1.0, _POINTS)
         p10, p50, p90 = _quantiles(shares, edges, np.array([0.1, 0.5, 0.9])).tolist()
         worst = _quantiles(shares, edges, tenth)
         return {
             "mean": mean,
-            "std": float(np.sqrt(each @ (middles - mean) ** 2)),
+            "std": float(np.sqrt(bins @ (middles - mean) ** 2)),
             "p10": p10,
             "p50": p50,
             "p90": p90,

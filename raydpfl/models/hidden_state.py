@@ -41,7 +41,7 @@ def kept(*things: Any) -> dict[str, bytes]:
     """By name, a text of all that they and their files keep. `things`: modules, or members of the
     user's own.
     """
-    found: dict[str, bytes] = {}
+    texts: dict[str, bytes] = {}
     files: dict[str, ModuleType] = {}
     for thing in things:
         parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
@@ -52,12 +52,12 @@ def kept(*things: Any) -> dict[str, bytes]:
                     and cls.__module__ in sys.modules
                 ):
                     files[cls.__module__] = sys.modules[cls.__module__]
-                    _take(found, vars(cls), f"{cls.__qualname__}.")
+                    _take(texts, vars(cls), f"{cls.__qualname__}.")
             if isinstance(part, nn.Module):
-                _take(found, vars(part), f"{name}." if name else "")
+                _take(texts, vars(part), f"{name}." if name else "")
     for name, file in files.items():
-        _take(found, vars(file), f"{name}.")
-    return found
+        _take(texts, vars(file), f"{name}.")
+    return texts
 
 
 def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
@@ -65,12 +65,12 @@ def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
     return [name for name in before | after if before.get(name) != after.get(name)]
 
 
-def _take(found: dict[str, bytes], values: Any, prefix: str) -> None:
+def _take(texts: dict[str, bytes], values: Any, prefix: str) -> None:
     for name, value in values.items():
         if name not in INNER and not name.startswith("__"):
             text = _text(value, DEEP)
             if text is not None:
-                found[prefix + name] = text
+                texts[prefix + name] = text
 
 
 def _text(value: Any, depth: int) -> bytes | None:
@@ -90,8 +90,8 @@ def _text(value: Any, depth: int) -> bytes | None:
         return str(len(value)).encode()
     if depth and isinstance(value, dict):
         return b"".join(
-            repr(name).encode() + (_text(each, depth - 1) or b"?") for name, each in value.items()
+            repr(name).encode() + (_text(item, depth - 1) or b"?") for name, item in value.items()
         )
     if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return b"".join(_text(each, depth - 1) or b"?" for each in value) + str(len(value)).encode()
+        return b"".join(_text(item, depth - 1) or b"?" for item in value) + str(len(value)).encode()
     return None

@@ -187,13 +187,13 @@ def _sequence(module: nn.Module) -> list[nn.Module] | None:
         return [module]
     if type(module) is not nn.Sequential or "forward" in vars(module) or _hooked(module):
         return None
-    found: list[nn.Module] = []
-    for each in module:
-        within = _sequence(each)
+    modules: list[nn.Module] = []
+    for child in module:
+        within = _sequence(child)
         if within is None:
             return None
-        found += within
-    return found
+        modules += within
+    return modules
 
 
 def places_of(module: nn.Module) -> dict[int, int]:

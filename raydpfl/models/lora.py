@@ -109,7 +109,7 @@ def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, n
     """
     called: set[int] = set()
 
-    def note(layer: nn.Module, given: Any, made: Any) -> None:
+    def note(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         called.add(id(layer))
 
     linear = {
@@ -139,11 +139,11 @@ def _widths(layer: nn.Module) -> tuple[int, int]:
 
 
 def _adapted(
-    scale: float, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any
+    scale: float, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any
 ) -> torch.Tensor:
     """A hook after forward."""
-    x = given[0] if given else next(iter(named.values()))
-    return made + layer.get_submodule(B)(scale * layer.get_submodule(A)(x))
+    x = inputs[0] if inputs else next(iter(named.values()))
+    return outputs + layer.get_submodule(B)(scale * layer.get_submodule(A)(x))
 
 
 def adapters(module: nn.Module) -> set[str]:

@@ -42,21 +42,21 @@ def of_clients(metric: Metric, values: np.ndarray | None = None) -> dict[str, fl
     with the largest values where less is better). None for all of them without values.
     """
     names = [f"{CLIENT}_{metric.name}_{statistic}" for statistic in STATISTICS]
-    known = np.sort(values[np.isfinite(values)]) if values is not None else np.empty(0)
-    if not len(known):
+    finite = np.sort(values[np.isfinite(values)]) if values is not None else np.empty(0)
+    if not len(finite):
         return dict.fromkeys(names)
-    worst = known[::-1] if metric.sign() < 0 else known
-    tenth = worst[: math.ceil(len(known) / 10)]
-    found = [known.mean(), known.std(), *np.quantile(known, (0.1, 0.5, 0.9)), tenth.mean()]
-    return dict(zip(names, map(float, found), strict=True))
+    worst = finite[::-1] if metric.sign() < 0 else finite
+    tenth = worst[: math.ceil(len(finite) / 10)]
+    statistics = [finite.mean(), finite.std(), *np.quantile(finite, (0.1, 0.5, 0.9)), tenth.mean()]
+    return dict(zip(names, map(float, statistics), strict=True))
 
 
 def of_histogram(
     metric: Metric, histogram: Histogram, counts: np.ndarray
 ) -> dict[str, float | None]:
     """As `of_clients`, of counts over bins, float64 [bins], that have noise."""
-    found = histogram.statistics(counts, worse=-metric.sign()) or dict.fromkeys(STATISTICS)
-    return {f"{CLIENT}_{metric.name}_{name}": found[name] for name in STATISTICS}
+    statistics = histogram.statistics(counts, worse=-metric.sign()) or dict.fromkeys(STATISTICS)
+    return {f"{CLIENT}_{metric.name}_{name}": statistics[name] for name in STATISTICS}
 
 
 def columns(metrics: Iterable[Metric], validation: bool) -> tuple[str, ...]:
@@ -86,18 +86,18 @@ def set_of(score: str) -> str:
     return score.partition("_")[0]
 
 
-def metric_of(score: str, known: Iterable[Metric] = ()) -> Metric | None:
+def metric_of(score: str, metrics: Iterable[Metric] = ()) -> Metric | None:
     """The metric that a score is of: of `known`, or of those that come with the project."""
     name = score.partition("_")[2]
     if set_of(score) == CLIENT:
-        ends = [f"_{each}" for each in STATISTICS if name.endswith(f"_{each}")]
+        ends = [f"_{statistic}" for statistic in STATISTICS if name.endswith(f"_{statistic}")]
         name = name.removesuffix(ends[0]) if ends else ""
-    return next((metric for metric in known if metric.name == name), None) or called(name)
+    return next((metric for metric in metrics if metric.name == name), None) or called(name)
 
 
-def sign(score: str, known: Iterable[Metric] = ()) -> int:
+def sign(score: str, metrics: Iterable[Metric] = ()) -> int:
     """The sign that makes more of a score better; 0 where that is unknown."""
-    metric = metric_of(score, known)
+    metric = metric_of(score, metrics)
     if metric and set_of(score) == CLIENT and score.endswith("_std"):
         return -1
     return metric.sign() if is_score(score) and metric else 0
@@ -157,17 +157,17 @@ def since_best(values: Sequence[float | None], better: int) -> list[float | None
         values: of the evaluations, in order; None: that one had none.
         better: the sign that makes more of the score better.
     """
-    known = [-math.inf if value is None else better * value for value in values]
-    return [*values[known.index(max(known)) :]] if known else []
+    scores = [-math.inf if value is None else better * value for value in values]
+    return [*values[scores.index(max(scores)) :]] if scores else []
 
 
 def last(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float | None]:
     """Each of these scores at the last evaluation; None where there was none."""
-    found: dict[str, float | None] = dict.fromkeys(names)
+    scores: dict[str, float | None] = dict.fromkeys(names)
     for row in rows:
         if evaluated(row):
-            found |= {name: row[name] for name in found}
-    return found
+            scores |= {name: row[name] for name in scores}
+    return scores
 
 
 def best(
@@ -181,13 +181,13 @@ def best(
     for name in names:
         if sign(name, metrics):
             by_set.setdefault(set_of(name), []).append(name)
-    found: dict[str, float | int | None] = {}
+    scores: dict[str, float | int | None] = {}
     for rows_of, some in by_set.items():
         there = (name for name in some if any(row[name] is not None for row in rows))
         score = next(there, some[0])
-        known = [row for row in rows if row[score] is not None]
+        evaluated = [row for row in rows if row[score] is not None]
         better = sign(score, metrics)
-        top = max(known, key=lambda row: better * row[score], default={})
-        found[f"best_{score}"] = top.get(score)
-        found["best_round" if rows_of == TEST else f"best_{rows_of}_round"] = top.get("round")
-    return found
+        top = max(evaluated, key=lambda row: better * row[score], default={})
+        scores[f"best_{score}"] = top.get(score)
+        scores["best_round" if rows_of == TEST else f"best_{rows_of}_round"] = top.get("round")
+    return scores

@@ -58,11 +58,11 @@ def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
 
 def _parts(names: Iterable[str]) -> list[str]:
     """The names, and those of the modules that they are in."""
-    found: dict[str, None] = {}
+    parts: dict[str, None] = {}
     for name in names:
         steps = name.split(".")
-        found |= dict.fromkeys(".".join(steps[:end]) for end in range(1, len(steps) + 1))
-    return list(found)
+        parts |= dict.fromkeys(".".join(steps[:end]) for end in range(1, len(steps) + 1))
+    return list(parts)
 
 
 def freeze(module: nn.Module, names: Set[str]) -> None:
@@ -77,12 +77,12 @@ def freeze(module: nn.Module, names: Set[str]) -> None:
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, set[str]]]:
     """Each layer that has buffers of its own, and their names."""
-    found = []
+    layers = []
     for prefix, layer in module.named_modules():
         own = {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)}
         if own:
-            found.append((layer, own))
-    return found
+            layers.append((layer, own))
+    return layers
 
 
 def _evaluates(layer: nn.Module, inputs: Any) -> None:
@@ -92,11 +92,11 @@ def _evaluates(layer: nn.Module, inputs: Any) -> None:
 
 def unsettled(module: nn.Module) -> list[str]:
     """The BatchNorms, by name, whose statistics are neither frozen nor each client's own."""
-    known = [layer for layer, buffers in _buffers(module) if buffers <= local(module)]
+    layers = [layer for layer, buffers in _buffers(module) if buffers <= local(module)]
     return [
         name or "itself"
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not is_still(layer) and layer not in known
+        if isinstance(layer, _BatchNorm) and not is_still(layer) and layer not in layers
     ]
 
 
@@ -117,11 +117,11 @@ def local(module: nn.Module) -> frozenset[str]:
 
 def _trainable(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
     """The parameters that are trained, and whether each travels."""
-    kept = local(module)
+    names = local(module)
     theirs = {
         id(parameter)
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if name in kept
+        if name in names
     }
     every = (parameter for parameter in module.parameters() if parameter.requires_grad)
     return [(parameter, id(parameter) not in theirs) for parameter in every]
@@ -133,8 +133,8 @@ def _shared(module: nn.Module) -> list[nn.Parameter]:
 
 def local_buffers(module: nn.Module) -> list[torch.Tensor]:
     """The buffers that each client keeps."""
-    kept = local(module)
-    return [buffer for name, buffer in module.named_buffers() if name in kept]
+    names = local(module)
+    return [buffer for name, buffer in module.named_buffers() if name in names]
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -152,7 +152,7 @@ def flatten(module: nn.Module) -> torch.Tensor:
 def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A copy of tensors as one vector of the parameters' dtype, counts as float32."""
     every = [tensor.detach().reshape(-1) for tensor in tensors]
-    numbers = [each if each.is_floating_point() else each.float() for each in every]
+    numbers = [buffer if buffer.is_floating_point() else buffer.float() for buffer in every]
     return torch.cat(numbers) if numbers else torch.empty(0)
 
 
@@ -210,8 +210,8 @@ class ParameterSplit:
             torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)
         ]
         buffers = sum(buffer.numel() for buffer in local_buffers(module))
-        kept = torch.zeros(buffers, dtype=torch.bool)
-        return cls(torch.cat([*parts, kept]), buffers, next(module.parameters()).device)
+        mask = torch.zeros(buffers, dtype=torch.bool)
+        return cls(torch.cat([*parts, mask]), buffers, next(module.parameters()).device)
 
     @cached_property
     def own(self) -> int:
@@ -235,10 +235,10 @@ class ParameterSplit:
 
     def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
-        found = own.new_empty(len(own), len(self.travels))
-        found[:, self._moved] = model
-        found[:, self._kept] = own
-        return found
+        vectors = own.new_empty(len(own), len(self.travels))
+        vectors[:, self._moved] = model
+        vectors[:, self._kept] = own
+        return vectors
 
     def shared(self, updates: torch.Tensor) -> torch.Tensor:
         """Of updates of what is trained, [k, D], what travels, [k, d]."""
@@ -250,6 +250,6 @@ class ParameterSplit:
 
     def spread(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors of what travels, [k, d], as those of what is trained, [k, D]: 0 for the rest."""
-        found = vectors.new_zeros(len(vectors), self.parameters)
-        found[:, self._moved] = vectors
-        return found
+        whole = vectors.new_zeros(len(vectors), self.parameters)
+        whole[:, self._moved] = vectors
+        return whole

@@ -33,7 +33,7 @@ def place(path: str | Path) -> Path:
     return found / SAVED if found.is_dir() else found
 
 
-def packed(tensors: Mapping[str, torch.Tensor], suffix: str, said: Mapping[str, str]) -> bytes:
+def packed(tensors: Mapping[str, torch.Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
     `said` of them, which a `state_dict` has no room for.
 
@@ -45,7 +45,7 @@ def packed(tensors: Mapping[str, torch.Tensor], suffix: str, said: Mapping[str, 
         for name, tensor in tensors.items()
     }
     if suffix == TENSORS:
-        return save(held, dict(said))
+        return save(held, dict(metadata))
     if suffix not in STATES:
         expected = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
         raise ConfigError("--out", suffix, expected)
@@ -60,16 +60,17 @@ def read(path: str | Path) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == TENSORS:
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
     except RAISED as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise _refused(path, f"a file that can be read ({reason})") from None
-    named = isinstance(found, Mapping) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
+    named = isinstance(loaded, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in loaded.items()
     )
     if not named:
-        raise _refused(path, f"a state_dict, tensors by name; it holds {type(found).__name__}")
-    return dict(found)
+        raise _refused(path, f"a state_dict, tensors by name; it holds {type(loaded).__name__}")
+    return dict(loaded)
 
 
 def facts(path: Path) -> dict[str, str]:
@@ -91,8 +92,8 @@ def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:
     """
     tensors = read(path)
     wanted = module.state_dict()
-    given = {wanted[name].data_ptr() for name in tensors if name in wanted}
-    missing = [name for name, each in wanted.items() if each.data_ptr() not in given]
+    pointers = {wanted[name].data_ptr() for name in tensors if name in wanted}
+    missing = [name for name, tensor in wanted.items() if tensor.data_ptr() not in pointers]
     for what, names in (
         ("without", [name for name in tensors if name not in wanted]),
         ("with", [] if set(missing) in parts else missing),

@@ -73,15 +73,15 @@ class Scope:
 
     @classmethod
     def of_cohorts(
-        cls, sampling: Sampling, known: Participations | None = None, also: str = ""
+        cls, sampling: Sampling, participations: Participations | None = None, also: str = ""
     ) -> Scope:
         """Cohorts of clients; with `known`, against an observer who knows them. `also` is released
         next to the rounds, in words.
         """
-        hidden = sampling.hidden and known is None
-        knows = "cohort hidden" if hidden else "cohort known" if known else ""
-        words = _listed(str(sampling), knows, str(known or ""), also)
-        return cls(words, knows, "who was in the cohorts" if hidden else "", known)
+        hidden = sampling.hidden and participations is None
+        knows = "cohort hidden" if hidden else "cohort known" if participations else ""
+        words = _listed(str(sampling), knows, str(participations or ""), also)
+        return cls(words, knows, "who was in the cohorts" if hidden else "", participations)
 
     @classmethod
     def of_batches(cls, sampling: Sampling) -> Scope:

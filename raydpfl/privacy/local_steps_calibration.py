@@ -172,7 +172,7 @@ def _rigorous(name: str) -> Accountant:
     """The rigorous accountant of this name. Raises `ConfigError` if there is none."""
     accountant = named(name)
     if not accountant.rigorous:
-        names = [each for each, member in ACCOUNTANTS.items() if member.rigorous]
+        names = [name for name, member in ACCOUNTANTS.items() if member.rigorous]
         raise ConfigError("accountant", name, f"one of {', '.join(names)}")
     return accountant
 
@@ -223,8 +223,8 @@ def _noise_multipliers(
     `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of each participation,
     participations, targets, and mu of the side query of a participation.
     """
-    q, each, counts, targets, side = kinds.T
-    times = each * counts
+    q, gaussians, counts, targets, side = kinds.T
+    times = gaussians * counts
     others = side * np.sqrt(counts)
     mu = _central_limit_mu(q, times, targets, others, delta)
     features = np.log(np.stack([mu, targets, q, times]))
@@ -237,7 +237,7 @@ def _noise_multipliers(
             near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
             offsets[k] = offsets[near]
         start = log_z[k] + offsets[k]
-        event = Event(samplings[k], 0.0, int(each[k]), float(side[k]))
+        event = Event(samplings[k], 0.0, int(gaussians[k]), float(side[k]))
         excess = _excess(by, event, int(counts[k]), float(targets[k]), delta, start)
         slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
         enough = near_guess(excess, start, slope, _TOLERANCE)

@@ -315,7 +315,7 @@ def budget_epsilons(
     infinite where `root` is 0.
     """
     root, delta, batch, samples = np.broadcast_arrays(
-        *(np.asarray(each, float) for each in (root, delta, batch, samples))
+        *(np.asarray(value, float) for value in (root, delta, batch, samples))
     )
 
     def asks(log_epsilon: np.ndarray) -> np.ndarray:

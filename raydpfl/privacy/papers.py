@@ -19,4 +19,4 @@ _NUMBER = re.compile(r"(?<![\w.,/])00[0-3](?![\w/]|[.,]\d)")
 
 def cited(text: str) -> str:
     """A text with the authors of papers in the place of their numbers."""
-    return _NUMBER.sub(lambda found: PAPERS[found.group()], text)
+    return _NUMBER.sub(lambda match: PAPERS[match.group()], text)

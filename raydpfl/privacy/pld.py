@@ -521,7 +521,7 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     def curve(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, chance)
         drawn = zip(times, chances, strict=True)
-        return sum(each * gaussian_delta(inner, k * mu) for k, each in drawn) + rest
+        return sum(weight * gaussian_delta(inner, k * mu) for k, weight in drawn) + rest
 
     return curve
 

@@ -70,7 +70,7 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
     top = terms.max(axis=1)
     moments = top + np.log(np.exp(terms - top[:, None]).sum(axis=1))
     share = ORDERS - _LOW
-    below, above = (moments[np.searchsorted(_WHOLE, each)] for each in (_LOW, _HIGH))
+    below, above = (moments[np.searchsorted(_WHOLE, order)] for order in (_LOW, _HIGH))
     return ((1 - share) * below + share * above) / (ORDERS - 1)
 
 

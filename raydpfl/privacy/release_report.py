@@ -390,8 +390,8 @@ class LocalStepsReport(ReleaseReport):
         """See `ReleaseReport.quantiles`: of the clients that took part, public ones left out."""
         release = self.release
         counts = release.counts(participations)
-        kept = (counts > 0) & (release.samples > 0) & ~release.public
-        spent = self.epsilons(accountant, counts)[kept]
+        protected = (counts > 0) & (release.samples > 0) & ~release.public
+        spent = self.epsilons(accountant, counts)[protected]
         return quantiles(spent) if len(spent) else np.zeros(0)
 
     def table(self, participations: Participations) -> list[dict[str, Any]]:

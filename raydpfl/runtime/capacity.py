@@ -68,9 +68,9 @@ def wanted(
     count = population if client.actors == "per-client" else int(client.actors)
     held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
     if elastic:
-        fitting, each = _fit(d)
+        fitting, megabytes = _fit(d)
         held = min(held, fitting)
-        fit = f"at most {held} actors fit here ({each:.0f} MB of memory each)"
+        fit = f"at most {held} actors fit here ({megabytes:.0f} MB of memory each)"
         expected = f"{fit}; {count} are asked for"
     else:
         size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
@@ -88,8 +88,8 @@ def _fit(d: int) -> tuple[int, float]:
     # An actor imports what this process has imported and shares its libraries, so it takes about
     # this one's own memory, and some models.
     memory = psutil.Process().memory_info()
-    each = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
-    return int(psutil.virtual_memory().available / 1e6 / each), each
+    megabytes = (memory.rss - getattr(memory, "shared", 0)) / 1e6 + 6 * 4 * d / 1e6
+    return int(psutil.virtual_memory().available / 1e6 / megabytes), megabytes
 
 
 def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:

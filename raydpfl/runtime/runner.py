@@ -168,7 +168,7 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _result(plan: Plan, folder: Path, summary: dict[str, Any], module: torch.nn.Module) -> Result:
-    guarantees = [Guarantee.from_dict(each) for each in summary["guarantees"]]
+    guarantees = [Guarantee.from_dict(guarantee) for guarantee in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
     rounds = (
@@ -186,7 +186,7 @@ def _module(plan: Plan, model: np.ndarray) -> tuple[torch.nn.Module, Form]:
 
 
 @contextmanager
-def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
+def _undone(folder: Path, created: bool, resume: bool) -> Iterator[None]:
     """Of a fresh run that ends before it has recorded or saved anything, as by Ctrl-C while it
     starts, nothing is left, so that it can be asked for again; the directory too if it was `made`.
     """
@@ -202,7 +202,7 @@ def _undone(folder: Path, made: bool, resume: bool) -> Iterator[None]:
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (*WRITTEN, FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
-            if made:
+            if created:
                 with suppress(OSError):  # something else is in it by now
                     folder.rmdir()
         elif isinstance(error, FileError):
@@ -268,9 +268,9 @@ class _Drive:
         folder = self.folder
         self.launcher = launcher
         signals.check()
-        made = not folder.exists()
+        created = not folder.exists()
         make_folder(folder)
-        with alone(folder), _undone(folder, made, resume), _settings_kept():
+        with alone(folder), _undone(folder, created, resume), _settings_kept():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
             keep([plan.experiment], folder, fresh_noise)
@@ -299,8 +299,8 @@ class _Drive:
                 sender.close(summary, RUSHED if signals.asked() else PATIENCE)
         left = self._left(status)
         if left:
-            found = _measured_after(self.call, self.folder, left, self.on_measure)
-            summary |= {**found, "reason": self.early}
+            measures = _measured_after(self.call, self.folder, left, self.on_measure)
+            summary |= {**measures, "reason": self.early}
             summary["wall_seconds"] = time.monotonic() - self.began
             write_json(self.folder / "summary.json", summary)
         if failure and status != "budget":
@@ -420,9 +420,9 @@ def _same_run(experiment: Experiment, folder: Path) -> None:
     stored = read(path, "--resume")
     asked = experiment.to_dict()
     if not isinstance(stored, dict) or not stored:
-        found = "empty" if stored in ({}, [], "") else "no mapping"
+        problem = "empty" if stored in ({}, [], "") else "no mapping"
         raise ConfigError(
-            "--resume", str(folder), f"the directory of a run; its config.yaml is {found}"
+            "--resume", str(folder), f"the directory of a run; its config.yaml is {problem}"
         )
     longer = _longer(experiment, stored, folder)
     for section, value in asked.items():

@@ -244,7 +244,7 @@ def _bare() -> Iterator[None]:
 
     unused = {name: getattr(Node, name) for name in UNUSED if hasattr(Node, name)}
     for name in unused:
-        setattr(Node, name, lambda *given, **more: None)
+        setattr(Node, name, lambda *arguments, **more: None)
     try:
         yield
     finally:

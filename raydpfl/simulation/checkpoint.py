@@ -139,9 +139,9 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:  # `save` packs nothing
         inside = archive.infolist()
-    if any(each.compress_type != zipfile.ZIP_STORED for each in inside):
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
         raise ValueError("it is packed, as no checkpoint is")
-    if sum(each.file_size for each in inside) > size:
+    if sum(entry.file_size for entry in inside) > size:
         raise ValueError("it says that it holds more than its own size")
     with np.load(path, allow_pickle=False) as stored:
         facts = json.loads(stored["facts"].tobytes())
@@ -168,8 +168,8 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """A digest of everything in a checkpoint."""
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

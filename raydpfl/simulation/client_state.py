@@ -40,8 +40,8 @@ class ClientStates:
             return chunk
         slots = list(enumerate(chunk.clients.tolist()))
         memory = {
-            name: {slot: kept[client] for slot, client in slots if client in kept}
-            for name, kept in self._by_member.items()
+            name: {slot: states[client] for slot, client in slots if client in states}
+            for name, states in self._by_member.items()
         }
         return replace(chunk, memory=memory)
 
@@ -54,28 +54,30 @@ class ClientStates:
         """Keeps what clients will remember in their next round; the changes of one that was drawn
         several times add up, and parts of the model are averaged.
         """
-        found: dict[tuple[str, int], dict[int, np.ndarray]] = {}
+        by_client: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         for result in results:
             who = [(result.columns[name].tolist()) for name in ("client", "draw")]
             for name, vectors in result.memory.items():
                 for client, draw, vector in zip(*who, vectors, strict=True):
-                    found.setdefault((name, client), {})[draw] = vector
-        for (name, client), by_draw in found.items():
-            each = [by_draw[draw] for draw in sorted(by_draw)]
-            kept = self._by_member.setdefault(name, {})
-            if len(each) == 1:
-                kept[client] = each[0]
+                    by_client.setdefault((name, client), {})[draw] = vector
+        for (name, client), by_draw in by_client.items():
+            rows = [by_draw[draw] for draw in sorted(by_draw)]
+            states = self._by_member.setdefault(name, {})
+            if len(rows) == 1:
+                states[client] = rows[0]
                 continue
-            before = np.float64(kept.get(client, np.float32(0.0)))
-            total = np.sum(each, axis=0, dtype=np.float64)
-            mean = total / len(each)
-            changed = mean if name == OWN else total - (len(each) - 1) * before
-            kept[client] = changed.astype(np.float32)
+            before = np.float64(states.get(client, np.float32(0.0)))
+            total = np.sum(rows, axis=0, dtype=np.float64)
+            mean = total / len(rows)
+            changed = mean if name == OWN else total - (len(rows) - 1) * before
+            states[client] = changed.astype(np.float32)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """By member, the clients, int64 [m] and ascending, and their vectors, float32 [m, d]."""
         members = {
-            name: np.array(sorted(kept), np.int64) for name, kept in self._by_member.items() if kept
+            name: np.array(sorted(states), np.int64)
+            for name, states in self._by_member.items()
+            if states
         }
         vectors = {
             name: np.stack([self._by_member[name][client] for client in clients.tolist()])

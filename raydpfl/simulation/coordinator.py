@@ -70,8 +70,10 @@ class Coordinator:
     def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
         self.record = Recorder(self.plan, self.out)
-        found = take_up(self.plan, self.out, self.record.tables, self._resume, self._fresh_noise)
-        self.plan, self.accounts, at = found
+        checkpoint = take_up(
+            self.plan, self.out, self.record.tables, self._resume, self._fresh_noise
+        )
+        self.plan, self.accounts, at = checkpoint
         self.ledger = self.accounts.ledger
         self.problem = problem_of(self.experiment, self.shards, self.plan.population)
         self.at = at or RunState.first(self.plan, models.flatten(self.problem.module).numpy())
@@ -139,8 +141,8 @@ class Coordinator:
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
         width = self.experiment.client.chunk
         assert isinstance(width, int)  # the plan has settled "auto"
-        each = plan.weights(clients), sizes, width, plan.step_stds(clients)
-        cut = scheduler.chunks(cohort, *each, plan.chunk_costs(clients))
+        per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
+        cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients))
         shares = self.pool.assign([at.memory.given(chunk) for chunk in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
@@ -155,8 +157,10 @@ class Coordinator:
         e = self.experiment
         tellers: dict[str, Any] = {"bounding": e.bounding, "local": e.local}
         tellers |= {f"measure.{probe.kind}": probe for probe in e.measure}
-        told = {name: each.broadcast_state(self.at.states[name]) for name, each in tellers.items()}
-        return Broadcast(self.at.model, {name: state for name, state in told.items() if state})
+        broadcast = {
+            name: member.broadcast_state(self.at.states[name]) for name, member in tellers.items()
+        }
+        return Broadcast(self.at.model, {name: state for name, state in broadcast.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,

@@ -77,21 +77,23 @@ def _of_clients(shards: Shards, most: int) -> list[Batch]:
     return found
 
 
-def per_client(found: Iterable[Scored], metric: Metric) -> np.ndarray:
+def per_client(scores: Iterable[Scored], metric: Metric) -> np.ndarray:
     """The metric of every client, float64 [clients]; NaN of one that has none."""
-    every = [total for each in found if each.rows == metric_columns.CLIENT for total in each.sums]
+    every = [
+        total for score in scores if score.rows == metric_columns.CLIENT for total in score.sums
+    ]
     values = [metric.value(metric.joined([total])) if len(total) else None for total in every]
     return np.array([math.nan if value is None else value for value in values])
 
 
 def totals(
-    found: Iterable[Scored], metrics: Sequence[Metric]
+    scores: Iterable[Scored], metrics: Sequence[Metric]
 ) -> dict[str, list[tuple[Metric, Total]]]:
     """What the batches of each set come to together by each metric, the batches in order."""
     by_set: dict[str, list[Scored]] = {}
-    for each in found:
-        if each.rows != metric_columns.CLIENT:
-            by_set.setdefault(each.rows, []).append(each)
+    for score in scores:
+        if score.rows != metric_columns.CLIENT:
+            by_set.setdefault(score.rows, []).append(score)
     return {
         rows: [
             (metric, metric.joined([part.sums[place] for part in parts]))
@@ -105,21 +107,21 @@ def scored(found: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | No
     """Each score of these sets; None where a metric has no value, or none that is a number (but
     the loss).
     """
-    known: dict[str, float | None] = {}
+    values: dict[str, float | None] = {}
     for rows, totals in found.items():
         for metric, total in totals:
             if not metric.columns():
                 value = metric.value(total)
-                kept = value is None or math.isfinite(value) or metric.name == "loss"
-                known[f"{rows}_{metric.name}"] = value if kept else None
-    return known
+                finite = value is None or math.isfinite(value) or metric.name == "loss"
+                values[f"{rows}_{metric.name}"] = value if finite else None
+    return values
 
 
 def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]]:
     """Vectors [k] each, of each batch, in float64; a GPU that holds them is waited for once."""
-    every = [each.double() for sums in batches for each in sums]
+    every = [total.double() for sums in batches for total in sums]
     flat = torch.cat(every).cpu().numpy() if every else np.empty(0)
-    parts = iter(np.split(flat, np.cumsum([len(each) for each in every])[:-1]))
+    parts = iter(np.split(flat, np.cumsum([len(total) for total in every])[:-1]))
     return [tuple(next(parts) for _ in sums) for sums in batches]
 
 
@@ -177,13 +179,13 @@ class Evaluator:
             which: the batches.
             own: by client, what it has of its own, float32 [own].
         """
-        given = _Given(sent(torch.tensor(model), self.device), t, own)
-        models.load(self.module, given.model)
+        inputs = _Given(sent(torch.tensor(model), self.device), t, own)
+        models.load(self.module, inputs.model)
         with torch.inference_mode():
-            found = [each for index in which for each in self._scored(index, given)]
-            sums = fetched([sums for _, sums in found])
-        sets = [rows for rows, _ in found]
-        return [Scored(*each) for each in zip(sets, sums, strict=True)]
+            scores = [sums for index in which for sums in self._scored(index, inputs)]
+            sums = fetched([sums for _, sums in scores])
+        sets = [rows for rows, _ in scores]
+        return [Scored(*pair) for pair in zip(sets, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a batch, on the device."""
@@ -195,17 +197,17 @@ class Evaluator:
         else:
             x, y = self.shards.decoded(*batch.stored)
         check(self.device, self.form, x, y)
-        given = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        tensors = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
         if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:
             self._left -= x.nbytes + y.nbytes
-            self._there[index] = given
-        return given
+            self._there[index] = tensors
+        return tensors
 
-    def _scored(self, index: int, given: _Given) -> list[tuple[str, list[torch.Tensor]]]:
+    def _scored(self, index: int, inputs: _Given) -> list[tuple[str, list[torch.Tensor]]]:
         """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
         batch = self.batches[index]
-        if self._unscored(batch.clients, given):
-            nothing = given.model.new_empty(0)
+        if self._unscored(batch.clients, inputs):
+            nothing = inputs.model.new_empty(0)
             return (
                 [(metric_columns.CLIENT, [nothing for _ in batch.clients])]
                 if self.per_client
@@ -217,7 +219,7 @@ class Evaluator:
             return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
         rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
         if self.personal.count or self._tuning:
-            outputs, y, rows = self._of_own(batch.clients, rows, x, y, given)
+            outputs, y, rows = self._of_own(batch.clients, rows, x, y, inputs)
         else:
             outputs = self._outputs(x)
         found = [
@@ -230,17 +232,17 @@ class Evaluator:
         nothing = outputs.new_empty(0)
         apart = zip(outputs.split(rows), y.split(rows), strict=True)
         sums = [
-            self.per_client.sums(self.form, *each) if len(each[1]) else nothing for each in apart
+            self.per_client.sums(self.form, *rows) if len(rows[1]) else nothing for rows in apart
         ]
         return [*found, (metric_columns.CLIENT, sums)]
 
-    def _unscored(self, clients: range, given: _Given) -> bool:
+    def _unscored(self, clients: range, inputs: _Given) -> bool:
         """Whether these are clients of whom none has a model of its own, so that nobody reads their
         rows.
         """
         if not clients or not self.personal.count or self._tuning:
             return False
-        return not any(client in given.own for client in clients)
+        return not any(client in inputs.own for client in clients)
 
     def _of_own(
         self,
@@ -248,7 +250,7 @@ class Evaluator:
         rows: Sequence[int],
         x: torch.Tensor,
         y: torch.Tensor,
-        given: _Given,
+        inputs: _Given,
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """What the clients' own models give for their rows, the targets, and how many rows are
         each client's: none of one that has no model of its own.
@@ -256,24 +258,24 @@ class Evaluator:
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
         targets = {client: y[:0] for client in clients}
         held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))
-        known = [client for client in clients if len(held[client][1])]
-        for client, numbers in self._models(known, given):
+        tested = [client for client in clients if len(held[client][1])]
+        for client, numbers in self._models(tested, inputs):
             some, targets[client] = held[client]
             models.set_trained(self.module, numbers)
             outputs.append(self._outputs(some))
-        models.load(self.module, given.model)
+        models.load(self.module, inputs.model)
         every = list(targets.values())
-        return torch.cat(outputs), torch.cat(every), [len(each) for each in every]
+        return torch.cat(outputs), torch.cat(every), [len(targets) for targets in every]
 
-    def _models(self, clients: Sequence[int], given: _Given) -> Iterator[tuple[int, torch.Tensor]]:
+    def _models(self, clients: Sequence[int], inputs: _Given) -> Iterator[tuple[int, torch.Tensor]]:
         """Each of these clients that has a model of its own, and its numbers, float32 [D + b]."""
         if self._tuning:
-            yield from self._tuning.models(clients, given.model, given.own, given.t)
+            yield from self._tuning.models(clients, inputs.model, inputs.own, inputs.t)
             return
         for client in clients:
-            if client in given.own:
-                part = sent(torch.tensor(given.own[client]), self.device)
-                yield client, self.personal.whole_model(given.model, part)
+            if client in inputs.own:
+                part = sent(torch.tensor(inputs.own[client]), self.device)
+                yield client, self.personal.whole_model(inputs.model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:

@@ -57,16 +57,16 @@ def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -
         form: what its samples are.
         summary: of the run.
     """
-    made = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
-    made["task"] = form.task.model_dump(mode="json")
-    said = {
-        "form": json.dumps(made),
+    form_facts = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
+    form_facts["task"] = form.task.model_dump(mode="json")
+    metadata = {
+        "form": json.dumps(form_facts),
         "model_sha256": str(summary["model_sha256"]),
         "rounds": str(summary["rounds"]),
         "holds": json.dumps(summary["holds"]),
     }
     path = folder / weights.SAVED
-    held = weights.packed(module.state_dict(), path.suffix, said)
+    held = weights.packed(module.state_dict(), path.suffix, metadata)
     replace_file(path, lambda file: file.write(held))
 
 
@@ -89,13 +89,13 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
         with storage.reading(run, wanted=_read) as folder:
             return _load(run, folder, trust_code)
     with storage.reading(run, wanted=lambda name: _read(name) or CHECKPOINTS in name) as folder:
-        found = _load(run, folder, trust_code)
+        loaded = _load(run, folder, trust_code)
         own = _own(folder, client, run)
-    if not found.config.personal:  # else it is the whole model
-        shared = models.flatten(found.module)
-        own = models.ParameterSplit.of(found.module).joined(shared, own[None])[0]
-    models.set_trained(found.module, own)
-    return found
+    if not loaded.config.personal:  # else it is the whole model
+        shared = models.flatten(loaded.module)
+        own = models.ParameterSplit.of(loaded.module).joined(shared, own[None])[0]
+    models.set_trained(loaded.module, own)
+    return loaded
 
 
 def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
@@ -127,19 +127,19 @@ def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Sav
     experiment = Experiment.from_yaml(folder / "config.yaml", imports=imports)
     try:
         summary = read_json(folder / "summary.json")
-        said = weights.facts(path)
+        metadata = weights.facts(path)
         with importing(imports):
-            form = _form(json.loads(said["form"]))
+            form = _form(json.loads(metadata["form"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError("run", str(run), f"the directory of a run ({reason})") from None
-    refuse_code(run, [each for part in (experiment.model, form.task) for each in unread(part)])
+    refuse_code(run, [path for part in (experiment.model, form.task) for path in unread(part)])
     fresh = experiment.model.model_copy(update={"init": None})
     module = models.build(fresh, form, experiment.seed)
     weights.fill(module, str(path))
     numbers = models.flatten(module).numpy().astype("<f4")
-    found = hashlib.sha256(numbers.tobytes()).hexdigest()
-    if found != summary.get("model_sha256"):
+    digest = hashlib.sha256(numbers.tobytes()).hexdigest()
+    if digest != summary.get("model_sha256"):
         raise RunError(f"{path} is not the model of {folder / 'summary.json'}")
     return Saved(module.eval(), experiment, summary)
 
@@ -191,9 +191,9 @@ def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
         return models.merged(module)
     if not added:
         return module.state_dict()
-    sent = {name for name, each in module.named_parameters() if each.requires_grad}
+    sent = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     sent -= models.shared_and_local.local(module)
-    return {name: each for name, each in module.state_dict().items() if name in sent}
+    return {name: tensor for name, tensor in module.state_dict().items() if name in sent}
 
 
 def _file(folder: Path) -> Path:
@@ -205,7 +205,7 @@ def _file(folder: Path) -> Path:
     return path
 
 
-def _form(said: dict[str, Any]) -> Form:
-    target = said["target"]
+def _form(facts: dict[str, Any]) -> Form:
+    target = facts["target"]
     given = Target(tuple(target["shape"]), target["classes"], tuple(target["names"]))
-    return Form(tuple(said["shape"]), given, tasks.parse(said["task"]), said["tokens"])
+    return Form(tuple(facts["shape"]), given, tasks.parse(facts["task"]), facts["tokens"])

@@ -74,7 +74,7 @@ def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) ->
     z = drawn / std
     k, d = z.shape
     half = d // 2
-    found = {
+    statistics = {
         "square": (z * z).sum(1),
         "dimensions": np.full(k, float(d)),
         "largest": np.abs(z).max(1, initial=0.0),
@@ -83,12 +83,12 @@ def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) ->
         "neighbours": _along(z[:, 1 : 2 * half : 2], z[:, : 2 * half : 2]),
         "sketch": z[:, np.linspace(0, d - 1, min(d, SKETCH)).astype(int)],
     }
-    found |= {f"hidden {place}": _along(z, each) for place, each in enumerate(hidden)}
+    statistics |= {f"hidden {place}": _along(z, noise) for place, noise in enumerate(hidden)}
     below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
-    found["below"] = np.stack(below, axis=1).astype(np.float64)
+    statistics["below"] = np.stack(below, axis=1).astype(np.float64)
     near = [np.count_nonzero(np.abs(z) < most, axis=1) for most in NEAR]
-    found["near 0"] = np.stack(near, axis=1).astype(np.float64)
-    return found
+    statistics["near 0"] = np.stack(near, axis=1).astype(np.float64)
+    return statistics
 
 
 def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -132,29 +132,31 @@ class Draws:
         self._sums = np.zeros((2, 0))  # of each coordinate, and of its square
         self._count = 0  # draws in these
 
-    def see(self, t: int, std: float, found: Numbers, clients: np.ndarray | None = None) -> None:
+    def see(
+        self, t: int, std: float, statistics: Numbers, clients: np.ndarray | None = None
+    ) -> None:
         """Takes up k draws of round t, as `numbers` gave them for this std.
 
         `clients` are who drew them, int64 [k], for messages. Raises `RunError` where independent
         N(0, std^2 I) would hardly ever be like them.
         """
         self._now = t, std
-        self._sizes(found["square"], found["dimensions"], std)
-        for name, values in self._normals(found).items():
+        self._sizes(statistics["square"], statistics["dimensions"], std)
+        for name, values in self._normals(statistics).items():
             self._normal(name, values, clients)
-        d = found["dimensions"].sum()
-        self._hold(d * erfc(found["largest"].max() / ROOT), "has too large a coordinate")
-        counts = np.array([*found["below"].sum(0), d])
+        d = statistics["dimensions"].sum()
+        self._hold(d * erfc(statistics["largest"].max() / ROOT), "has too large a coordinate")
+        counts = np.array([*statistics["below"].sum(0), d])
         for length, (*below, count) in self._windows("below", counts):
             chance = _binomial(np.array(below), count, LEVELS)
             self._hold(chance * _share(length), f"is not Gaussian {_over(length)}")
-        counts = np.array([*found["near 0"].sum(0), d])
+        counts = np.array([*statistics["near 0"].sum(0), d])
         for length, (*near, count) in self._windows("near 0", counts):
             chance = _binomial(np.array(near), count, erf(NEAR / ROOT))
             self._hold(chance * _share(length), f"is too often 0 or too seldom {_over(length)}")
-        if "z" in found:
-            self._single_draw(found["z"])
-        self._hold(self._angles(found["sketch"]), "is correlated with another draw")
+        if "z" in statistics:
+            self._single_draw(statistics["z"])
+        self._hold(self._angles(statistics["sketch"]), "is correlated with another draw")
 
     def _hold(self, chance: float, what: str) -> None:
         t, std = self._now
@@ -168,17 +170,17 @@ class Draws:
             drawn = f"has std {share * std:.6g} {_over(length)}, {share:.4g} of it"
             self._hold(_chi_squared(total, dof) * _share(length), drawn)
 
-    def _normals(self, found: Numbers) -> Numbers:
+    def _normals(self, statistics: Numbers) -> Numbers:
         """What is standard normal of these draws, float64 [k] each; NaN where it is not known."""
-        square = found["square"]
-        d = found["dimensions"]
+        square = statistics["square"]
+        d = statistics["dimensions"]
         low = chdtr(d, square)
         high = chdtrc(d, square)
         size = -ndtri(np.clip(np.minimum(low, high), 1e-300, 1))
         rows = {"size": np.where(low < high, -size, size)}
-        rows |= {name: found[name] for name in found if name.split()[0] in WORDS}
-        if "z" in found:
-            sketch = found["sketch"]
+        rows |= {name: statistics[name] for name in statistics if name.split()[0] in WORDS}
+        if "z" in statistics:
+            sketch = statistics["sketch"]
             for lag, before in enumerate(reversed(self._before), 1):
                 rows[f"lag {lag}"] = _along(sketch, before)
             self._before.append(sketch)
@@ -186,13 +188,13 @@ class Draws:
 
     def _normal(self, name: str, values: np.ndarray, clients: np.ndarray | None) -> None:
         """Looks at standard normals [k], NaN left out."""
-        known = ~np.isnan(values)
-        values = values[known]
+        finite = ~np.isnan(values)
+        values = values[finite]
         if not len(values):
             return
         what = WORDS[name.split()[0]]
         far = int(np.abs(values).argmax())
-        who = "" if clients is None else f" of client {clients[known][far]}"
+        who = "" if clients is None else f" of client {clients[finite][far]}"
         self._hold(len(values) * erfc(abs(values[far]) / ROOT), f"has {what}{who} too far from 0")
         sums = np.array([values.sum(), (values**2).sum(), len(values)])
         for length, (total, squares, count) in self._windows(name, sums):
@@ -386,8 +388,8 @@ class NoiseMonitor:
     def _see(
         self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
     ) -> None:
-        found = numbers(drawn[None], std, [each[None] for each in hidden])
-        draws.see(t, std, {**found, "z": drawn / std})
+        statistics = numbers(drawn[None], std, [noise[None] for noise in hidden])
+        draws.see(t, std, {**statistics, "z": drawn / std})
 
     def query(self, query: SideQuery, drawn: float, answers: float) -> None:
         """Looks at the noise on the sum of the answers to a side query. Raises `RunError` as

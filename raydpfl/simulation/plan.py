@@ -137,8 +137,8 @@ class Plan:
         drawn = {"cohorts": self._cohorts((stored or {}).get("cohorts"))} if self.mechanism else {}
         # a checkpoint of another run goes on nowhere else
         own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"
-        found = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
-        return found | drawn | ran | dict(self.platform)
+        origin = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
+        return origin | drawn | ran | dict(self.platform)
 
     def _cohorts(self, stored: str | None = None) -> str:
         """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
@@ -155,23 +155,23 @@ class Plan:
 
         def compute() -> str:
             drawn = [e.selection.exposed(e.seed, t, self.population) for t in range(rounds)]
-            found = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
-            return f"{found.hexdigest()[:16]} of {rounds}"
+            digest = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
+            return f"{digest.hexdigest()[:16]} of {rounds}"
 
         return self.population.cached(("cohorts", e.seed, rounds), compute)
 
     def _clients(self) -> str:
         """A digest of what the plan holds of each client."""
-        known = [
+        arrays = [
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
         ]
-        known += self.mechanism.client_facts() if self.mechanism else ()
+        arrays += self.mechanism.client_facts() if self.mechanism else ()
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
-            known.append(client_weights(self.experiment, self.population))
+            arrays.append(client_weights(self.experiment, self.population))
         return hashlib.sha256(
-            b"".join(each.tobytes() for each in known if each is not None)
+            b"".join(array.tobytes() for array in arrays if array is not None)
         ).hexdigest()[:16]
 
     @property
@@ -248,18 +248,18 @@ class Plan:
         """What of the experiment a release depends on, but for seed and size of its noise."""
         e = self.experiment
         names = ("model", "selection", "local", "bounding", "weights", "server")
-        kept: dict[str, Any] = {name: getattr(e, name).meaning() for name in names}
+        meanings: dict[str, Any] = {name: getattr(e, name).meaning() for name in names}
         for name in self.experiment.selection.named:  # the file is among the clients' facts
-            kept["selection"].pop(name)
-        kept["client"] = {
+            meanings["selection"].pop(name)
+        meanings["client"] = {
             DIGESTED.get(name, name): value
             for name, value in e.client.model_dump(mode="json").items()
             if name not in FREE["client"]
         }
-        kept["noise"] = e.noise.release()
+        meanings["noise"] = e.noise.release()
         if e.personal:  # no release depends on it, but what clients go on with does
-            kept["personal"] = e.personal.meaning()
-        return kept
+            meanings["personal"] = e.personal.meaning()
+        return meanings
 
     @property
     def rigorous(self) -> tuple[str, ...]:
@@ -391,9 +391,9 @@ class Plan:
         guarantees say what holds.
         """
         e = self.experiment
-        said = _classes(Shards.open(self.shards))
-        if said:
-            log.warning(said)
+        classes = _classes(Shards.open(self.shards))
+        if classes:
+            log.warning(classes)
         for warning in e.warnings():
             log.warning(warning)
         mechanism = self.mechanism
@@ -419,21 +419,21 @@ class Plan:
         mechanism
         was accounted with.
         """
-        told = self.mechanism.cohorts if self.mechanism else None
-        if told is None:
+        sampling = self.mechanism.cohorts if self.mechanism else None
+        if sampling is None:
             return
         selection = self.experiment.selection
         now = selection.sampling(self.population)
         if not self.experiment.noise.simulated():  # the clients that run stand for others
-            now = replace(now, population=told.population, cohort=told.cohort)
+            now = replace(now, population=sampling.population, cohort=sampling.cohort)
         facts = [
             (type(one.scheme), one.population, one.cohort, one.p_max, one.rule)
-            for one in (told, now)
+            for one in (sampling, now)
         ]
         if facts[0] != facts[1]:
             raise RunError(
-                f"selection.kind {selection.kind} declares {now}, and declared {told} when that "
-                "was accounted for: no accountant covers what it does"
+                f"selection.kind {selection.kind} declares {now}, and declared {sampling} when "
+                "that was accounted for: no accountant covers what it does"
             )
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -507,8 +507,8 @@ class Plan:
         uncounted = self.experiment.selection.uncounted
         if not self.mechanism or rounds == 0 or uncounted is None:
             return []
-        found = self.report.guarantees(chosen, rounds)
-        return [one.leaving_out(uncounted, "chosen") for one in found]
+        guarantees = self.report.guarantees(chosen, rounds)
+        return [one.leaving_out(uncounted, "chosen") for one in guarantees]
 
 
 def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
@@ -528,7 +528,7 @@ def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None
 
 
 def outlined(
-    experiment: Experiment, population: Population, told: Mechanism | None = None
+    experiment: Experiment, population: Population, mechanism: Mechanism | None = None
 ) -> Mechanism | None:
     """The outline of what is released, at noise multiplier 1: `told` where its cohorts are sampled
     as those of this population. None where sums have no noise.
@@ -541,8 +541,8 @@ def outlined(
     def cohorts() -> Sampling:
         return experiment.selection.sampling(population)
 
-    if told is not None and noise.sampling(cohorts()) == told.sampling:
-        return told
+    if mechanism is not None and noise.sampling(cohorts()) == mechanism.sampling:
+        return mechanism
     return noise.outline(experiment.setting(), cohorts)
 
 

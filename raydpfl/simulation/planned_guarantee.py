@@ -45,14 +45,14 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     plan = Plan.make(experiment, data_root)
     e = plan.experiment
     seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
-    found: Budget | PersonalBudget
+    budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
-        found = of_personal(cast(LocalSteps, plan.mechanism), seen, e.privacy.accountants)
+        budget = of_personal(cast(LocalSteps, plan.mechanism), seen, e.privacy.accountants)
     else:
-        found = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
+        budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
     if e.privacy.budget is None:
-        return found
-    return replace(found, notes=(*found.notes, _lasts(plan, e.privacy.budget)))
+        return budget
+    return replace(budget, notes=(*budget.notes, _lasts(plan, e.privacy.budget)))
 
 
 def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:

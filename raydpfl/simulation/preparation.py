@@ -240,18 +240,18 @@ def weights(experiment: Experiment, population: Population) -> np.ndarray:
     def compute() -> np.ndarray:
         count = len(population)
         member = experiment.weights
-        given = np.asarray(member.of(population.sizes, population.samples, count))
-        number = given.dtype.kind in "iuf"
-        found = given.astype(np.float64, copy=False) if number else np.empty(0)
-        largest = _largest(found)
-        if found.shape != (count,) or not np.isfinite(found).all():
+        values = np.asarray(member.of(population.sizes, population.samples, count))
+        number = values.dtype.kind in "iuf"
+        weights = values.astype(np.float64, copy=False) if number else np.empty(0)
+        largest = _largest(weights)
+        if weights.shape != (count,) or not np.isfinite(weights).all():
             expected = f"one whose weights are {count} finite numbers, one per client"
             raise ConfigError("weights.kind", member.kind, expected)
         if not 1e-15 <= largest <= 1e15:
             expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
             raise ConfigError("weights.kind", member.kind, expected)
         corrections = experiment.selection.corrections(population)
-        return found if corrections is None else found * corrections
+        return weights if corrections is None else weights * corrections
 
     members = (experiment.weights, experiment.selection)
     return population.cached(tuple(member.model_dump_json() for member in members), compute)
@@ -271,21 +271,21 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
     the N clients together were available t times that number, each of them in as many rounds as are
     composed at most.
     """
-    found = np.asarray(selection.composed_rounds(seed, rounds, population))
+    composed_rounds = np.asarray(selection.composed_rounds(seed, rounds, population))
     sampling = selection.sampling(population)
     if (
-        found.shape != (rounds,)
-        or found.dtype.kind not in "iu"
-        or (np.diff(found, prepend=0) < 0).any()
+        composed_rounds.shape != (rounds,)
+        or composed_rounds.dtype.kind not in "iu"
+        or (np.diff(composed_rounds, prepend=0) < 0).any()
     ):
         expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
         raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * sampling.population
-    if not sampling.by_participation and (found * len(population) < available).any():
-        t = int(np.argmax(found * len(population) < available))
+    if not sampling.by_participation and (composed_rounds * len(population) < available).any():
+        t = int(np.argmax(composed_rounds * len(population) < available))
         expected = (
             f"one whose composed_rounds count every round that a client can be in; {sampling} "
-            f"cannot give {found[t]} in {t + 1}"
+            f"cannot give {composed_rounds[t]} in {t + 1}"
         )
         raise ConfigError("selection.kind", selection.kind, expected)
-    return found.astype(np.int64)
+    return composed_rounds.astype(np.int64)

@@ -110,10 +110,10 @@ class Account:
             participations: how often each client was drawn in them.
         """
         recorded = self._recorded(rounds, participations)
-        found = self.plan.guarantees(*recorded)
+        guarantees = self.plan.guarantees(*recorded)
         if recorded[0] == rounds and not self.plan.history:  # else nobody knows who was chosen
-            found += self.plan.of_the_chosen(rounds, participations)
-        return found
+            guarantees += self.plan.of_the_chosen(rounds, participations)
+        return guarantees
 
     def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
         recorded = max(rounds, self.ledger.spent().rounds)
@@ -140,8 +140,8 @@ class Account:
         rows = report.table(seen) or []
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
-        found: dict[str, list[Any]] = {"at": list(SHARES)}
+        columns: dict[str, list[Any]] = {"at": list(SHARES)}
         for name in rigorous(self.plan.named):
             quantiles = report.quantiles(name, seen).tolist()
-            found[name] = [value if np.isfinite(value) else "infinity" for value in quantiles]
-        return found
+            columns[name] = [value if np.isfinite(value) else "infinity" for value in quantiles]
+        return columns

@@ -74,11 +74,11 @@ SETTINGS = (
 @functools.cache
 def versions() -> dict[str, str]:
     """Python, the machine's architecture and the packages that a run uses, with their versions."""
-    known = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            known[name] = importlib.metadata.version(name)
-    return {"python": platform.python_version(), "machine": platform.machine()} | known
+            versions[name] = importlib.metadata.version(name)
+    return {"python": platform.python_version(), "machine": platform.machine()} | versions
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def capability() -> dict[str, str]:
         (`COMPILED`), `native`, a digest of that.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
-    found = {
+    facts = {
         "cpu": torch.backends.cpu.get_cpu_capability(),
         # MKL multiplies otherwise on processors of other makers. The names are older than that, and
         # stay as the keys of noise are made of them.
@@ -102,8 +102,8 @@ def capability() -> dict[str, str]:
     }
     computed = COMPILED if native.library() is None else _digest(_compiled())
     if computed != COMPILED:
-        found["native"] = computed
-    return found | ({"settings": " ".join(settings)} if settings else {})
+        facts["native"] = computed
+    return facts | ({"settings": " ".join(settings)} if settings else {})
 
 
 def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
@@ -245,11 +245,11 @@ def sources(experiment: BaseModel) -> dict[str, str]:
     Returns:
         16 hexadecimal digits by "code MODULE:NAME".
     """
-    found = {}
+    texts = {}
     for name, module, member in _own(experiment):
         parts = _code_parts(module, member)
-        found[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return dict(sorted(found.items()))
+        texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return dict(sorted(texts.items()))
 
 
 def _code_parts(module: ModuleType | None, member: Any) -> list[bytes]:
@@ -268,7 +268,7 @@ def modules(experiment: BaseModel) -> dict[str, Path]:
     """The files of the user-defined modules that the experiment names, and of those that they
     import, by their places below a folder of `sys.path`; what is installed is left out.
     """
-    found = {}
+    names = {}
     for _, module, _ in _own(experiment):
         if module is None or _installed(_file(module)):
             continue
@@ -276,8 +276,8 @@ def modules(experiment: BaseModel) -> dict[str, Path]:
             parts = name.split(".")
             whole = parts if file.stem == "__init__" else parts[:-1]
             if not _installed(file):
-                found["/".join([*whole, file.name])] = file
-    return found
+                names["/".join([*whole, file.name])] = file
+    return names
 
 
 def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
@@ -344,8 +344,8 @@ def search(path: Sequence[str]) -> None:
 def _check_private(paths: Sequence[Path]) -> None:
     """Raises `ConfigError` for a link, and for what another user owns or anyone can write."""
     for path in paths:
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & 0o002:
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & 0o002:
             expected = "kept code that is yours, that not everyone can write, and no link; "
             raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
 
@@ -401,11 +401,11 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
         for name in cls.model_fields:
             yield from _own(getattr(node, name))
     elif isinstance(node, (list, tuple)):
-        for each in node:
-            module = _of_kind(each) if isinstance(each, str) and ":" in each else None
+        for child in node:
+            module = _of_kind(child) if isinstance(child, str) and ":" in child else None
             if module is not None:  # an accountant
-                yield each, module, getattr(module, each.partition(":")[2], None)
-            yield from _own(each)
+                yield child, module, getattr(module, child.partition(":")[2], None)
+            yield from _own(child)
 
 
 def _of_kind(kind: Any) -> ModuleType | None:
@@ -471,7 +471,7 @@ def _parsed(source: bytes) -> tuple[bytes, tuple[tuple[int, str, tuple[str, ...]
             imports.append((node.level, node.module or "", names))
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, name, [each for each in value if not _idle(each)])
+                setattr(node, name, [statement for statement in value if not _idle(statement)])
     digest = hashlib.sha256()
     for node in ast.walk(tree):  # breadth first: a node is known by its fields and their number
         fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
@@ -528,37 +528,37 @@ def _code(member: Any) -> bytes:
     """
     waiting = [member]
     seen = set()
-    found = []
+    parts = []
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+        item = waiting.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, type):
-            values = [pair for pair in sorted(vars(each).items()) if pair[0] not in UNREAD]
-            waiting += [base for base in each.__bases__ if base.__module__ == each.__module__]
+        seen.add(id(item))
+        if isinstance(item, type):
+            values = [pair for pair in sorted(vars(item).items()) if pair[0] not in UNREAD]
+            waiting += [base for base in item.__bases__ if base.__module__ == item.__module__]
             values = [
                 (name, getattr(value, "fget", None) or getattr(value, "__func__", value))
                 for name, value in values
             ]
-            found += [f"{name}={value!r}" for name, value in values if isinstance(value, PLAIN)]
+            parts += [f"{name}={value!r}" for name, value in values if isinstance(value, PLAIN)]
             waiting += [value for _, value in values if inspect.isfunction(value)]
-        elif inspect.isfunction(each):
-            found.append(f"{each.__qualname__}{each.__defaults__!r}{each.__kwdefaults__!r}")
-            for code in _parts(each.__code__):
-                found += [  # a docstring is in none of the steps
+        elif inspect.isfunction(item):
+            parts.append(f"{item.__qualname__}{item.__defaults__!r}{item.__kwdefaults__!r}")
+            for code in _parts(item.__code__):
+                parts += [  # a docstring is in none of the steps
                     f"{step.opname} {step.argval!r}"
                     for step in dis.get_instructions(code)
                     if isinstance(step.argval, PLAIN)
                 ]
-                used = [(name, each.__globals__.get(name)) for name in code.co_names]
-                found += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
+                used = [(name, item.__globals__.get(name)) for name in code.co_names]
+                parts += [f"{name}={value!r}" for name, value in used if isinstance(value, PLAIN)]
                 waiting += [
                     value
                     for _, value in used
-                    if getattr(value, "__module__", None) == each.__module__
+                    if getattr(value, "__module__", None) == item.__module__
                 ]
-    return "\n".join(found).encode()
+    return "\n".join(parts).encode()
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
@@ -571,11 +571,11 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
 
 def of(experiment: BaseModel) -> dict[str, str]:
     """Everything that a run of `experiment` in this process depends on, by name."""
-    known = {name: version for name, version in versions().items() if name in COMPUTING}
-    known |= {"torch": str(torch.__version__), "numpy": np.__version__}
+    libraries = {name: version for name, version in versions().items() if name in COMPUTING}
+    libraries |= {"torch": str(torch.__version__), "numpy": np.__version__}
     gpu = device.facts(experiment.client.num_gpus)  # type: ignore[attr-defined]
     half = experiment.client.precision == "bfloat16"  # type: ignore[attr-defined]
-    return known | sources(experiment) | capability() | (of_bfloat16() if half else {}) | gpu
+    return libraries | sources(experiment) | capability() | (of_bfloat16() if half else {}) | gpu
 
 
 @functools.cache
@@ -588,22 +588,22 @@ def of_bfloat16() -> dict[str, str]:
     with torch.inference_mode():
         products = x.view(64, 256) @ x.view(256, 64)
         images = torch.nn.functional.conv2d(image, x[:800].view(8, 4, 5, 5))
-    computed = [each.float().numpy().tobytes() for each in (products, images)]
+    computed = [tensor.float().numpy().tobytes() for tensor in (products, images)]
     return {"bfloat16": hashlib.sha256(b"".join(computed)).hexdigest()[:16]}
 
 
 def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What has changed, in words; empty: nothing."""
-    found = []
+    differences = []
     for name in dict.fromkeys([*stored, *now]):
         before = stored.get(name)
         after = now.get(name)
         if before == after:
             continue
-        known = ("code ", "experiment", "data", "clients", "cohorts", "mechanism")
-        digests = name.startswith((*known, "arithmetic", "native"))
+        prefixes = ("code ", "experiment", "data", "clients", "cohorts", "mechanism")
+        digests = name.startswith((*prefixes, "arithmetic", "native"))
         if digests and before is not None and after is not None:
-            found.append(f"{name} has changed")
+            differences.append(f"{name} has changed")
         else:
-            found.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")
-    return "; ".join(found)
+            differences.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")
+    return "; ".join(differences)

@@ -43,7 +43,7 @@ def joined(results: Iterable[ChunkResult]) -> Columns:
     every = [result.columns for result in results]
     if not every:
         return NOBODY
-    columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
+    columns = {name: np.concatenate([row[name] for row in every]) for name in every[0]}
     order = np.lexsort((columns.pop("draw"), columns["client"]))
     if (order[1:] > order[:-1]).all():
         return columns
@@ -61,9 +61,9 @@ class Recorder:
         self.given = plan.experiment.given
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
-        known = self._known()
+        state = self._known()
         for probe in self.probes:
-            for name, columns in probe.tables(known).items():
+            for name, columns in probe.tables(state).items():
                 self.tables[name] = Table(out, name, schema(columns))
         for name, columns in _cells(plan).items():
             self.tables[name] = Table(out, name, schema(columns))
@@ -107,10 +107,10 @@ class Recorder:
                 self._judge(row)
         self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
         followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
-        self._followers = [each for each in followed if each is not None]
+        self._followers = [follower for follower in followed if follower is not None]
         self.follow(at)
         assessing = [probe.assess(problem, self.out) for probe in self.probes]
-        self._assessing = [each for each in assessing if each is not None]
+        self._assessing = [probe for probe in assessing if probe is not None]
 
     def follow(self, at: RunState) -> None:
         """Notes that the model is now that of `at`."""
@@ -135,7 +135,7 @@ class Recorder:
         row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
         row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
         row["lr"] = e.local.learning_rate(seen.t)
-        dropped = sorted(each for result in results for each in result.dropped)
+        dropped = sorted(client for result in results for client in result.dropped)
         if dropped:
             self.dropped.append(seen.t, dropped)
         row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
@@ -181,13 +181,13 @@ class Recorder:
         e = self.plan.experiment
         batches = self.pool.evaluate(at.model, at.t, at.memory.own)
         totals = evaluation.totals(batches, e.metrics)
-        found = evaluation.scored(totals)
+        scores = evaluation.scored(totals)
         metric = e.evaluate.per_client
         if metric:
             values = evaluation.per_client(batches, metric)
-            found |= self._of_clients(row["round"], metric, values)
-        row |= found
-        what = metric_columns.diverged(found)
+            scores |= self._of_clients(row["round"], metric, values)
+        row |= scores
+        what = metric_columns.diverged(scores)
         if what:
             raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
         for rows, known in totals.items():
@@ -200,9 +200,9 @@ class Recorder:
         """What the metric of every client, float64 [clients], comes to; also writes its table."""
         histogram = self.plan.experiment.evaluate.histogram
         if histogram is None:
-            told = [value if np.isfinite(value) else None for value in values.tolist()]
+            numbers = [value if np.isfinite(value) else None for value in values.tolist()]
             places = _at(t, {"client": np.arange(len(values))})
-            self.tables["client_scores"].append({**places, metric.name: told})
+            self.tables["client_scores"].append({**places, metric.name: numbers})
             return metric_columns.of_clients(metric, values)
         counts = self._survey(t, values)
         shares = histogram.shares(counts)
@@ -245,8 +245,8 @@ class Recorder:
             The steps done, and of how many.
         """
         if self._after is None:
-            given = {probe.kind: probe.afterwards(run) for probe in self.probes}
-            self._after = {kind: work for kind, work in given.items() if work is not None}
+            measures = {probe.kind: probe.afterwards(run) for probe in self.probes}
+            self._after = {kind: work for kind, work in measures.items() if work is not None}
         steps = [work.advance(seconds / len(self._after)) for work in self._after.values()]
         return sum(done for done, _ in steps), sum(of for _, of in steps)
 
@@ -262,12 +262,12 @@ class Recorder:
         clients = sum(rows["cohort"].to_pylist())
         training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
         quantiles = account.per_client(self.out, at.t, at.participations)
-        found: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
+        summary: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
         named = Shards.open(self.plan.shards).target
         if named.names:
-            found["class_names" if named.classes else "target_names"] = list(named.names)
+            summary["class_names" if named.classes else "target_names"] = list(named.names)
         guarantees = account.guarantees(at.t, at.participations)
-        return found | {
+        return summary | {
             "rounds": at.t,
             **metric_columns.last(evaluated, names),
             **metric_columns.best(evaluated, names, self.plan.experiment.metrics),
@@ -334,15 +334,15 @@ def quantiles_of(values: np.ndarray, shares: Sequence[float]) -> list[float | No
     if not len(values):
         return [None] * len(shares)
     ascending = np.sort(values)
-    found: list[float | None] = []
+    quantiles: list[float | None] = []
     for share in shares:
         place = share * (len(values) - 1)
         low = int(place)
         part = place - low
         below, above = ascending[[low, min(low + 1, len(values) - 1)]].tolist()
         step = above - below
-        found.append(below + step * part if part < 0.5 else above - step * (1 - part))
-    return found
+        quantiles.append(below + step * part if part < 0.5 else above - step * (1 - part))
+    return quantiles
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

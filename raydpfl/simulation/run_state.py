@@ -125,9 +125,9 @@ def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
     """
     now = plan.origin(stored)
     if fresh_noise:
-        kept = ("experiment", "data", "clients", "cohorts", "mechanism")
-        stored = {name: stored[name] for name in kept if name in stored}
-        now = {name: now[name] for name in kept if name in now}
+        keys = ("experiment", "data", "clients", "cohorts", "mechanism")
+        stored = {name: stored[name] for name in keys if name in stored}
+        now = {name: now[name] for name in keys if name in now}
     changed = provenance.differences(stored, now)
     if changed and fresh_noise:
         raise RunError(f"the run cannot go on, as it would be another: {changed}")

@@ -103,7 +103,7 @@ class Bets:
         repeats = sampling.repeats and not sampling.rule
         coins = None if sampling.rule else sampling.coins
         counts = _Counts(sampling, count, subset)
-        made: dict[str, Bet | None] = {
+        bets: dict[str, Bet | None] = {
             "counts": _Memory(counts, sampling) if subset or repeats else None,
             "overlap": _Overlap(count) if subset else None,
             "sizes": _Sizes(count, coins) if coins and coins < 1 else None,
@@ -112,7 +112,7 @@ class Bets:
             "client": counts,  # the last: others read the counts before the round
         }
         self._counts = counts
-        self._bets = {name: bet for name, bet in made.items() if bet is not None}
+        self._bets = {name: bet for name, bet in bets.items() if bet is not None}
         self._rounds = 0
         self._due = 1
 
@@ -410,10 +410,10 @@ def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
     work = np.cumsum(counts[often]) * sizes.mean()
     often = often[: max(1, int(np.searchsorted(work, _COMPARED)))]
     pairs = (taken[:, often].T @ taken).tocoo()
-    kept = (often[pairs.row] != pairs.col) & (pairs.data > 1)
-    first = often[pairs.row[kept]]
-    second = pairs.col[kept]
-    share = pairs.data[kept] / counts[first]
+    repeated = (often[pairs.row] != pairs.col) & (pairs.data > 1)
+    first = often[pairs.row[repeated]]
+    second = pairs.col[repeated]
+    share = pairs.data[repeated] / counts[first]
     usual = np.minimum(counts[second] / len(cohorts), 1 - 1e-9)
     with np.errstate(divide="ignore", invalid="ignore"):
         rest = np.where(share < 1, (1 - share) * np.log((1 - share) / (1 - usual)), 0)

@@ -174,7 +174,7 @@ def reading(
     if Path(urlsplit(address).path).suffix in (".yaml", ".yml"):
         whole, _, file = address.partition("?")[0].rpartition("/")
         parent = address.replace(f"{whole}/{file}", whole, 1)
-        with reading(parent, field, lambda each: each == file) as folder:
+        with reading(parent, field, lambda name: name == file) as folder:
             yield folder / file
         return
     with renamed(lambda _: field):

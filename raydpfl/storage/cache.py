@@ -44,10 +44,10 @@ def _fetched(there: Store, folder: Path) -> bool:
     try:
         sealed = json.loads(there.get(SEAL))["files"]
         files.put(folder, lambda scratch: there.fetch(sealed, scratch))
-        found = json.loads((folder / SEAL).read_text())["files"]
+        sizes = json.loads((folder / SEAL).read_text())["files"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        found = sealed = None
-    if found is None or found != sealed:
+        sizes = sealed = None
+    if sizes is None or sizes != sealed:
         log.warning("%s is prepared again: it is not whole there", there.address)
         files.remove(folder)
         return False

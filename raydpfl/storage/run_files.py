@@ -49,12 +49,12 @@ class Trajectory:
         with writing(path):
             clear(path)
             path.touch()
-            kept = min(path.stat().st_size // self.bytes, rounds)
-        if kept < rounds:
+            rows = min(path.stat().st_size // self.bytes, rounds)
+        if rows < rounds:
             log.warning(
-                "%s has lost the models after rounds %d to %d; they are NaN", path, kept, rounds - 1
+                "%s has lost the models after rounds %d to %d; they are NaN", path, rows, rounds - 1
             )
-        for lost in range(kept, rounds):
+        for lost in range(rows, rounds):
             self.write(lost, np.full(d, np.nan, np.float32))
 
     def write(self, t: int, model: np.ndarray) -> None:
@@ -83,12 +83,12 @@ class Dropped:
         entries = [_dropped(line) for line in lines]
         if None in entries:
             log.warning("%s: %d damaged lines are left out", path, entries.count(None))
-        kept = [
+        rows = [
             line
             for line, entry in zip(lines, entries, strict=True)
             if entry is not None and entry < before
         ]
-        replace_file(path, lambda part: part.write("".join(kept).encode()))
+        replace_file(path, lambda part: part.write("".join(rows).encode()))
 
     def append(self, t: int, dropped: Sequence[tuple[int, str]]) -> None:
         """Adds one round's pairs of client and what happened. Raises `FileError`."""

@@ -73,8 +73,8 @@ class Store:
 
         place = f"{self._root}/{names}".rstrip("/")
         selector = FileSelector(place, recursive=True, allow_not_found=True)
-        found = [info for info in self._files.get_file_info(selector) if info.is_file]
-        return {info.path[len(self._root) + 1 :]: info.mtime_ns for info in found}
+        files = [info for info in self._files.get_file_info(selector) if info.is_file]
+        return {info.path[len(self._root) + 1 :]: info.mtime_ns for info in files}
 
     def put(self, name: str, content: Any) -> None:
         """Puts a file there, whole or not at all; it is durable when this returns.
@@ -179,8 +179,8 @@ def _reached(address: str) -> tuple[Any, str]:
         try:
             return FileSystem.from_uri(asked)
         except pa.ArrowInvalid as error:
-            known = "Unrecognized filesystem type" not in str(error)
-            if known and asked == address:
+            supported = "Unrecognized filesystem type" not in str(error)
+            if supported and asked == address:
                 raise
     from fsspec.core import url_to_fs
 
@@ -189,5 +189,5 @@ def _reached(address: str) -> tuple[Any, str]:
 
 
 def _line(error: BaseException) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 300 else f"{said[:297]}..."
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -125,8 +125,8 @@ def _path(name: str) -> Path:
 def _timing(name: str) -> tuple[float, float] | None:
     """Seconds to start a run, and seconds of a round, as they were timed."""
     try:
-        start, each = kept_json(_path(name))
-        return float(start), float(each)
+        start, per_round = kept_json(_path(name))
+        return float(start), float(per_round)
     except (OSError, ValueError, TypeError):
         return None
 

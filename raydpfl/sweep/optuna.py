@@ -185,7 +185,7 @@ class Dashboard:
             log.warning("sweep.storage: %s; %s", _in_line(error), without)
 
     def _show(self, settings: dict[str, SearchSetting], over: bool) -> None:
-        done = {name: self._outcome(each) for name, each in settings.items() if each.done}
+        done = {name: self._outcome(setting) for name, setting in settings.items() if setting.done}
         others = any(not _same(done[name], self._shown[name]) for name in done.keys() & self._shown)
         if others or (over and self._shown.keys() - settings.keys()):
             what = f"the study {self.name} in {self.url}"

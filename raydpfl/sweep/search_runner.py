@@ -138,8 +138,8 @@ class SearchRunner(ABC):
     def _check_stored(self) -> None:
         name = self.config.name
         if not self.config.exists():
-            known = {*self._remains(), self.folder / LOCK}
-            if self.folder.exists() and {*self.folder.iterdir()} - known:
+            paths = {*self._remains(), self.folder / LOCK}
+            if self.folder.exists() and {*self.folder.iterdir()} - paths:
                 expected = f"the directory of a {self.kind}; it has no {name}"
                 raise ConfigError("--resume", str(self.folder), expected)
             return

@@ -68,8 +68,8 @@ class Interval:
         if not self.log:
             return self.low + u * (self.high - self.low)
         low = math.log(self.low)
-        found = math.exp(low + u * (math.log(self.high) - low))
-        return min(max(found, self.low), self.high)
+        value = math.exp(low + u * (math.log(self.high) - low))
+        return min(max(value, self.low), self.high)
 
 
 Space = Options | Interval
@@ -77,38 +77,38 @@ Space = Options | Interval
 
 def parse(field: str, value: Mapping[str, Any]) -> Space:
     """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
-    ((kind, given),) = value.items()
-    if isinstance(given, list):
-        given = [_number(each) for each in given]
+    ((kind, options),) = value.items()
+    if isinstance(options, list):
+        options = [_number(option) for option in options]
     try:
-        return _options(given) if kind in ("grid", "choice") else _range(kind, given)
+        return _options(options) if kind in ("grid", "choice") else _range(kind, options)
     except ValueError as error:
         raise ConfigError(field, dict(value), f"{error}, for {kind}") from None
 
 
-def _options(given: Any) -> Options:
+def _options(options: Any) -> Options:
     """Raises ValueError saying what is expected."""
-    if not isinstance(given, list) or not given:
+    if not isinstance(options, list) or not options:
         raise ValueError("a list of at least one value")
-    if len({json.dumps(each, sort_keys=True, default=str) for each in given}) < len(given):
+    if len({json.dumps(option, sort_keys=True, default=str) for option in options}) < len(options):
         raise ValueError("values that differ")
-    return Options(tuple(given))
+    return Options(tuple(options))
 
 
-def _range(kind: str, given: Any) -> Space:
+def _range(kind: str, options: Any) -> Space:
     """Of two ends. Raises ValueError saying what is expected."""
-    numbers = isinstance(given, list) and all(
-        type(each) in (int, float) and math.isfinite(each) for each in given
+    numbers = isinstance(options, list) and all(
+        type(end) in (int, float) and math.isfinite(end) for end in options
     )
-    if not numbers or len(given) != 2:
+    if not numbers or len(options) != 2:
         raise ValueError("two numbers [lowest, highest]")
     if kind == "powers_of_two":
-        low, high = map(whole, given)
+        low, high = map(whole, options)
         if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
             raise ValueError("two whole exponents [lowest, highest]")
         powers = (2**k if k >= 0 else 2.0**k for k in range(low, high + 1))
         return Options(tuple(powers), ordered=True)
-    low, high = given
+    low, high = options
     if not low < high:
         raise ValueError("[lowest, highest], the first below the second")
     if kind == "loguniform" and low <= 0:
@@ -123,14 +123,14 @@ def _number(value: Any) -> Any:
 
 def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
     """The spaces in a tree of sections, by dotted key, in the tree's order."""
-    found: dict[str, Space] = {}
+    spaces: dict[str, Space] = {}
     for key, value in tree.items():
         where = f"{path}{key}"
         if is_space(value):
-            found[where] = parse(where, value)
+            spaces[where] = parse(where, value)
         elif isinstance(value, Mapping):
-            found |= find(value, f"{where}.")
-    return found
+            spaces |= find(value, f"{where}.")
+    return spaces
 
 
 def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
@@ -147,13 +147,13 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree with `values` (by dotted key) in their places."""
 
     def copy(node: Mapping[str, Any], path: str) -> dict[str, Any]:
-        made = {}
+        copies = {}
         for key, value in node.items():
             where = f"{path}{key}"
             if where in values:
-                made[key] = values[where]
+                copies[key] = values[where]
             else:
-                made[key] = copy(value, f"{where}.") if isinstance(value, Mapping) else value
-        return made
+                copies[key] = copy(value, f"{where}.") if isinstance(value, Mapping) else value
+        return copies
 
     return copy(tree, "")

@@ -118,10 +118,10 @@ class Sweep:
         search = validate(Search, "sweep", section)
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, expected = _ONLY_WITH[name]
-            given = getattr(search, name)
-            if getattr(search, other) not in expected and given is not None:
+            stated = getattr(search, name)
+            if getattr(search, other) not in expected and stated is not None:
                 only = f"nothing unless sweep.{other} is {' or '.join(expected)}"
-                raise ConfigError(f"sweep.{name}", given, only)
+                raise ConfigError(f"sweep.{name}", stated, only)
         return cls(tree, search, find(tree), None if imports is None else tuple(imports))
 
     @classmethod
@@ -202,8 +202,8 @@ class Sweep:
         What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
         values a searched field takes is no difference.
         """
-        searches = (flat({"sweep": each.search.model_dump()}) for each in (self, other))
-        spaces = (dict.fromkeys(each.spaces, "a search space") for each in (self, other))
+        searches = (flat({"sweep": sweep.search.model_dump()}) for sweep in (self, other))
+        spaces = (dict.fromkeys(sweep.spaces, "a search space") for sweep in (self, other))
         difference = _difference(*searches)
         if difference:
             return difference
@@ -240,8 +240,8 @@ class Sweep:
         """Raises `ConfigError` for a score that some trial would not have."""
         metric = self.search.metric
         for experiment in self.probes:
-            given = [name for name in experiment.given if sign(name, experiment.metrics)]
-            if metric in given:
+            metrics = [name for name in experiment.given if sign(name, experiment.metrics)]
+            if metric in metrics:
                 continue
             expected = f"a score that every trial has; {_not_given(metric, experiment)}"
             raise ConfigError("sweep.metric", metric, expected)
@@ -278,9 +278,9 @@ class Sweep:
 
     def _check_distinct(self) -> None:
         """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
-        made: dict[str, dict[str, Any]] = {}
+        trees: dict[str, dict[str, Any]] = {}
         for values, experiment in zip(self.tried(), self.probes, strict=True):
-            before = made.setdefault(name_of(experiment, self.spaces), values)
+            before = trees.setdefault(name_of(experiment, self.spaces), values)
             if identity(before) != identity(values):
                 same = [key for key in values if text_of(before[key]) == text_of(values[key])]
                 key = next(key for key in values if key not in same)

@@ -276,7 +276,7 @@ def check(folder: Path, experiment: Experiment, searched: Collection[str], named
             why = f"it has {remains[0]} but no config.yaml"
             raise _refused(folder, f"the directory of {named}; {why}")
         return
-    asked, there = (meaning(each, searched) for each in (experiment, _stored(path, named)))
+    asked, there = (meaning(tree, searched) for tree in (experiment, _stored(path, named)))
     for key in dict.fromkeys([*asked, *there]):
         unresolved = key in RESOLVED and asked.get(key) == RESOLVED[key]
         if asked.get(key) != there.get(key) and not unresolved:

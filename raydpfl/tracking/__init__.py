@@ -34,11 +34,11 @@ def parse(values: Any) -> tuple[Tracker, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError("track", values, f"a list, of {', '.join(FAMILY)} or your own classes")
-    given = [{"kind": value} if isinstance(value, str) else value for value in values]
-    found = tuple(choose("track", each, FAMILY, Tracker) for each in given)
-    if len({tracker.kind for tracker in found}) < len(found):
+    members = [{"kind": value} if isinstance(value, str) else value for value in values]
+    trackers = tuple(choose("track", member, FAMILY, Tracker) for member in members)
+    if len({tracker.kind for tracker in trackers}) < len(trackers):
         raise ConfigError("track", values, "a list that has each kind once")
-    return found
+    return trackers
 
 
 def installed(trackers: Sequence[Tracker]) -> None:

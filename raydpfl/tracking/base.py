@@ -92,12 +92,12 @@ def facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     >>> facts({"status": "completed", "best_test_accuracy": 0.75, "holds": [], "versions": {}})
     {'status': 'completed', 'best_test_accuracy': 0.75}
     """
-    found = {name: summary[name] for name in FACTS if summary.get(name) is not None}
-    found |= {
+    facts = {name: summary[name] for name in FACTS if summary.get(name) is not None}
+    facts |= {
         name: value
         for name, value in summary.items()
         if name.startswith("best_") and isinstance(value, (int, float))
     }
     for one in summary.get("holds", ())[:1]:
-        found |= {name: one[name] for name in ("epsilon", "delta", "accountant", "unit")}
-    return found
+        facts |= {name: one[name] for name in ("epsilon", "delta", "accountant", "unit")}
+    return facts

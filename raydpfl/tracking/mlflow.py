@@ -66,30 +66,30 @@ class _Run(Log):
             "directory": run.place,
             **({"sweep": run.group} if run.group else {}),
         }
-        begun = self._client.create_run(experiment, None, tags, run.name)
-        self.id = begun.info.run_id
+        started = self._client.create_run(experiment, None, tags, run.name)
+        self.id = started.info.run_id
         param = self._entities.Param
         params = [param(key, str(value)[:LONG]) for key, value in run.config.items()]
         for some in _pieces(params, PARAMS):
             self._client.log_batch(self.id, params=some)
 
     def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             with suppress(Exception):  # another node may have made it meanwhile
                 return self._client.create_experiment(name)
-            found = self._client.get_experiment_by_name(name)
-        return found.experiment_id
+            experiment = self._client.get_experiment_by_name(name)
+        return experiment.experiment_id
 
     def write(self, rows: Sequence[Row]) -> None:
         now = int(1000 * time.time())
         metric = self._entities.Metric
-        found = [
+        metrics = [
             metric(name, value, now, row["round"])
             for row in rows
             for name, value in numbers(row).items()
         ]
-        for some in _pieces(found, METRICS):
+        for some in _pieces(metrics, METRICS):
             self._client.log_batch(self.id, metrics=some)
 
     def close(self, summary: Mapping[str, Any]) -> None:

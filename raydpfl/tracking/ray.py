@@ -53,5 +53,5 @@ class Gauges(Log):
 
 
 def _spent(row: Row) -> float | None:
-    known = [row[name] for name in RIGOROUS if row.get(name) is not None]
-    return min(known, default=None)
+    epsilons = [row[name] for name in RIGOROUS if row.get(name) is not None]
+    return min(epsilons, default=None)

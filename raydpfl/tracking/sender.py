@@ -40,10 +40,10 @@ class Book:
         self._lock = threading.Lock()
         self._entries: dict[str, dict[str, Any]] = {}
         try:
-            found = json.loads(read_text(self.path)) if self.path.exists() else {}
+            entries = json.loads(read_text(self.path)) if self.path.exists() else {}
             self._entries = {
                 tracker: {"id": str(entry["id"]), "rounds": int(entry["rounds"])}
-                for tracker, entry in found.items()
+                for tracker, entry in entries.items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -51,8 +51,8 @@ class Book:
 
     def entry(self, tracker: str) -> tuple[str, int]:
         """What a tracker calls the run, and how many rounds it has been told of."""
-        found = self._entries.get(tracker, {"id": "", "rounds": 0})
-        return found["id"], found["rounds"]
+        entry = self._entries.get(tracker, {"id": "", "rounds": 0})
+        return entry["id"], entry["rounds"]
 
     def note(self, tracker: str, name: str, rounds: int, failed: str = "") -> None:
         """Keeps that, and why the tracker was left out. Raises `FileError`."""
@@ -128,11 +128,11 @@ class Sender:
         rows = [self._rows.get()]
         while not self._rows.empty():
             rows.append(self._rows.get())
-        found = [row for row in rows if row is not None]
-        if found:
-            shown.write(found)
-            self._note(shown, found[-1]["round"] + 1)
-        return len(found) == len(rows)
+        sent = [row for row in rows if row is not None]
+        if sent:
+            shown.write(sent)
+            self._note(shown, sent[-1]["round"] + 1)
+        return len(sent) == len(rows)
 
     def _note(self, shown: Log, rounds: int) -> None:
         if not self._failed:  # the run may be another process's by now

@@ -64,8 +64,8 @@ class Pca(Features):
         def learn(rows: np.ndarray) -> np.ndarray:
             return np.vstack(principal_components(rows, self.components))
 
-        found = kept(["principal components", self.components, str(x.dtype)], x, learn)
-        return found[0], found[1:]
+        components = kept(["principal components", self.components, str(x.dtype)], x, learn)
+        return components[0], components[1:]
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         components = f"components [{self.components} or more, {p}]"

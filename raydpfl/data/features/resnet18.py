@@ -60,10 +60,10 @@ class ResNet18Features(Features):
         from raydpfl.core import device
 
         gpu = device.facts(1)  # other bits than a CPU's
-        found = [gpu] if gpu else []
+        facts = [gpu] if gpu else []
         if self.weights == "imagenet":
-            return [_pretrained().url, *found]
-        return [file_identity("data.features.weights", self.weights, root), *found]
+            return [_pretrained().url, *facts]
+        return [file_identity("data.features.weights", self.weights, root), *facts]
 
     def columns(
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None
@@ -136,8 +136,8 @@ class ResNet18Features(Features):
             for at in range(0, len(images), IMAGES):
                 batch = torch.from_numpy(images[at : at + IMAGES]).to(place)
                 colour = ready(batch.expand(-1, 3, -1, -1))
-                found = net(colour.contiguous(memory_format=torch.channels_last))
-                columns[at : at + IMAGES] = found.cpu().numpy()
+                outputs = net(colour.contiguous(memory_format=torch.channels_last))
+                columns[at : at + IMAGES] = outputs.cpu().numpy()
                 if at == 0:
                     _announce((time.monotonic() - began) * (len(images) / IMAGES), len(images))
         return columns

@@ -37,8 +37,8 @@ class Overlapping(Partition):
     def _both(self) -> Overlapping:
         if (self.classes is None) != (self.share is None):
             missing = "share" if self.share is None else "classes"
-            given = "classes" if missing == "share" else "share"
-            expected = f"a value, as data.partition.{given} has one; or neither"
+            present = "classes" if missing == "share" else "share"
+            expected = f"a value, as data.partition.{present} has one; or neither"
             raise ConfigError(f"data.partition.{missing}", None, expected)
         return self
 

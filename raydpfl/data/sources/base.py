@@ -143,10 +143,10 @@ class Data(Member):
     @field_validator("task", mode="before")
     @classmethod
     def _task(cls, value: Any) -> Task:
-        found = parse_task(value)
-        if not found.unread():
-            cls.gives(found)
-        return found
+        task = parse_task(value)
+        if not task.unread():
+            cls.gives(task)
+        return task
 
     @classmethod
     def gives(cls, task: Task) -> None:
@@ -180,7 +180,7 @@ class Data(Member):
         """The config of the data in JSON types, without names of files: `identity` has what is in
         them.
         """
-        return {name: each for name, each in self.meaning().items() if name not in self.named}
+        return {name: value for name, value in self.meaning().items() if name not in self.named}
 
     def table(self, root: Path | None) -> Columns | None:
         """The columns of its training rows, where it is a table. Raises `ConfigError`."""
@@ -283,11 +283,11 @@ class InMemoryData(SizedData):
         return [*self.sources(root), *(self.features.identity(root) if self.features else [])]
 
     def facts(self) -> dict[str, Any]:
-        found = super().facts()
+        facts = super().facts()
         if self.features:
             for name in self.features.named:
-                del found["features"][name]
-        return found
+                del facts["features"][name]
+        return facts
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not
@@ -297,8 +297,8 @@ class InMemoryData(SizedData):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        said = self.features.exclusions if self.features else ()
-        return (*said, SHARED) if self.overlaps() else said
+        exclusions = self.features.exclusions if self.features else ()
+        return (*exclusions, SHARED) if self.overlaps() else exclusions
 
     def _check_size(self, x: np.ndarray) -> None:
         """Raises `ConfigError` for samples that are too large."""
@@ -307,21 +307,21 @@ class InMemoryData(SizedData):
             raise ConfigError("data.kind", self.kind, expected)
 
     def split(self, seed: int, root: Path | None) -> Split:
-        found = self.samples(seed, root)
-        self._check_size(found.x)
+        samples = self.samples(seed, root)
+        self._check_size(samples.x)
         order, sizes = self.partition.partition(
-            found.y, found.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
+            samples.y, samples.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
         if self.features is None:
-            return self._split(found, order, sizes, found.x, found.test_x)
+            return self._split(samples, order, sizes, samples.x, samples.test_x)
         features = self.features
 
         def without(held: np.ndarray) -> Split:
-            columns = features.columns_without(found.x, found.test_x, held, root)
-            return self._split(found, order, sizes, *columns)
+            columns = features.columns_without(samples.x, samples.test_x, held, root)
+            return self._split(samples, order, sizes, *columns)
 
-        columns = features.columns(found.x, found.test_x, root)
-        return replace(self._split(found, order, sizes, *columns), without=without)
+        columns = features.columns(samples.x, samples.test_x, root)
+        return replace(self._split(samples, order, sizes, *columns), without=without)
 
     def _split(
         self,

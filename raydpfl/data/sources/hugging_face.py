@@ -40,13 +40,13 @@ class HuggingFaceData(Tabular):
         splits = [name for name in (self.train, self.test) if name is not None]
         if folder is None:
             return [[name, _loaded(self.path, name)._fingerprint] for name in splits]
-        found = []
+        paths = []
         for name in splits:
             facts = hashlib.sha256()
             for file in self._files(folder, name):
                 facts.update(digest(file).encode())
-            found.append([name, facts.hexdigest()])
-        return found
+            paths.append([name, facts.hexdigest()])
+        return paths
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         name = getattr(self, part)
@@ -58,15 +58,15 @@ class HuggingFaceData(Tabular):
                 table = _loaded(self.path, name).with_format("arrow")[:]
             else:
                 table = pa.concat_tables(read_stream(file) for file in self._files(folder, name))
-            found = of_table(table, f"{self.path} ({name})")
+            columns = of_table(table, f"{self.path} ({name})")
         except ConfigError:
             raise
         except (pa.ArrowException, ValueError, OSError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             expected = f"a data set that can be read ({reason})"
             raise ConfigError("data.path", self.path, expected) from None
-        found.part = part
-        return found
+        columns.part = part
+        return columns
 
     def folder(self, root: Path | None) -> Path | None:
         """The folder that `path` names; None: it is the name of a data set."""
@@ -78,13 +78,13 @@ class HuggingFaceData(Tabular):
         inner = folder / split
         of = inner if inner.is_dir() else folder
         if of is folder and ((folder / "dataset_dict.json").exists() or split != self.train):
-            known = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
+            splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
             field = "data.train" if split == self.train else "data.test"
-            expected = f"a split of {folder.name}: {known or 'it has one, data.train'}"
+            expected = f"a split of {folder.name}: {splits or 'it has one, data.train'}"
             raise ConfigError(field, split, expected)
         try:
             state = json.loads((of / "state.json").read_text())
-            return [of / each["filename"] for each in state["_data_files"]]
+            return [of / entry["filename"] for entry in state["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError):
             expected = "a folder that save_to_disk of datasets wrote, or the name of a data set"
             raise ConfigError("data.path", self.path, expected) from None

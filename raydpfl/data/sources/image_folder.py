@@ -40,15 +40,15 @@ class ImageFolder(Tabular):
     channels: Literal[1, 3] | None = None
 
     def sources(self, root: Path | None) -> list:
-        found = []
+        paths = []
         for part in ("train", "test"):
             if getattr(self, part) is not None:
                 folder = self._folder(part, root)
                 facts = hashlib.sha256()
                 for path in self._images(part, folder):
                     facts.update(f"{path.relative_to(folder)} {digest(path)}\n".encode())
-                found.append([part, facts.hexdigest()])
-        return found
+                paths.append([part, facts.hexdigest()])
+        return paths
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         if getattr(self, part) is None:
@@ -74,30 +74,30 @@ class ImageFolder(Tabular):
     def _images(self, part: str, folder: Path) -> list[Path]:
         """The images of the classes, in the order of their names. Raises `ConfigError`."""
         levels = "*/*/*" if self.client else "*/*"
-        found = sorted(
+        paths = sorted(
             path
             for path in folder.glob(levels)
             if path.suffix.lower() in SUFFIXES and path.is_file()
         )
-        if not found:
+        if not paths:
             above = "CLIENT/CLASS" if self.client else "CLASS"
             expected = f"a folder with images {above}/NAME, a folder for each class"
             raise ConfigError(f"data.{part}", str(getattr(self, part)), expected)
-        return found
+        return paths
 
     def _encoded(self, path: Path) -> bytes:
         """The bytes of an image, of `size` pixels each way and of `channels` if asked. Raises
         `ConfigError`.
         """
-        given = path.read_bytes()
+        encoded = path.read_bytes()
         if self.size is None and self.channels is None:
-            return given
+            return encoded
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(given), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                 if image.mode.startswith(DEEP):
-                    return given  # it is refused by name where it is decoded
+                    return encoded  # it is refused by name where it is decoded
                 grey = self.channels == 1 or (self.channels is None and image.mode == "L")
                 scaled = image.convert("L" if grey else "RGB")
                 if self.size is not None:

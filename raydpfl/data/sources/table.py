@@ -46,9 +46,9 @@ class TableFile(Tabular):
             return None
         path = find_file(f"data.{part}", name, root)
         try:
-            found = read_columns(path)
+            columns = read_columns(path)
         except Exception as error:  # whatever a broken file makes its reader raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"data.{part}", name, f"{KINDS} ({reason})") from None
-        found.part = part
-        return found
+        columns.part = part
+        return columns

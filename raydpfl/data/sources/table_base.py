@@ -147,7 +147,7 @@ class Tabular(InMemoryData):
         if len(self.x) > 1:
             raise ConfigError("data.x", list(self.x), "one column of text with data.tokenizer")
         wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
-        for name in (each for each, given in wrong.items() if given):
+        for name in (field for field, present in wrong.items() if present):
             expected = "none with data.tokenizer, whose token ids stay whole numbers"
             raise ConfigError(f"data.{name}", getattr(self, name), expected)
 
@@ -225,20 +225,20 @@ class Tabular(InMemoryData):
     @property
     def exclusions(self) -> tuple[str, ...]:
         """See `Data.exclusions`: what sizes the model and is read off the rows."""
-        said = super().exclusions
+        exclusions = super().exclusions
         if self.tokenizer is not None:
-            said += (DECLARED,)
+            exclusions += (DECLARED,)
         if self._next:
-            return said
+            return exclusions
         if self.task.takes != "numbers" and self.classes is None:
-            said += (CLASSES,)
+            exclusions += (CLASSES,)
         if self.task.takes == "positions":
-            said += (POSITIONS,)
+            exclusions += (POSITIONS,)
         if self.tokenizer is not None:
-            return said
+            return exclusions
         # lists of whole numbers stay such by themselves, columns of them where that is asked for
         whole = self.dtype == "int64" or (self.dtype == "auto" and len(self.x) == 1)
-        return (*said, TOKENS) if whole and not (self.features or self.mean) else said
+        return (*exclusions, TOKENS) if whole and not (self.features or self.mean) else exclusions
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
@@ -297,12 +297,12 @@ class Tabular(InMemoryData):
             raise ConfigError("data.split_by", self.split_by, expected)
         column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
         values = np.char.lower(column)
-        found = values == "train", values == "test"
-        if not all(each.any() for each in found):
+        masks = values == "train", values == "test"
+        if not all(mask.any() for mask in masks):
             some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
             expected = f"a column that says train or test of every row; this one says {some}"
             raise ConfigError("data.split_by", self.split_by, expected)
-        return found
+        return masks
 
     def _targets(
         self, train: Columns, y: np.ndarray, test_y: np.ndarray
@@ -378,9 +378,9 @@ class Tabular(InMemoryData):
 
     def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
         """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
-        for each in (x, test_x):
-            if each.dtype == np.float32 and not np.isfinite(each).all():
-                row = int(np.argwhere(~np.isfinite(each))[0, 0])
+        for array in (x, test_x):
+            if array.dtype == np.float32 and not np.isfinite(array).all():
+                row = int(np.argwhere(~np.isfinite(array))[0, 0])
                 expected = f"finite numbers; row {row} of {file} has another"
                 raise ConfigError("data.x", self.x, expected)
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):

@@ -65,8 +65,8 @@ class Text(InMemoryData):
     def exclusions(self) -> tuple[str, ...]:
         if self.characters is not None:
             return super().exclusions
-        found = "the characters that occur (unless data.characters names an alphabet)"
-        return (*super().exclusions, found)
+        alphabet = "the characters that occur (unless data.characters names an alphabet)"
+        return (*super().exclusions, alphabet)
 
     @property
     def sample_exclusions(self) -> tuple[str, ...]:
@@ -126,19 +126,19 @@ class Text(InMemoryData):
         found: dict[str, list[str]] = {}
         for name, text in zip(clients.tolist(), texts.tolist(), strict=True):
             found.setdefault(name, []).append(text)
-        return {name: "\n".join(each) for name, each in found.items()}
+        return {name: "\n".join(lines) for name, lines in found.items()}
 
     def _speeches(self, text: str) -> dict[str, str]:
         """What each speaker of a play says."""
-        found: dict[str, list[str]] = {}
+        speeches: dict[str, list[str]] = {}
         for name, line in _lines(text, self.speaker, self.apart):
-            spoken = found.setdefault(name, [])
+            spoken = speeches.setdefault(name, [])
             if line is not None:
                 spoken.append(line)
-        if not found:
+        if not speeches:
             expected = "a pattern of names: no line is such a name and a colon"
             raise ConfigError("data.speaker", self.speaker, expected)
-        return {name: "\n".join(each) for name, each in found.items()}
+        return {name: "\n".join(lines) for name, lines in speeches.items()}
 
     def _alphabet(self, codes: dict[str, np.ndarray]) -> np.ndarray:
         """The code points of the alphabet, ascending."""

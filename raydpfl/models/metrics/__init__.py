@@ -45,20 +45,20 @@ def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
     if not isinstance(values, (list, tuple)) or not values:
         expected = f"auto, or a list of {', '.join(FAMILY)} or your own classes"
         raise ConfigError(section, values, expected)
-    given = [{"kind": value} if isinstance(value, str) else value for value in values]
-    found = tuple(choose(section, each, FAMILY, Metric) for each in given)
-    if len({metric.name for metric in found}) < len(found):
+    members = [{"kind": value} if isinstance(value, str) else value for value in values]
+    metrics = tuple(choose(section, member, FAMILY, Metric) for member in members)
+    if len({metric.name for metric in metrics}) < len(metrics):
         raise ConfigError(SECTION, values, "a list that has each metric once")
-    return found
+    return metrics
 
 
-def standing(given: tuple[Metric, ...]) -> tuple[Metric, ...]:
+def standing(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
     """With those that every evaluation has, last."""
-    names = {metric.name for metric in given}
-    return (*given, *(FAMILY[kind]() for kind in ALWAYS if kind not in names))
+    names = {metric.name for metric in metrics}
+    return (*metrics, *(FAMILY[kind]() for kind in ALWAYS if kind not in names))
 
 
 def called(name: str) -> Metric | None:
     """The metric that comes with the project and has this name; None: there is none."""
-    found = (cls.called(name) for cls in FAMILY.values())
-    return next((metric for metric in found if metric is not None), None)
+    groups = (cls.called(name) for cls in FAMILY.values())
+    return next((metric for metric in groups if metric is not None), None)

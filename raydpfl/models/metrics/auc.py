@@ -46,14 +46,14 @@ class Auc(Percent):
         classes = int(total[0])
         rows = total[1:].reshape(-1, 2 * classes + 1)
         rows = rows[rows[:, -1] > 0]
-        found = []
+        areas = []
         for scores, right in zip(rows.T[:classes], rows.T[classes:-1] > 0, strict=True):
             ones = int(right.sum())
             zeros = len(right) - ones
             if ones and zeros:
                 ranks = _ranks(scores)[right].sum()
-                found.append(float((ranks - ones * (ones + 1) / 2) / (ones * zeros)))
-        return float(np.mean(found)) if found else None
+                areas.append(float((ranks - ones * (ones + 1) / 2) / (ones * zeros)))
+        return float(np.mean(areas)) if areas else None
 
 
 def _ranks(scores: np.ndarray) -> np.ndarray:

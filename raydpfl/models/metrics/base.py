@@ -104,10 +104,10 @@ def of_classes(
     metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `Task.classes`. Raises `ConfigError` for a task that has none."""
-    found = form.task.classes(outputs, y)
-    if found is None:
+    classes = form.task.classes(outputs, y)
+    if classes is None:
         raise metric.refused(f"{form.task.kind} has no classes, of which one is right")
-    return found
+    return classes
 
 
 def of_labels(
@@ -129,10 +129,10 @@ def of_numbers(
     metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Task.numbers`, in float64. Raises `ConfigError` for a task that has none."""
-    found = form.task.numbers(outputs, y)
-    if found is None:
+    numbers = form.task.numbers(outputs, y)
+    if numbers is None:
         raise metric.refused(f"{form.task.kind} has no numbers to predict")
-    predicted, actual = found
+    predicted, actual = numbers
     return predicted.double(), actual.double()
 
 

@@ -35,5 +35,5 @@ class ConfusionMatrix(Metric):
     def cells(self, total: Total) -> dict[str, np.ndarray]:
         classes = math.isqrt(len(total))
         there = np.flatnonzero(total)
-        found = (there // classes, there % classes, total[there].astype(np.int64))
-        return dict(zip(self.columns(), found, strict=True))
+        columns = (there // classes, there % classes, total[there].astype(np.int64))
+        return dict(zip(self.columns(), columns, strict=True))

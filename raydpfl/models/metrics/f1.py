@@ -30,8 +30,8 @@ class F1(Percent):
 
     @classmethod
     def called(cls, name: str) -> Metric | None:
-        found = {"f1": cls(), "f1_micro": cls(average="micro")}
-        return found.get(name)
+        members = {"f1": cls(), "f1_micro": cls(average="micro")}
+        return members.get(name)
 
     def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         chosen, right, counts = of_labels(self, form, outputs, y)
@@ -42,8 +42,8 @@ class F1(Percent):
         both, predicted, actual = total.reshape(3, -1)
         if self.average == "micro":
             both, predicted, actual = (
-                each.sum(keepdims=True) for each in (both, predicted, actual)
+                counts.sum(keepdims=True) for counts in (both, predicted, actual)
             )
         there = predicted + actual > 0
-        found = 2 * both[there] / (predicted[there] + actual[there])
-        return float(found.mean()) if there.any() else None
+        scores = 2 * both[there] / (predicted[there] + actual[there])
+        return float(scores.mean()) if there.any() else None

@@ -29,8 +29,8 @@ class TopK(Mean, Percent):
 
     @classmethod
     def called(cls, name: str) -> Metric | None:
-        found = re.fullmatch(r"top_([1-9]\d{0,8})", name)
-        return cls(k=int(found[1])) if found else None
+        match = re.fullmatch(r"top_([1-9]\d{0,8})", name)
+        return cls(k=int(match[1])) if match else None
 
     def fits(self, form: Form) -> None:
         super().fits(form)

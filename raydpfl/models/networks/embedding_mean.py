@@ -24,8 +24,8 @@ class EmbeddingMean(Model):
 
     def of(self, form: Form) -> nn.Module:
         if not form.tokens or len(form.shape) != 1 or len(form.outputs) != 1:
-            found = f"samples are {form.dtype} {form.shape}, targets {form.target.shape}"
-            expected = f"another model; this one scores sequences of whole numbers; {found}"
+            detail = f"samples are {form.dtype} {form.shape}, targets {form.target.shape}"
+            expected = f"another model; this one scores sequences of whole numbers; {detail}"
             raise ConfigError("model.kind", self.kind, expected)
         return Mean(nn.Embedding(form.tokens, self.width), nn.Linear(self.width, form.outputs[0]))
 

@@ -21,11 +21,11 @@ class HuggingFace(Module):
 
     def of(self, form: Form) -> nn.Module:
         make: Any = factory(self.kind)
-        known = {"num_labels": form.outputs[-1], "use_cache": False}
+        arguments = {"num_labels": form.outputs[-1], "use_cache": False}
         if form.tokens:
-            known["vocab_size"] = form.tokens
+            arguments["vocab_size"] = form.tokens
         try:
-            module = make(make.config_class(**{**known, **self.args}))
+            module = make(make.config_class(**{**arguments, **self.args}))
         except RAISED as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             expected = f"fields of {make.config_class.__name__} ({reason})"
@@ -34,19 +34,21 @@ class HuggingFace(Module):
         return module
 
 
-def is_one(found: object) -> bool:
+def is_one(module: object) -> bool:
     """Whether an object is such a class."""
     return (
-        isinstance(found, type) and hasattr(found, "config_class") and issubclass(found, nn.Module)
+        isinstance(module, type)
+        and hasattr(module, "config_class")
+        and issubclass(module, nn.Module)
     )
 
 
-def _scores(outputs: tuple[int, ...], module: nn.Module, given: Any, made: Any) -> Any:
+def _scores(outputs: tuple[int, ...], module: nn.Module, inputs: Any, outcome: Any) -> Any:
     """A hook after forward: the scores, [batch, *outputs]. Of scores at every position where one a
     sample is wanted, those at the last; of scores of all tokens those of the classes, which come
     first.
     """
-    scores = getattr(made, "logits", made)
+    scores = getattr(outcome, "logits", outcome)
     if not isinstance(scores, Tensor):
         return scores
     if scores.dim() == len(outputs) + 2:

@@ -45,28 +45,28 @@ def factory(path: str) -> Callable[..., Any]:
 
     Raises `ConfigError` for all else, having called nothing.
     """
-    found = load(path, "model.kind")
-    if isinstance(found, type):
-        if issubclass(found, (nn.Module, Model)):
-            return found
-        raise ConfigError("model.kind", path, f"a torch.nn.Module, not {found.__name__}")
-    makes = _declared(found) if isinstance(found, FunctionType) else None
+    function = load(path, "model.kind")
+    if isinstance(function, type):
+        if issubclass(function, (nn.Module, Model)):
+            return function
+        raise ConfigError("model.kind", path, f"a torch.nn.Module, not {function.__name__}")
+    makes = _declared(function) if isinstance(function, FunctionType) else None
     if isinstance(makes, type) and issubclass(makes, nn.Module):
-        return found
+        return function
     expected = "a class or a function that makes a torch.nn.Module"
-    if callable(found):
-        said = f"def {path.split(':')[-1]}(...) -> torch.nn.Module"
-        expected = f"a subclass of torch.nn.Module, or a function that says so: {said}"
+    if callable(function):
+        signature = f"def {path.split(':')[-1]}(...) -> torch.nn.Module"
+        expected = f"a subclass of torch.nn.Module, or a function that says so: {signature}"
     raise ConfigError("model.kind", path, expected)
 
 
 def _declared(function: FunctionType) -> Any:
     """The return annotation of a function; text is looked up as a name, not evaluated."""
-    said = function.__annotations__.get("return")
-    if not isinstance(said, str):
-        return said
-    first, *parts = said.strip("'\"").split(".")
-    found = inspect.unwrap(function).__globals__.get(first)
+    returned = function.__annotations__.get("return")
+    if not isinstance(returned, str):
+        return returned
+    first, *parts = returned.strip("'\"").split(".")
+    annotation = inspect.unwrap(function).__globals__.get(first)
     for part in parts:
-        found = getattr(found, part, None)
-    return found
+        annotation = getattr(annotation, part, None)
+    return annotation

@@ -39,5 +39,5 @@ def parse(values: Any) -> Task:
     """The member that `data.task` names: a mapping with a kind, or a kind alone. Raises
     `ConfigError`.
     """
-    given = {"kind": values} if isinstance(values, str) else values
-    return choose("data.task", given, FAMILY, Task)
+    fields = {"kind": values} if isinstance(values, str) else values
+    return choose("data.task", fields, FAMILY, Task)

@@ -80,13 +80,13 @@ def numbered(
         if not whole:
             expected = f"whole numbers from 0, or names; at most {CLASSES:,} classes"
             raise ConfigError("data.y", name, f"{expected} (numbers to predict: task regression)")
-        found = labels.astype(np.int64)
-        _check_count(name, found, classes)
-        return found, ()
-    texts, found = np.unique(labels.astype(str), return_inverse=True)
+        numbers = labels.astype(np.int64)
+        _check_count(name, numbers, classes)
+        return numbers, ()
+    texts, numbers = np.unique(labels.astype(str), return_inverse=True)
     if isinstance(classes, int) and len(texts) > classes:
         raise ConfigError("data.classes", classes, f"at least {len(texts)}, the labels of {name}")
-    return found.astype(np.int64), tuple(texts.tolist())
+    return numbers.astype(np.int64), tuple(texts.tolist())
 
 
 def _placed(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray:
@@ -102,13 +102,13 @@ def _placed(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarr
     return np.array([places[text] for text in texts.tolist()], np.int64)[index]
 
 
-def _check_count(name: str, found: np.ndarray, classes: int | None) -> None:
+def _check_count(name: str, labels: np.ndarray, classes: int | None) -> None:
     """Raises `ConfigError` for numbers beyond the classes that are given, and for ids."""
-    largest = int(found.max())
+    largest = int(labels.max())
     if classes is not None and largest >= classes:
         expected = f"more than {largest}, the largest label of {name}"
         raise ConfigError("data.classes", classes, expected)
-    present = len(np.unique(found))
+    present = len(np.unique(labels))
     if classes is None and largest + 1 >= MANY and present < FEW * (largest + 1):
         remedy = "give data.classes: their number, or the list of the labels that there are"
         expected = f"class numbers from 0 without such gaps: {present} up to {largest}"

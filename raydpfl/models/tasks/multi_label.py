@@ -48,15 +48,17 @@ class MultiLabel(Task):
         names = classes if isinstance(classes, tuple) else ()
         if y.dtype == object:
             both = [_names(name, column) for column in (y, test_y)]
-            names = names or tuple(sorted({each for rows in both for row in rows for each in row}))
-            found = [_bits(rows, names) for rows in both]
+            names = names or tuple(
+                sorted({label for rows in both for row in rows for label in row})
+            )
+            arrays = [_bits(rows, names) for rows in both]
         else:
-            found = [_zeros_and_ones(name, column) for column in (y, test_y)]
-        width = found[0].shape[1]
+            arrays = [_zeros_and_ones(name, column) for column in (y, test_y)]
+        width = arrays[0].shape[1]
         wanted = classes if isinstance(classes, int) else len(names) or width
         if wanted != width:
             raise ConfigError("data.classes", classes, f"{width}, the labels of {name}, or none")
-        return found[0], found[1], Target((width,), 0, names)
+        return arrays[0], arrays[1], Target((width,), 0, names)
 
     def typical(self) -> Target:
         return Target((3,))
@@ -70,8 +72,8 @@ class MultiLabel(Task):
 def _names(name: str, column: np.ndarray) -> list[list[str]]:
     """The labels of each row."""
     rows: list[Any] = column.tolist()
-    lists = [[row] if isinstance(row, str) else [str(each) for each in row] for row in rows]
-    if any(not isinstance(each, str) for row in rows if not isinstance(row, str) for each in row):
+    lists = [[row] if isinstance(row, str) else [str(label) for label in row] for row in rows]
+    if any(not isinstance(label, str) for row in rows if not isinstance(row, str) for label in row):
         expected = "lists of names, or lists of 0 and 1 of one length"
         raise ConfigError("data.y", name, f"{expected}, for multi_label")
     return lists
@@ -79,15 +81,15 @@ def _names(name: str, column: np.ndarray) -> list[list[str]]:
 
 def _bits(rows: list[list[str]], names: tuple[str, ...]) -> np.ndarray:
     """Float32 [rows, names], 1 for each label that a row has. Raises `ConfigError`."""
-    places = {each: place for place, each in enumerate(names)}
-    found = np.zeros((len(rows), len(names)), np.float32)
+    places = {name: place for place, name in enumerate(names)}
+    bits = np.zeros((len(rows), len(names)), np.float32)
     for row, labels in enumerate(rows):
         for label in labels:
             if label not in places:
                 expected = f"names of all labels; {label!r} is another"
                 raise ConfigError("data.classes", list(names), expected)
-            found[row, places[label]] = 1
-    return found
+            bits[row, places[label]] = 1
+    return bits
 
 
 def _zeros_and_ones(name: str, column: np.ndarray) -> np.ndarray:

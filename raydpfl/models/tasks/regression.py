@@ -40,10 +40,10 @@ class Regression(Task):
             if column.dtype.kind not in "biuf" or not np.isfinite(column).all():
                 raise ConfigError("data.y", name, "finite numbers, for regression")
         with np.errstate(over="ignore"):
-            found = [column.astype(np.float32) for column in (y, test_y)]
-        if not all(np.isfinite(column).all() for column in found):
+            arrays = [column.astype(np.float32) for column in (y, test_y)]
+        if not all(np.isfinite(column).all() for column in arrays):
             raise ConfigError("data.y", name, "numbers below 3.4e38, for regression")
-        return found[0], found[1], Target(y.shape[1:])
+        return arrays[0], arrays[1], Target(y.shape[1:])
 
     def typical(self) -> Target:
         return Target((2,))

@@ -57,22 +57,22 @@ class Sequence(Task):
         self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
     ) -> tuple[np.ndarray, np.ndarray, Target]:
         width = max((len(row) for column in (y, test_y) for row in _rows(name, column)), default=0)
-        found = [self._filled(name, column, width) for column in (y, test_y)]
-        counted = np.concatenate([column[column != self.ignore] for column in found])
+        arrays = [self._filled(name, column, width) for column in (y, test_y)]
+        counted = np.concatenate([column[column != self.ignore] for column in arrays])
         if not len(counted):
             raise ConfigError("data.y", name, f"targets; all of these are {self.ignore}, ignored")
         number = len(classes) if isinstance(classes, tuple) else classes
         numbered(name, counted, number)
         names = classes if isinstance(classes, tuple) else ()
         target = Target((width,), number or 1 + int(counted.max()), names)
-        return found[0], found[1], target
+        return arrays[0], arrays[1], target
 
     def _filled(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
         """Int64 [rows, width]."""
-        found = np.full((len(column), width), self.ignore, np.int64)
+        filled = np.full((len(column), width), self.ignore, np.int64)
         for row, values in enumerate(_rows(name, column)):
-            found[row, : len(values)] = values
-        return found
+            filled[row, : len(values)] = values
+        return filled
 
     def typical(self) -> Target:
         return Target((5,), 4)
@@ -87,8 +87,8 @@ class Sequence(Task):
 
 def _rows(name: str, column: np.ndarray) -> list[np.ndarray]:
     """The class numbers of each row. Raises `ConfigError`."""
-    found = [np.asarray(row) for row in column]
-    for row in found:
+    rows = [np.asarray(row) for row in column]
+    for row in rows:
         if row.ndim != 1 or (row.size and row.dtype.kind not in "biu"):
             raise ConfigError("data.y", name, "a list of whole numbers to a row, for sequence")
-    return found
+    return rows

@@ -111,4 +111,6 @@ def resolved(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
     """
     if unit != "sample":
         return tuple(asked)
-    return tuple(each for name in asked for each in (FORMULAS if name == "paper" else (name,)))
+    return tuple(
+        accountant for name in asked for accountant in (FORMULAS if name == "paper" else (name,))
+    )

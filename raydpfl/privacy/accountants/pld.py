@@ -30,13 +30,13 @@ class Pld(Accountant):
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
-        each = event.each
-        first = int(counts[0]) * each
-        last = int(counts[-1]) * each
+        gaussians = event.each
+        first = int(counts[0]) * gaussians
+        last = int(counts[-1]) * gaussians
         once = event.once > 0
         curves = [
-            loss.epsilons(delta, first, last, each, other, once)
-            for loss, other in _losses(event, last if once else each)
+            loss.epsilons(delta, first, last, gaussians, other, once)
+            for loss, other in _losses(event, last if once else gaussians)
         ]
         return np.max(curves, axis=0)
 

@@ -121,13 +121,13 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
         if parameter.default is parameter.empty and name not in options:
             expected = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
             raise ConfigError(_flag(name), None, expected)
-    given = {
+    stated = {
         name: value.replace("-", "_") if isinstance(value, str) else value
         for name, value in options.items()
     }
     names = {"kind": "sampling", "target": "epsilon"} | {name: name for name in parameters}
     with renamed(lambda name: _flag(names[name]) if name in names else name):
-        return _UNITS[unit](**given)
+        return _UNITS[unit](**stated)
 
 
 def _flag(name: str) -> str:
@@ -177,23 +177,23 @@ def _multiplier(
     return _in_range("std", std, std * count / bound)
 
 
-def _in_range(field: str, given: float | None, z: float | None) -> float | None:
+def _in_range(field: str, value: float | None, z: float | None) -> float | None:
     """z, which `field` was given for. Raises `ConfigError` if its squares would leave the range of
     float64.
     """
     if z is not None and not 1e-6 <= z <= 1e6:
         expected = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
-        raise ConfigError(field, given, expected)
+        raise ConfigError(field, value, expected)
     return z
 
 
 def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
     values: dict[Unknown, float | None] = {"noise": z, "epsilon": epsilon, "rounds": rounds}
-    given = [name for name, value in values.items() if value is not None]
-    if len(given) != 2:
+    stated = [name for name, value in values.items() if value is not None]
+    if len(stated) != 2:
         expected = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
-        raise ConfigError("given", given or None, f"{expected}the third is computed")
-    (missing,) = values.keys() - set(given)
+        raise ConfigError("given", stated or None, f"{expected}the third is computed")
+    (missing,) = values.keys() - set(stated)
     return missing
 
 

@@ -66,7 +66,7 @@ class Question:
 
     def answers(self) -> list[Answer]:
         """By the rigorous accountants, each against every observer, and by the papers' formulas."""
-        return [*(each for name in RIGOROUS for each in self.counted(name)), *self.printed()]
+        return [*(epsilon for name in RIGOROUS for epsilon in self.counted(name)), *self.printed()]
 
     @property
     def rounds(self) -> int:
@@ -154,7 +154,7 @@ class Question:
         if not 0 < delta < 1:
             return math.inf
         spent = (self.guarantees(name, z, rounds, delta)[0].epsilon for name in RIGOROUS)
-        return next((each for each in spent if math.isfinite(each)), math.inf)
+        return next((epsilon for epsilon in spent if math.isfinite(epsilon)), math.inf)
 
 
 class SampleQuestion(Question):

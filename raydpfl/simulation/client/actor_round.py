@@ -59,8 +59,8 @@ class ActorRound:
                     vectors[place] = torch.tensor(stored[slot])
             return device.sent(vectors, self.model.device)
 
-        told = self.told.get(member, {})
-        return View(self.work.t, self.lr, self.work.bound, self.model, told, client_state)
+        broadcast = self.told.get(member, {})
+        return View(self.work.t, self.lr, self.work.bound, self.model, broadcast, client_state)
 
     def add_columns(self, columns: Mapping[str, np.ndarray]) -> None:
         """Appends the values of some clients to each column."""

@@ -269,8 +269,8 @@ class Explicit(Contribution):
 
         columns: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
-            told = state.actor.told.get(f"measure.{probe.kind}", {})
-            columns |= probe.chunk(Sent(block.updates, vectors, noise, told, again))
+            broadcast = state.actor.told.get(f"measure.{probe.kind}", {})
+            columns |= probe.chunk(Sent(block.updates, vectors, noise, broadcast, again))
         return columns
 
     def _check_sent(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:

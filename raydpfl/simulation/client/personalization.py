@@ -187,9 +187,9 @@ class PersonalTraining:
         parts = []
         for first in range(0, len(chunk.clients), chunk.width):
             part = slice(first, first + chunk.width)
-            begun = starts and Starts.at(starts.begun[part], starts.drawn)
+            started = starts and Starts.at(starts.begun[part], starts.drawn)
             who = chunk.clients[part], members[part], chunk.draws[part]
-            parts.append(self._chunk(model, *who, begun, t))
+            parts.append(self._chunk(model, *who, started, t))
         return torch.cat(parts)
 
     def _chunk(
@@ -255,9 +255,11 @@ class FineTuning:
         """
         for first in range(0, len(clients), self.width):
             some = np.array(clients[first : first + self.width], np.int64)
-            kept = {slot: own[client] for slot, client in enumerate(some.tolist()) if client in own}
+            states = {
+                slot: own[client] for slot, client in enumerate(some.tolist()) if client in own
+            }
             draws = np.full(len(some), FINE_TUNED)
-            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: kept})
+            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: states})
             with torch.inference_mode(False):
                 whole, starts = self.local.starts(model, chunk)
                 trained = self.training.train(whole, chunk, some, starts, t, self.seed)

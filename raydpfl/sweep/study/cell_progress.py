@@ -93,10 +93,12 @@ class CellProgress:
     def _try(self, values: Mapping[str, Any], add: Add) -> None:
         study, cell = self.study, self.cell
         grid = [{**values, **point} for point in points(cell.grid)]
-        experiments = [cell.experiment(each, study.seed, study.about.validation) for each in grid]
-        for each, experiment in zip(grid, experiments, strict=True):
-            trial = add(f"{cell.named(each)} tried", experiment)
-            self.tries.append(SearchSetting(each, experiment, [trial]))
+        experiments = [
+            cell.experiment(setting, study.seed, study.about.validation) for setting in grid
+        ]
+        for setting, experiment in zip(grid, experiments, strict=True):
+            trial = add(f"{cell.named(setting)} tried", experiment)
+            self.tries.append(SearchSetting(setting, experiment, [trial]))
 
     def choice(self) -> SearchSetting | None:
         """The best of the values tried, the first of equals; None as long as a run of theirs

@@ -49,10 +49,10 @@ def open_values(tree: Mapping[str, Any], path: str = "") -> dict[str, Options | 
         if not isinstance(value, Mapping):
             continue
         if list(value) == ["tune"]:
-            given = value["tune"]
-            space = parse(where, given if is_space(given) else {"grid": given})
+            options = value["tune"]
+            space = parse(where, options if is_space(options) else {"grid": options})
             if not isinstance(space, Options):
-                raise ConfigError(where, given, "a list of values to try, or powers_of_two")
+                raise ConfigError(where, options, "a list of values to try, or powers_of_two")
             values[where] = space
         elif list(value) == ["from"]:
             values[where] = validate(Reference, where, value["from"])
@@ -104,7 +104,7 @@ def _kept_keys(
         section, _, key = name.rpartition(".")
         before = at(tree, section)
         if key == "kind" and section and isinstance(before, Mapping):
-            paths = {f"{section}.{each}": before[each] for each in before if each != "kind"}
+            paths = {f"{section}.{key}": before[key] for key in before if key != "kind"}
             keys |= {path: value for path, value in paths.items() if takes(result, path)}
     return keys
 
@@ -197,8 +197,8 @@ class StudyCell:
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Every choice of the values to try, with placeholders for the numbers of other arms."""
-        known = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
-        return ({**known, **point} for point in points(self.grid))
+        values = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
+        return ({**values, **point} for point in points(self.grid))
 
     def named(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""

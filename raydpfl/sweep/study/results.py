@@ -96,7 +96,10 @@ def summary(
     seconds it took.
     """
     # the directory and the digest of the model of every final run, by cell and seed
-    models = {each.cell: {trial.seed: _model(trial) for trial in each.finals} for each in progress}
+    models = {
+        cell_progress.cell: {trial.seed: _model(trial) for trial in cell_progress.finals}
+        for cell_progress in progress
+    }
     identities = [compare(identity, models) for identity in study.same_bits]
     failed = _failed(progress)
     reason = _problem(failed, identities) if over else None
@@ -108,8 +111,13 @@ def summary(
         "scale": study.scale,
         "seeds": [*study.final_seeds()],
         "cells": len(progress),
-        "tried": _states(trial for each in progress for one in each.tries for trial in one.trials),
-        "final": _states(trial for each in progress for trial in each.finals),
+        "tried": _states(
+            trial
+            for cell_progress in progress
+            for one in cell_progress.tries
+            for trial in one.trials
+        ),
+        "final": _states(trial for cell_progress in progress for trial in cell_progress.finals),
         "trained": {"runs": len(runs), "private": sum(runs.values())},
         "failed": failed,
         "identities": identities,
@@ -131,11 +139,11 @@ def _states(trials: Iterable[Trial]) -> dict[str, int]:
 def _failed(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
     """Final runs and cells without a result, and why."""
     failed = {}
-    for each in progress:
-        name = each.cell.named()
-        if each.problem:
-            failed[name] = {"cell": name, "reason": each.problem}
-        for trial in each.finals:
+    for cell_progress in progress:
+        name = cell_progress.cell.named()
+        if cell_progress.problem:
+            failed[name] = {"cell": name, "reason": cell_progress.problem}
+        for trial in cell_progress.finals:
             if trial.status == "failed":
                 place = f"trials/{trial.folder.name}"
                 facts = {"directory": place, "cell": trial.named(), "reason": trial.failure()}
@@ -165,12 +173,12 @@ def _choice(
     every run of the directory, by name, and whether it was private.
     """
     counts: dict[str, list[int]] = {}
-    for each in progress:
-        counts.setdefault(each.cell.arm, []).append(each.cell.settings)
+    for cell_progress in progress:
+        counts.setdefault(cell_progress.cell.arm, []).append(cell_progress.cell.settings)
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
     tried = {trial.folder.name: trial for one in progress for s in one.tries for trial in s.trials}
-    final = {trial.folder.name for each in progress for trial in each.finals}
+    final = {trial.folder.name for cell_progress in progress for trial in cell_progress.finals}
     former = sum(private for name, private in runs.items() if name not in {*tried, *final})
     private = former + sum(trial.experiment.private for trial in tried.values())
     return {

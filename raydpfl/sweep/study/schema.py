@@ -261,8 +261,8 @@ class Study:
             candidates = [folder / name for folder in (*folders, builtin.PUBLISHED)]
             path = next((path for path in candidates if path.is_file()), None)
             if path is None or Path(name).is_absolute() or ".." in Path(name).parts:
-                known = ", ".join(sorted(path.name for path in builtin.PUBLISHED.glob("*.csv")))
-                expected = f"a file beside the study, or one of {known}"
+                files = ", ".join(sorted(path.name for path in builtin.PUBLISHED.glob("*.csv")))
+                expected = f"a file beside the study, or one of {files}"
                 raise ConfigError(f"show.{number}.published", name, expected)
             tables[name] = path
         return tables
@@ -394,10 +394,10 @@ def _check_parts(values: Any) -> None:
     """Raises `ConfigError` for what is no study, or has a part that studies do not have."""
     if not isinstance(values, Mapping) or "study" not in values:
         raise ConfigError("study", None, "a section with the study's id")
-    known = (*PARTS, *Experiment.model_fields)
+    sections = (*PARTS, *Experiment.model_fields)
     for name in values:
-        if name not in known:
-            expected = f"one of the sections {', '.join(known)}"
+        if name not in sections:
+            expected = f"one of the sections {', '.join(sections)}"
             raise ConfigError(name, values[name], expected)
 
 
@@ -424,8 +424,8 @@ def _check_judge(about: About) -> None:
         raise ConfigError("study.judge", about.judge, expected)
     if sign(about.judge) or about.better:
         return
-    known = "a score of rows held out such as validation_accuracy or validation_loss"
-    expected = f"{known}, or study.better besides (larger or smaller)"
+    examples = "a score of rows held out such as validation_accuracy or validation_loss"
+    expected = f"{examples}, or study.better besides (larger or smaller)"
     raise ConfigError("study.judge", about.judge, expected)
 
 
@@ -433,10 +433,10 @@ def _mapping(where: str, value: Any) -> dict[str, Any]:
     """By label. Raises `ConfigError` for anything else, and for two keys of one label."""
     if not isinstance(value, Mapping):
         raise ConfigError(where, value, "a mapping")
-    found = {label(key): each for key, each in value.items()}
-    if len(found) < len(value):
+    mapping = {label(key): each for key, each in value.items()}
+    if len(mapping) < len(value):
         raise ConfigError(where, [*value], "labels that differ as texts")
-    return found
+    return mapping
 
 
 def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
@@ -452,7 +452,7 @@ def _panels(value: Any, judge: str) -> dict[str, dict[str, Any]]:
     for axis, labels in _mapping("panels", value).items():
         where = f"panels.{axis}"
         if isinstance(labels, list):
-            labels = {label(each): each for each in labels}
+            labels = {label(text): text for text in labels}
         found = _mapping(where, labels)
         if not found:
             raise ConfigError(where, labels, "at least one label")
@@ -463,21 +463,21 @@ def _panels(value: Any, judge: str) -> dict[str, dict[str, Any]]:
 
 
 def _arms(value: Any) -> dict[str, Arm]:
-    found = {}
-    for name, given in _mapping("arms", {} if value is None else value).items():
+    arms = {}
+    for name, fields in _mapping("arms", {} if value is None else value).items():
         where = f"arms.{name}"
-        changes = _mapping(where, {} if given is None else given)
+        changes = _mapping(where, {} if fields is None else fields)
         accounting = _mapping(f"{where}.accounting", changes.pop("accounting", {}))
         meanings = {
-            each: _mapping(f"{where}.accounting.{each}", changed or {})
-            for each, changed in accounting.items()
+            accountant: _mapping(f"{where}.accounting.{accountant}", changed or {})
+            for accountant, changed in accounting.items()
         }
         only = _only(f"{where}.only", changes.pop("only", {}))
         _check_puts(where, changes)
-        found[name] = Arm(name=name, puts=changes, accounting=meanings, only=only)
-    if not found:
+        arms[name] = Arm(name=name, puts=changes, accounting=meanings, only=only)
+    if not arms:
         raise ConfigError("arms", value, "at least one arm, by its name")
-    return found
+    return arms
 
 
 def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
@@ -493,28 +493,28 @@ def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
 
 
 def _scales(value: Any) -> dict[str, Scale]:
-    found = {}
-    for name, given in _mapping("scales", value).items():
+    scales = {}
+    for name, fields in _mapping("scales", value).items():
         where = f"scales.{name}"
         if name not in SCALES:
-            raise ConfigError(where, given, f"one of {', '.join(SCALES)}")
-        changes = _mapping(where, given or {})
+            raise ConfigError(where, fields, f"one of {', '.join(SCALES)}")
+        changes = _mapping(where, fields or {})
         own: dict[str, Any] = {key: changes.pop(key) for key in OF_SCALES if key in changes}
         if "only" in own:
             own["only"] = _only(f"{where}.only", own["only"])
         _check_puts(where, changes)
-        found[name] = validate(Scale, where, {**own, "puts": changes})
-    return found
+        scales[name] = validate(Scale, where, {**own, "puts": changes})
+    return scales
 
 
 def _accounting(value: Any) -> dict[str, Mapping[str, Any] | None]:
     if value is None:
         return {}
     if isinstance(value, list):
-        return dict.fromkeys(label(each) for each in value)
+        return dict.fromkeys(label(item) for item in value)
     where = "study.accounting"
-    found = _mapping(where, value)
-    return {name: _mapping(f"{where}.{name}", each or {}) for name, each in found.items()}
+    mapping = _mapping(where, value)
+    return {name: _mapping(f"{where}.{name}", each or {}) for name, each in mapping.items()}
 
 
 def _changes(axis: str, value: Any) -> Mapping[str, Any]:
