@@ -16,42 +16,25 @@ checked here. What depends on the data or on the machine is checked by `raydpfl.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from raydpfl import data, models, tracking
 from raydpfl.config import user_classes
 from raydpfl.config.hints import said
-from raydpfl.config.registry import (
-    Member,
-    Section,
-    choose,
-    fields_of,
-    importing,
-    imports,
-    is_path,
-    load,
-    unread,
-    within,
-)
+from raydpfl.config.overrides import Schema, Spec, is_space
+from raydpfl.config.registry import Member, Section, importing, is_path, unread, within
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
-from raydpfl.config.yaml import dump, parse_yaml, read
+from raydpfl.config.yaml import dump, read
 from raydpfl.data.features import Features
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
@@ -65,7 +48,6 @@ from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import resolved
 from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
 
-log = logging.getLogger("raydpfl")
 PERSONAL = (
     "each client's own model (personal): it is not released, and no epsilon covers it against who "
     "sees it there"
@@ -231,18 +213,18 @@ class Experiment(Section):
         return cls.from_dict(read(path), overrides, imports)
 
     def imported(self) -> Experiment:
-        """With everything that the config names imported."""
+        """The same experiment, with all that the config names imported."""
         return Experiment.from_dict(self.to_dict()) if self.unread else self
 
     @property
     def unread(self) -> dict[str, str]:
         """The sections that are, or hold, a member whose class was not imported, and the import
         paths."""
-        found: dict[str, str] = {}
+        kinds: dict[str, str] = {}
         for section, member in self._every_member():
             if member.unread():
-                found.setdefault(section.partition(".")[0], member.kind)
-        return found
+                kinds.setdefault(section.partition(".")[0], member.kind)
+        return kinds
 
     def code(self, sections: Iterable[str] | None = None) -> list[str]:
         """The import paths in these sections (None: all), where nothing of them was imported."""
@@ -254,31 +236,31 @@ class Experiment(Section):
         return found + (own_accountants if "privacy" in names else [])
 
     def named_files(self) -> set[tuple[str, str]]:
-        """The files that the config names, each with the field that does: where members say so, and
-        text of own members (and `model.args`) that is the name of a file."""
-        found = set()
+        """(field, file) of the files that the config names: by members' `files`, and texts of
+        user-defined members (and `model.args`) that are names of files.
+        """
+        files = set()
         for section, member in self._every_member():
-            named = member.files()
+            named = {f"{section}.{field}": name for field, name in member.files().items()}
             if is_path(member.kind):
-                named = {**_paths(member.model_dump(mode="json")), **named}
-            found |= {(f"{section}.{field}", name) for field, name in named.items()}
-        return found
+                named = {**dict(_paths(section, member.model_dump(mode="json"))), **named}
+            files |= set(named.items())
+        return files
 
     def complete(self) -> None:
-        """Raises `ConfigError` for an own member that lacks what its base leaves to it."""
+        """Raises `ConfigError` for a user-defined member that lacks a method of its family."""
         for section, member in self._every_member():
             if is_path(member.kind):
                 user_classes.complete(type(member), section, member.kind)
 
     def accounted_with(self) -> set[str]:
-        """The sections that what another one's member spends depends on."""
+        """The sections, besides its own, on which what a member spends depends."""
         return {name for _, member in self._every_member() for name in member.accounted_with}
 
     def warnings(self) -> list[str]:
-        """What its members have whoever reads the results know."""
+        """What readers of the results should know, in words (`Member.warnings`)."""
         setting = self.setting()
-        members = self._every_member()
-        return [text for _, member in members for text in member.warnings(setting)]
+        return [text for _, member in self._every_member() for text in member.warnings(setting)]
 
     def _every_member(self) -> Iterator[tuple[str, Member]]:
         for name in type(self).model_fields:
@@ -307,19 +289,19 @@ class Experiment(Section):
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """What the model is scored by on rows of all clients together."""
-        given = self.evaluate.metrics
-        if given == "auto":
-            given = parse_metrics(self.data.task.scores())
-        return standing_metrics(given)
+        metrics = self.evaluate.metrics
+        if metrics == "auto":
+            metrics = parse_metrics(self.data.task.scores())
+        return standing_metrics(metrics)
 
     @property
     def scores(self) -> tuple[str, ...]:
         """The columns of the rounds table that an evaluation fills; those of the test set are there
         in any case.
         """
-        found = metric_columns.columns(self.metrics, bool(self.evaluate.validation))
+        columns = metric_columns.columns(self.metrics, bool(self.evaluate.validation))
         metric = self.evaluate.per_client
-        return found if metric is None else (*found, *metric_columns.of_clients(metric))
+        return columns if metric is None else (*columns, *metric_columns.of_clients(metric))
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -351,237 +333,41 @@ class Experiment(Section):
         return self.terms.relation
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A section of a config.
-
-    Args:
-        base: the class of what it holds; of a family the base of its members.
-        family: the members, by kind; None: the section has no kinds.
-        default: the section where the config lacks it.
-        usual: the kind of a member that the config gives without one; None: it must have one.
-        parse: what makes its value of what the config has; None: `choose`, or `validate` of a
-            section without kinds.
-    """
-
-    base: type[Any]
-    family: Mapping[str, type[Any]] | None = None
-    default: Any = None
-    usual: str | None = None
-    parse: Callable[[Any], Any] | None = None
-
-    def value(self, name: str, given: Any) -> Any:
-        """The section of this name, of what the config has for it. Raises `ConfigError`."""
-        if self.parse is not None:
-            return self.parse(given)
-        if self.family is None:
-            return validate(self.base, name, given)
-        return choose(name, given, self.family, self.base)
-
-
-SECTIONS: dict[str, Spec] = {
-    "selection": Spec(selection.Selection, selection.FAMILY, {"kind": "uniform", "cohort": 30}),
-    "local": Spec(Local, local.FAMILY, {"kind": "sgd"}),
-    "bounding": Spec(bounding.Bounding, bounding.FAMILY, {"kind": "none"}),
-    "noise": Spec(noise.Noise, noise.FAMILY, {"kind": "none"}),
-    "weights": Spec(weights.Weights, weights.FAMILY, {"kind": "uniform"}),
-    "server": Spec(server.Server, server.FAMILY, {"kind": "sgd"}),
-    "data": Spec(data.Data, data.FAMILY, {"kind": "fashion_mnist_mini", "clients": 300}),
-    "model": Spec(models.Model, models.FAMILY, {"kind": "softmax"}, parse=models.parse),
-    "data.sizes": Spec(data.Sizes, data.SIZES),
-    "data.partition": Spec(data.Partition, data.PARTITIONS),
-    "data.features": Spec(Features, data.FEATURES),
-    "data.task": Spec(tasks.Task, tasks.FAMILY),
-    "selection.response": Spec(Response, selection.RESPONSES),
-    "noise.epsilon": Spec(budgets.BudgetDistribution, budgets.FAMILY),
-    "personal": Spec(Local, local.FAMILY, usual="sgd", parse=partial(rule, "personal")),
-    "measure": Spec(probes.Probe, probes.FAMILY, (), parse=probes.parse),
-    "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, parse=tracking.parse),
-    "evaluate.metrics": Spec(Metric, metrics.FAMILY),
-    "evaluate.fine_tune": Spec(Local, local.FAMILY, usual="sgd"),
-    "privacy": Spec(Privacy, default={}),
-    "client": Spec(Client, default={}),
-    "evaluate": Spec(Evaluate, default={}),
-}
-# The members that a config without these sections has.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    name: spec.default
-    for name, spec in SECTIONS.items()
-    if spec.family and isinstance(spec.default, dict)
-}
-
-
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The leaves of a tree of sections, by dotted key.
-
-    >>> flat({"seed": 1, "local": {"lr": 0.1}})
-    {'seed': 1, 'local.lr': 0.1}
-    """
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}"] = value
-    return found
-
-
-def at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    node: Any = tree
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
-def overridden(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """A copy of the tree `values` with every override `section.key=value` put in (`changed`)."""
-    if not isinstance(values, Mapping):
-        raise ConfigError("config", values, "a mapping of sections")
-    return changed(values, [_parsed(override) for override in overrides])
-
-
-def _parsed(override: str) -> tuple[str, Any]:
-    """The dotted key and the value of `section.key=value`."""
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise ConfigError("override", override, "section.key=value")
-    try:
-        return path, parse_yaml(text)
-    except yaml.YAMLError:
-        raise ConfigError(path, text, "a value in YAML") from None
-
-
-def copied(tree: Any) -> Any:
-    """A copy of a tree of mappings and lists. What stands in it more than once, as what a YAML file
-    has an anchor for, is copied for each place.
-
-    >>> noise = {"kind": "gaussian"}
-    >>> tree = copied({"noise": noise, "others": [noise]})
-    >>> tree["noise"] is noise, tree["noise"] is tree["others"][0]
-    (False, False)
-    """
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [copied(value) for value in tree]
-    return tree
-
-
-def changed(
-    values: Mapping[str, Any], changes: Iterable[tuple[str, Any]], quiet: bool = False
-) -> dict[str, Any]:
-    """A copy of a tree of sections with changes put in.
-
-    Whole sections come first, then kinds, from the outer to the inner, then all else. Another kind
-    is another member: nothing of what the section had for the old one is kept, but for what is
-    given beside the change. What is lost is logged, in one line.
-
-    Args:
-        values: the tree.
-        changes: dotted keys and their values.
-        quiet: whether nothing is logged.
-
-    Raises:
-        ConfigError: for a key in what has none.
-    """
-    tree = copied(dict(values))
-    found = sorted(changes, key=lambda change: _turn(change[0]))
-    given = [path for path, _ in found]
-    for path, value in found:
-        _put(tree, path, value, given, quiet)
-    return tree
-
-
-def _turn(path: str) -> tuple[int, int]:
-    """When a change has its turn: kinds decide which keys there are."""
-    depth = path.count(".")
-    if not depth:
-        return 0, 0
-    return (1, depth) if path.endswith(".kind") else (2, 0)
-
-
-def _put(tree: dict[str, Any], path: str, value: Any, given: Sequence[str], quiet: bool) -> None:
-    """Sets a dotted key of the tree, making the sections on the way."""
-    *sections, key = path.split(".")
-    node: Any = tree
-    for depth, name in enumerate(sections):
-        if node.get(name, {}) is None:  # a section that is not there: data.features
-            del node[name]
-        node = node.setdefault(name, dict(DEFAULTS.get(name, {})) if depth == 0 else {})
-        if not isinstance(node, dict):
-            raise ConfigError(
-                path, value, f"a key of a section; {'.'.join(sections[: depth + 1])} is {node!r}"
-            )
-    if key == "kind" and "kind" in node and node["kind"] != value:
-        lost = _drop(node, ".".join(sections), value, given)
-        if lost and not quiet:
-            log.warning("%s; give beside it what is to stay", lost)
-    node[key] = value
-
-
-def _drop(node: dict[str, Any], section: str, kind: Any, given: Sequence[str]) -> str:
-    """Of a section that becomes of another kind, or of several, nothing stays. What is lost, in
-    words; empty: nothing.
-
-    Of an unknown kind all stays, and the kind is what is complained of.
-    """
-    family = SECTIONS[section].family if section in SECTIONS else None
-    named = isinstance(kind, str) and (kind in (family or {}) or is_path(kind))
-    if family is None or not (named or is_space(kind)):
-        return ""
-    old = node.pop("kind")
-    beside = {path.removeprefix(f"{section}.").partition(".")[0] for path in given}
-    fields = fields_of(family.get(old) if isinstance(old, str) else None) or {}
-    lost = [
-        f"{name}={value}"
-        for name, value in node.items()
-        if name not in beside and not (name in fields and _is_default(fields[name], value))
-    ]
-    node.clear()
-    if not lost:
-        return ""
-    return f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
-
-
-def _is_default(field: Any, value: Any) -> bool:
-    """Whether a field of a member has this value of itself; a member within by its fields."""
-    default = field.default
-    plain = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
-    return value == (list(plain) if isinstance(plain, tuple) else plain)
-
-
-def takes(tree: Mapping[str, Any], path: str) -> bool:
-    """Whether the section of this path, of the kind that it has in the tree, has such a key."""
-    section, _, key = path.rpartition(".")
-    if not section:
-        return key in Experiment.model_fields
-    spec = SECTIONS.get(section)
-    if spec and spec.family is None:
-        return key in spec.base.model_fields
-    node = at({**DEFAULTS, **tree}, section)
-    kind = node.get("kind", spec and spec.usual) if isinstance(node, Mapping) else None
-    return key == "kind" or (isinstance(kind, str) and key in _fields(section, kind))
-
-
-def _fields(section: str, kind: str) -> Collection[str]:
-    """The keys of a section of this kind; none of an unknown one."""
-    spec = SECTIONS.get(section)
-    fields = fields_of(spec.family.get(kind)) if spec and spec.family else None
-    if fields is None and spec and is_path(kind) and imports(section):
-        fields = fields_of(load(kind, f"{section}.kind"))
-        if section == "model":
-            fields = fields or dict(models.Module.model_fields)
-    return fields or {}
-
-
-# What a search space is named by (see `raydpfl.sweep`).
-SPACES = ("grid", "choice", "uniform", "loguniform", "powers_of_two")
-
-
-def is_space(value: Any) -> bool:
-    """Whether this stands for several values, of which a sweep tries one after another."""
-    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SPACES
+SECTIONS = Schema(
+    {
+        "selection": Spec(selection.Selection, selection.FAMILY, {"kind": "uniform", "cohort": 30}),
+        "local": Spec(Local, local.FAMILY, {"kind": "sgd"}),
+        "bounding": Spec(bounding.Bounding, bounding.FAMILY, {"kind": "none"}),
+        "noise": Spec(noise.Noise, noise.FAMILY, {"kind": "none"}),
+        "weights": Spec(weights.Weights, weights.FAMILY, {"kind": "uniform"}),
+        "server": Spec(server.Server, server.FAMILY, {"kind": "sgd"}),
+        "data": Spec(data.Data, data.FAMILY, {"kind": "fashion_mnist_mini", "clients": 300}),
+        "model": Spec(
+            models.Model,
+            models.FAMILY,
+            {"kind": "softmax"},
+            parse=models.parse,
+            foreign=models.Module,
+        ),
+        "data.sizes": Spec(data.Sizes, data.SIZES),
+        "data.partition": Spec(data.Partition, data.PARTITIONS),
+        "data.features": Spec(Features, data.FEATURES),
+        "data.task": Spec(tasks.Task, tasks.FAMILY),
+        "selection.response": Spec(Response, selection.RESPONSES),
+        "noise.epsilon": Spec(budgets.BudgetDistribution, budgets.FAMILY),
+        "personal": Spec(Local, local.FAMILY, usual="sgd", parse=partial(rule, "personal")),
+        "measure": Spec(probes.Probe, probes.FAMILY, (), parse=probes.parse),
+        "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, parse=tracking.parse),
+        "evaluate.metrics": Spec(Metric, metrics.FAMILY),
+        "evaluate.fine_tune": Spec(Local, local.FAMILY, usual="sgd"),
+        "privacy": Spec(Privacy, default={}),
+        "client": Spec(Client, default={}),
+        "evaluate": Spec(Evaluate, default={}),
+    }
+)
+SECTIONS.root = Experiment
+DEFAULTS = SECTIONS.defaults
+overridden = SECTIONS.overridden
 
 
 def _one_run(tree: Mapping[str, Any]) -> None:
@@ -612,19 +398,17 @@ def _is_file(text: str) -> bool:
     return re.search(r"[/.]", text) is not None and "\0" not in text and os.path.isfile(text)
 
 
-def _paths(values: Mapping[str, Any]) -> dict[str, str]:
-    """By dotted key, the texts in a tree that look like names of files and are."""
-    found: dict[str, str] = {}
-    nodes: list[tuple[str, Any]] = [(key, value) for key, value in values.items() if key != "kind"]
-    while nodes:
-        key, value = nodes.pop()
-        if isinstance(value, Mapping):
-            nodes += [(f"{key}.{name}", each) for name, each in value.items() if name != "kind"]
-        elif isinstance(value, list):
-            nodes += [(key, each) for each in value]
-        elif isinstance(value, str) and _is_file(value):
-            found[key] = value
-    return found
+def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The texts in a tree that look like names of files and are, with their dotted keys."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            if name != "kind":
+                yield from _paths(f"{key}.{name}", part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _paths(key, part)
+    elif isinstance(value, str) and _is_file(value):
+        yield key, value
 
 
 def _refusals(setting: Setting, member: Member) -> None:

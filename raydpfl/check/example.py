@@ -17,10 +17,11 @@ from torch import nn
 from raydpfl import experiment, models
 from raydpfl.check.contract import Untaken, Untried, tensor
 from raydpfl.check.runs import Watched, carried_out
+from raydpfl.config.overrides import Spec
 from raydpfl.config.registry import Member, choose
 from raydpfl.core.messages import View
 from raydpfl.errors import RAISED, ConfigError
-from raydpfl.experiment import Experiment, Spec, overridden
+from raydpfl.experiment import Experiment, overridden
 from raydpfl.simulation.plan import Plan
 
 CLIENTS = 24

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from raydpfl.check.contract import Look, Untried, hold
 from raydpfl.check.example import Example
+from raydpfl.config.overrides import flat
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import flat
 from raydpfl.tracking import Tracked, installed
 from raydpfl.tracking.sender import Book, Sender
 

@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from raydpfl.config import defaults
+from raydpfl.config.overrides import at
 from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import DEFAULTS, Experiment, as_fields, at, overridden
+from raydpfl.experiment import DEFAULTS, Experiment, as_fields, overridden
 from raydpfl.models.metric_columns import named
 from raydpfl.report.labels import counted
 from raydpfl.simulation.plan import Plan, foretold

@@ -192,22 +192,15 @@ class ChunkResult:
 class View:
     """What k clients know of the round, as the hooks of a bounding or a local rule are given it.
     Tensors are on the device that trains, and are not to be written to.
-
-    Args:
-        t: the round, from 0.
-        lr: the local learning rate of all their steps in this round.
-        bound: the bound in force, an L2 norm; None: nothing is bounded.
-        model: float32 [d], the round's model, as broadcast.
-        broadcast: what the member's `broadcast_state` gave, float32 by name.
-        load_state: gives `state`.
     """
 
-    t: int
-    lr: float
-    bound: float | None
-    model: torch.Tensor
+    t: int  # the round, from 0
+    lr: float  # the local learning rate of all their steps in this round
+    bound: float | None  # the bound in force, an L2 norm; None: nothing is bounded
+    model: torch.Tensor  # float32 [d], the round's model, as broadcast
+    # what the member's `broadcast_state` gave, float32 by name
     broadcast: Mapping[str, torch.Tensor]
-    load_state: Callable[[], torch.Tensor]
+    load_state: Callable[[], torch.Tensor]  # gives `state`
 
     @cached_property
     def state(self) -> torch.Tensor:
@@ -217,20 +210,11 @@ class View:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows of a round, as the hooks of a bounding or a local rule are given it.
+    """What the server knows of a round, as the hooks of a bounding or a local rule are given it."""
 
-    Args:
-        t: the round, from 0.
-        lr: the learning rate of the clients' local steps.
-        model: float32 [d], as it was broadcast.
-        divisor: of the released sum: the mean is the sum over it.
-        cohort: clients of the round.
-        population: N, all clients.
-    """
-
-    t: int
-    lr: float
-    model: np.ndarray
-    divisor: float
-    cohort: int
-    population: int
+    t: int  # the round, from 0
+    lr: float  # the learning rate of the clients' local steps
+    model: np.ndarray  # float32 [d], as it was broadcast
+    divisor: float  # of the released sum: the mean is the sum over it
+    cohort: int  # clients of the round
+    population: int  # N, all clients

@@ -29,8 +29,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from raydpfl.config.overrides import SPACES
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import SPACES, Experiment
+from raydpfl.experiment import Experiment
 from raydpfl.storage.files import check, data_root, digest
 
 LIMIT = 100 * 10**6  # bytes

@@ -24,13 +24,14 @@ import torch
 from filelock import Timeout
 
 from raydpfl import models, storage, tracking
+from raydpfl.config.overrides import flat
 from raydpfl.config.registry import choose
 from raydpfl.config.yaml import read
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import peak_rss_mb, single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
-from raydpfl.experiment import Experiment, flat
+from raydpfl.experiment import Experiment
 from raydpfl.methods import noise
 from raydpfl.models import metric_columns
 from raydpfl.models.tasks import Form

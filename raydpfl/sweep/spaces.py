@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raydpfl.config.overrides import is_space
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import is_space
 from raydpfl.sections import whole
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")

@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from raydpfl.config.overrides import at, flat
 from raydpfl.config.registry import Section
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, at, flat, overridden
+from raydpfl.experiment import Experiment, overridden
 from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
 from raydpfl.sweep.search_runner import Difference, stored
 from raydpfl.sweep.spaces import Options, Space, find, points, put

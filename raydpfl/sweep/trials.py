@@ -24,9 +24,10 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
 from raydpfl import storage
+from raydpfl.config.overrides import flat
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment, flat
+from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.simulation.plan import FREE, SHOWS
 from raydpfl.storage.files import read_text

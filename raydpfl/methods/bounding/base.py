@@ -20,22 +20,18 @@ Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
 @dataclass(frozen=True)
 class BoundingQuery:
-    """A number that every client gives in every round, besides what it sends. The noised sum of the
+    """A number that every client gives in every round besides its update; the noisy sum of the
     answers is released too.
-
-    Args:
-        name: of the query. No two queries of a class have one name, and none is called `updates`,
-            `losses`, `loss` or `survey`: noise is drawn by the name.
-        bound: the largest absolute value of an answer, the same in every round. An answer that
-            grows with the bound in force is given as a fraction of it. One from 0 to 1 is given
-            minus 1/2, with a bound of 1/2.
-        share: between 0 and 1, the share of the round's squared sensitivity-to-noise ratio that is
-            spent on it: with z the noise multiplier of the round, the noise on the sum of the
-            answers has std z bound / sqrt(share).
     """
 
+    # no two queries of a class have one name, and none is `updates`, `losses`, `loss` or `survey`:
+    # noise is keyed by it
     name: str
+    # the largest absolute value of an answer, the same in every round: one that grows with the
+    # bound in force is given as a fraction of it, one from 0 to 1 minus 1/2, with a bound of 1/2
     bound: float
+    # between 0 and 1, of the round's squared sensitivity-to-noise ratio: with z the noise
+    # multiplier of the round, the noise on the sum of the answers has std z bound / sqrt(share)
     share: float
 
 

@@ -22,17 +22,12 @@ from raydpfl.methods.schedules import Schedule
 
 @dataclass(frozen=True)
 class Step:
-    """What a rule knows of the step that it makes.
+    """What a rule knows of the step that it makes."""
 
-    Args:
-        k: the step's number in the round, from 0.
-        lr: its learning rate.
-        model: x_t, float32 [P]: the round's model, where every client began; [..., P] where each
-            began with parts of its own.
-    """
-
-    k: int
-    lr: float
+    k: int  # the step's number in the round, from 0
+    lr: float  # its learning rate
+    # x_t, float32 [P]: the round's model, where every client began; [..., P] where each began with
+    # parts of its own
     model: torch.Tensor
 
 

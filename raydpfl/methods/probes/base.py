@@ -27,69 +27,47 @@ from raydpfl.privacy import Release
 
 @dataclass(frozen=True)
 class Sent:
-    """What k clients of a chunk send, as a probe is shown it.
+    """What k clients of a chunk send, as a probe is shown it."""
 
-    Args:
-        updates: float32 [k, d].
-        vectors: float64 [k, d]: bounded and weighted, without noise.
-        noise: float64 [k, d]: what each has drawn on it; None: nothing.
-        broadcast: what the probe's `broadcast_state` gave, float32 by name.
-        again: of so many more trainings of each client, with batches and noise of their own: the
-            sum of what it would send unbounded, float64 [k, d], and that of its squared norms,
-            float64 [k].
-    """
-
-    updates: torch.Tensor
-    vectors: torch.Tensor
-    noise: np.ndarray | None
+    updates: torch.Tensor  # float32 [k, d]
+    vectors: torch.Tensor  # float64 [k, d]: bounded and weighted, without noise
+    noise: np.ndarray | None  # float64 [k, d]: what each has drawn on it; None: nothing
+    # what the probe's `broadcast_state` gave, float32 by name
     broadcast: Mapping[str, torch.Tensor]
+    # of so many more trainings of each client, with batches and noise of their own: the sum of what
+    # it would send unbounded, float64 [k, d], and that of its squared norms, float64 [k]
     again: Callable[[int], tuple[torch.Tensor, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What the server has of a round, as a probe is shown it.
+    """What the server has of a round, as a probe is shown it."""
 
-    Args:
-        t: the round, from 0.
-        bound: the bound that was in force, an L2 norm; None: nothing is bounded.
-        columns: all that is known of each client, [r] by name: `client`, `norm`, `factor`,
-            `train_loss`, and what `chunk` gave; NaN where a client failed.
-        total: float64 [d]: the sum of what was sent, without the server's noise.
-        noise: float64 [d]: what the server has drawn on it; None: nothing.
-        update: float64 [d]: the mean update, noise included.
-    """
-
-    t: int
-    bound: float | None
+    t: int  # the round, from 0
+    bound: float | None  # the bound that was in force, an L2 norm; None: nothing is bounded
+    # all that is known of each client, [r] by name: `client`, `norm`, `factor`, `train_loss`, and
+    # what `chunk` gave; NaN where a client failed
     columns: Columns
-    total: np.ndarray
-    noise: np.ndarray | None
-    update: np.ndarray
+    total: np.ndarray  # float64 [d]: the sum of what was sent, without the server's noise
+    noise: np.ndarray | None  # float64 [d]: what the server has drawn on it; None: nothing
+    update: np.ndarray  # float64 [d]: the mean update, noise included
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a run is to solve, as a probe is shown it before the first round.
+    """What a run is to solve, as a probe is shown it before the first round."""
 
-    Args:
-        seed: of the run.
-        rounds: of the run.
-        model, task, selection, local, bounding, weights: the members of its config.
-        shards: the prepared data of all clients.
-        population: the public facts about the clients.
-    """
-
-    seed: int
-    rounds: int
+    seed: int  # of the run
+    rounds: int  # of the run
+    # the members of its config.
     model: models.Model
     task: Task
     selection: Selection
     local: Local
     bounding: Bounding
     weights: Weights
-    shards: Shards
-    population: Population
+    shards: Shards  # the prepared data of all clients
+    population: Population  # the public facts about the clients
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -104,20 +82,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has done all its rounds.
+    """A run that has done all its rounds."""
 
-    Args:
-        out: its directory.
-        problem: what it was to solve.
-        model: float32 [d], after the last round.
-        mechanism: what it has released; None: it is not private.
-        participations: how often each client was drawn, by client; clients never drawn are absent.
-    """
-
-    out: Path
-    problem: Problem
-    model: np.ndarray
-    mechanism: Release | None
+    out: Path  # its directory
+    problem: Problem  # what it was to solve
+    model: np.ndarray  # float32 [d], after the last round
+    mechanism: Release | None  # what it has released; None: it is not private
+    # how often each client was drawn, by client; clients never drawn are absent
     participations: Mapping[int, int]
 
 

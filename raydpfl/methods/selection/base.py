@@ -95,16 +95,12 @@ class Population:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of one round.
+    """The clients of one round."""
 
-    Args:
-        clients: int64 [r], ascending; a client drawn twice is listed twice.
-        draws: int64 [r], the index of each draw among its client's draws this round, from 0.
-        lost: how many more were selected and trained, but dropped out before sending anything.
-    """
-
-    clients: np.ndarray
+    clients: np.ndarray  # int64 [r], ascending; a client drawn twice is listed twice
+    # int64 [r], the index of each draw among its client's draws this round, from 0
     draws: np.ndarray
+    # how many more were selected and trained, but dropped out before sending anything
     lost: int = 0
 
     def __len__(self) -> int:

@@ -58,22 +58,14 @@ from raydpfl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Solution:
-    """The minimiser of 003 Problem 1, p = min(max(p^u, a / c), b / c).
+    """The minimiser of 003 Problem 1, p = min(max(p^u, a / c), b / c)."""
 
-    Args:
-        probabilities: p, float64 [N].
-        objective: f(p).
-        moved: the mass taken from the lowered clients and given to the raised ones,
-            ||p - p^u||_1 / 2.
-        levels: (a, b). Where p = p^u, the extremes of c p^u.
-        kkt_residual: see the function of that name.
-    """
-
-    probabilities: np.ndarray
-    objective: float
+    probabilities: np.ndarray  # p, float64 [N]
+    objective: float  # f(p)
+    # the mass taken from the lowered clients and given to the raised ones, ||p - p^u||_1 / 2
     moved: float
-    levels: tuple[float, float]
-    kkt_residual: float
+    levels: tuple[float, float]  # (a, b). Where p = p^u, the extremes of c p^u.
+    kkt_residual: float  # see the function of that name
 
 
 def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from raydpfl.experiment import at
+from raydpfl.config.overrides import at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
 from raydpfl.report.labels import axis as in_words
 from raydpfl.report.labels import quantity, unit_of

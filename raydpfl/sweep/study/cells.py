@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from raydpfl.config.overrides import at, copied, is_space
 from raydpfl.config.registry import Section, choose
 from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import DEFAULTS, Experiment, at, changed, copied, is_space, takes
+from raydpfl.experiment import DEFAULTS, SECTIONS, Experiment
 from raydpfl.methods import noise
 from raydpfl.sweep.spaces import Options, parse, points
 from raydpfl.sweep.spaces import put as filled
@@ -87,12 +88,13 @@ def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False)
     changes = copied(dict(changes))
     firm = {name: value for name, value in changes.items() if plain(name) == name}
     # no warning of keys that another kind leaves out: the file of a study means it
-    result = changed(tree, firm.items(), quiet=True)
+    result = SECTIONS.changed(tree, firm.items(), quiet=True)
     if keep:
-        result = changed(tree, {**_kept_keys(tree, result, firm), **firm}.items(), quiet=True)
+        firm = {**_kept_keys(tree, result, firm), **firm}
+        result = SECTIONS.changed(tree, firm.items(), quiet=True)
     soft = {plain(name): value for name, value in changes.items() if name not in firm}
-    taken = {path: value for path, value in soft.items() if takes(result, path)}
-    return changed(result, taken.items(), quiet=True)
+    taken = {path: value for path, value in soft.items() if SECTIONS.takes(result, path)}
+    return SECTIONS.changed(result, taken.items(), quiet=True)
 
 
 def _kept_keys(
@@ -105,7 +107,7 @@ def _kept_keys(
         before = at(tree, section)
         if key == "kind" and section and isinstance(before, Mapping):
             paths = {f"{section}.{key}": before[key] for key in before if key != "kind"}
-            keys |= {path: value for path, value in paths.items() if takes(result, path)}
+            keys |= {path: value for path, value in paths.items() if SECTIONS.takes(result, path)}
     return keys
 
 

@@ -1,0 +1,198 @@
+"""Changes to the tree of a config: `section.key=value`, whole sections, other kinds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from raydpfl.config.registry import choose, fields_of, imports, is_path, load
+from raydpfl.config.validation import validate
+from raydpfl.config.yaml import parse_yaml
+from raydpfl.errors import ConfigError
+
+log = logging.getLogger("raydpfl")
+# what a search space is named by (see `raydpfl.sweep`)
+SPACES = ("grid", "choice", "uniform", "loguniform", "powers_of_two")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A section of a config."""
+
+    base: type[Any]  # the class of what it holds; of a family the base of its members
+    family: Mapping[str, type[Any]] | None = None  # the members, by kind; None: it has no kinds
+    default: Any = None  # the section where the config lacks it
+    usual: str | None = None  # the kind of a member without one; None: it must have one
+    # makes its value of what the config has; None: `choose`, or `validate` without a family
+    parse: Callable[[Any], Any] | None = None
+    foreign: type[Any] | None = None  # whose keys a class from outside has that is no member
+
+    def value(self, name: str, values: Any) -> Any:
+        """The section of this name. Raises `ConfigError`."""
+        if self.parse is not None:
+            return self.parse(values)
+        if self.family is None:
+            return validate(self.base, name, values)
+        return choose(name, values, self.family, self.base)
+
+    def fields(self, section: str, kind: Any) -> Mapping[str, Any]:
+        """The keys of the section with this kind; none for an unknown one."""
+        if self.family is None:
+            return self.base.model_fields
+        cls = self.family.get(kind) if isinstance(kind, str) else None
+        if cls is None and is_path(kind) and imports(section):
+            cls = load(kind, f"{section}.kind")
+            return fields_of(cls) or (self.foreign.model_fields if self.foreign else {})
+        return fields_of(cls) or {}
+
+
+class Schema(dict[str, Spec]):
+    """The sections of a config, by dotted name."""
+
+    root: type[BaseModel]  # of the whole config
+
+    @property
+    def defaults(self) -> dict[str, dict[str, Any]]:
+        """The members that a config without these sections has."""
+        return {
+            name: spec.default
+            for name, spec in self.items()
+            if spec.family and isinstance(spec.default, dict)
+        }
+
+    def overridden(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict:
+        """A copy of the tree `values` with every override `section.key=value` (YAML) put in as
+        `changed` does it. Raises `ConfigError`.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError("config", values, "a mapping of sections")
+        return self.changed(values, [_parsed(override) for override in overrides])
+
+    def changed(
+        self, values: Mapping[str, Any], changes: Iterable[tuple[str, Any]], quiet: bool = False
+    ) -> dict[str, Any]:
+        """A copy of a tree of sections with dotted keys set to values.
+
+        Whole sections come first, then kinds, from the outer to the inner, then all else. A section
+        of another kind keeps nothing but what is changed along with the kind; what is lost is
+        logged in one line, unless `quiet`. Raises `ConfigError` for a key in what has none.
+        """
+        tree = copied(dict(values))
+        ordered = sorted(changes, key=lambda change: _order(change[0]))
+        paths = [path for path, _ in ordered]
+        for path, value in ordered:
+            *sections, key = path.split(".")
+            node: Any = tree
+            for depth, name in enumerate(sections):
+                if node.get(name) is None:  # absent, or null, as data.features
+                    node[name] = dict(self.defaults.get(name, {})) if depth == 0 else {}
+                node = node[name]
+                if not isinstance(node, dict):
+                    place = ".".join(sections[: depth + 1])
+                    raise ConfigError(path, value, f"a key of a section; {place} is {node!r}")
+            if key == "kind" and "kind" in node and node["kind"] != value:
+                lost = self._clear(node, ".".join(sections), value, paths)
+                if lost and not quiet:
+                    log.warning("%s; give beside it what is to stay", lost)
+            node[key] = value
+        return tree
+
+    def _clear(self, node: dict[str, Any], section: str, kind: Any, paths: list[str]) -> str:
+        """Empties a section that becomes of another kind, or of several; what is lost, in words.
+        Nothing is lost to an unknown kind, which is what will be complained of.
+        """
+        spec = self.get(section)
+        if spec is None or spec.family is None:
+            return ""
+        named = isinstance(kind, str) and (kind in spec.family or is_path(kind))
+        if not (named or is_space(kind)):
+            return ""
+        old = node.pop("kind")
+        fields = fields_of(spec.family.get(old) if isinstance(old, str) else None) or {}
+        stays = {path.removeprefix(f"{section}.").partition(".")[0] for path in paths}
+        lost = [
+            f"{name}={value}"
+            for name, value in node.items()
+            if name not in stays and not (name in fields and value == _default(fields[name]))
+        ]
+        node.clear()
+        if not lost:
+            return ""
+        return f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
+
+    def takes(self, tree: Mapping[str, Any], path: str) -> bool:
+        """Whether the section of a dotted key, of its kind in the tree, has such a key."""
+        section, _, key = path.rpartition(".")
+        if not section:
+            return key in self.root.model_fields
+        spec = self.get(section)
+        if spec is None or spec.family is None:
+            return key == "kind" if spec is None else key in spec.base.model_fields
+        node = at({**self.defaults, **tree}, section)
+        kind = node.get("kind", spec.usual) if isinstance(node, Mapping) else None
+        return key == "kind" or key in spec.fields(section, kind)
+
+
+def _default(field: Any) -> Any:
+    """The default of a field, as a config has it."""
+    default = field.default
+    plain = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
+    return list(plain) if isinstance(plain, tuple) else plain
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError("override", override, "section.key=value")
+    try:
+        return path, parse_yaml(text)
+    except yaml.YAMLError:
+        raise ConfigError(path, text, "a value in YAML") from None
+
+
+def _order(path: str) -> tuple[int, int]:
+    """Kinds decide which keys there are."""
+    depth = path.count(".")
+    if not depth:
+        return 0, 0
+    return (1, depth) if path.endswith(".kind") else (2, 0)
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The leaves of a tree of sections, by dotted key.
+
+    >>> flat({"seed": 1, "local": {"lr": 0.1}})
+    {'seed': 1, 'local.lr': 0.1}
+    """
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        place = f"{path}{key}"
+        leaves |= flat(value, f"{place}.") if isinstance(value, Mapping) else {place: value}
+    return leaves
+
+
+def at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    node: Any = tree
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def copied(tree: Any) -> Any:
+    """A copy of a tree of mappings and lists, in which what stood in several places (by an anchor
+    of YAML) is a copy for each.
+    """
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def is_space(value: Any) -> bool:
+    """Whether this stands for several values, of which a sweep tries one after another."""
+    return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SPACES
