@@ -47,7 +47,7 @@ FOLDERS = (
     "models",
 )
 # What reads, makes and checks members of every family, and so handles their root.
-MACHINERY = ("config/registry", "config/user_classes")
+MACHINERY = ("config/registry", "config/overrides", "config/user_classes")
 # What members, and what only passes their answers on, are called where a name is all that is known.
 CALLED = {*(folder.split("/")[-1] for folder in FOLDERS), "scheme", "accountant", "member"}
 FIELDS = ("model_fields", "model_fields_set", "model_dump", "__dict__")
