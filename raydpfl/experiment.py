@@ -41,9 +41,8 @@ from raydpfl.methods import bounding, local, noise, probes, selection, server, w
 from raydpfl.methods.local import Local
 from raydpfl.methods.selection.response_times import Response
 from raydpfl.models import metric_columns, metrics, tasks
-from raydpfl.models.metrics import Metric
+from raydpfl.models.metrics import Metric, with_defaults
 from raydpfl.models.metrics import parse as parse_metrics
-from raydpfl.models.metrics import standing as standing_metrics
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import resolved
 from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
@@ -292,7 +291,7 @@ class Experiment(Section):
         metrics = self.evaluate.metrics
         if metrics == "auto":
             metrics = parse_metrics(self.data.task.scores())
-        return standing_metrics(metrics)
+        return with_defaults(metrics)
 
     @property
     def scores(self) -> tuple[str, ...]:

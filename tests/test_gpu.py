@@ -42,7 +42,7 @@ from raydpfl.runtime.worker import Started, ready
 from raydpfl.sections import Client
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Contribution, Full
+from raydpfl.simulation.client.contribution import Contribution, Explicit
 from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -87,7 +87,7 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)
-        patch.setattr(actor, "choose", lambda state, training: Full)
+        patch.setattr(actor, "choose", lambda state, training: Explicit)
         patch.setattr(contribution, "vector_norms", lambda vectors: device.norms(vectors).numpy())
         return numbers_of(plan, out)
 
@@ -192,7 +192,7 @@ def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
 @pytest.mark.slow
 @needs_none
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
-    made = Full.vectors
+    made = Explicit.vectors
 
     def waiting(self, state, block):
         vectors = made(self, state, block)
@@ -200,7 +200,7 @@ def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         return vectors
 
-    monkeypatch.setattr(Full, "vectors", waiting)
+    monkeypatch.setattr(Explicit, "vectors", waiting)
     with pytest.raises(AssertionError, match=r"waits"):
         check_path("clip", tmp_path, monkeypatch)
 

@@ -195,7 +195,7 @@ class Audit:
             ]
             if claim.relation != "replace_one":
                 lines[-1] += (
-                    f"; with variances as fitted {estimate.forward:.4g} one way and "
+                    f"; with variances as fitted {estimate.forward:.4g} one direction and "
                     f"{estimate.backward:.4g} the other"
                 )
         lines += [

@@ -130,7 +130,7 @@ class OneShot:
 
 def one_shot(
     statistics: np.ndarray,
-    exposures: np.ndarray,
+    shifts: np.ndarray,
     inside: np.ndarray,
     mirrored: bool,
     worst: float,
@@ -140,7 +140,7 @@ def one_shot(
 
     Args:
         statistics: float64 [m], what was released along each canary, in stds: N(0, 1) without it.
-        exposures: float64 [m], how far each canary's presence should move it.
+        shifts: float64 [m], how far each canary's presence should move it.
         inside: bool [m], the coins.
         mirrored: whether canaries outside send their opposite: the worlds are N(m, s^2) and
             N(-m, s^2), fitted to all. Else they are N(m, s^2), fitted to those inside, and N(0, 1).
@@ -150,13 +150,13 @@ def one_shot(
     signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
     use = np.ones(len(inside), bool) if mirrored else inside
     x = (signs * statistics)[use]
-    e = exposures[use]
+    e = shifts[use]
     slope = float(e @ x / (e @ e))
     std = math.sqrt(float(((x - slope * e) ** 2).sum()) / max(len(x) - 1, 1))
-    apart = 2.0 if mirrored else 1.0
+    gap = 2.0 if mirrored else 1.0
     mean = slope * worst
-    mu = apart * slope * worst / std
-    error = math.hypot(apart * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
+    mu = gap * slope * worst / std
+    error = math.hypot(gap * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
     middle, low, high = gaussian_epsilon(
         np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta
     ).tolist()

@@ -3,7 +3,7 @@
 Canaries are real clients in everything but their training, which is replaced by a random direction,
 far longer than the bound. A coin, tossed before the run, decides whether the canary sends the
 direction or what the neighbouring relation puts in its place. Under replace-one that is its
-opposite (the two worlds are then the whole sensitivity, twice the bound, apart); where a client may
+opposite (the two worlds then differ by the whole sensitivity, twice the bound); where a client may
 be absent or zeroed out it is nothing. Everything after the training is the code of every run:
 bounding, weights, the clients' noise, chunks and their grid, the server's noise, the ledger and the
 server's step. Directions are functions of a key, so none is stored.
@@ -201,7 +201,7 @@ class Written:
         return [json.loads(line) for line in self._text().splitlines()]
 
     def late(self) -> str:
-        """Which round was not in the ledger as it began, or was written anew, in words; empty:
+        """Which round was not in the ledger as it began, or was written twice, in words; empty:
         none.
         """
         text = self._text()
@@ -250,10 +250,10 @@ class PlantedCoordinator(Coordinator):
         self.seen.released(t, released)
         return released
 
-    def noised_answers(
+    def noisy_answers(
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
     ) -> dict[str, float]:
-        sums = super().noised_answers(t, cohort, columns, noise)
+        sums = super().noisy_answers(t, cohort, columns, noise)
         assert self.at.bound is not None  # it adapts
         self.seen.answered(self.experiment.bounding.answers(columns, self.at.bound), sums)
         return sums
@@ -298,7 +298,7 @@ class PlantedCoordinator(Coordinator):
         cohort, columns = self._last
         count = min(DRAWS, DRAWN // max(1, len(cohort)))
         for t in range(self.at.t, self.at.t + count):
-            self.noised_answers(t, cohort, columns, self.more)
+            self.noisy_answers(t, cohort, columns, self.more)
 
     def _draw_histograms(self) -> None:
         """Counts the last scores again, after rounds after the last, with their noise."""
@@ -316,7 +316,7 @@ class PlantedCoordinator(Coordinator):
 
 @dataclass
 class CanaryRecord:
-    """What an observer sees of one run, in units of the noise that the accountants were told of,
+    """What an observer sees of one run, in units of the noise that the accountants count on,
     and what it was made from.
 
     The observer knows everything except the coins and the noise, so it subtracts what other clients
@@ -386,7 +386,7 @@ class CanaryRecord:
         updates = on_sums(self.plan).queries[0]
         adapts = self.plan.experiment.bounding.adapts
         if adapts and t and self._following != bound and not self.unanswered:
-            self.unanswered = f"the bound of round {t} is not what the noised answers make it"
+            self.unanswered = f"the bound of round {t} is not what the noisy answers make it"
         self._following = bound  # where no client answers
         self._answered = False
         self._round = t
@@ -470,7 +470,7 @@ class CanaryRecord:
     def adapted(self, following: float | None) -> None:
         """Notes the bound of the next round, which may differ only where clients have answered."""
         if following != self.bound and not self._answered and not self.unanswered:
-            self.unanswered = f"the bound moved after round {self._round} without noised answers"
+            self.unanswered = f"the bound moved after round {self._round} without noisy answers"
         self._following = following
 
     def collected(self, total: np.ndarray) -> None:

@@ -59,7 +59,7 @@ def of_runs(records: Sequence[CanaryRecord]) -> list[Check]:
 
 def ledger(records: Sequence[CanaryRecord]) -> Check:
     """Every round that was released stands in the ledger, from before its clients were asked, with
-    the std that the accountants were told and the epsilon that they give.
+    the std that the accountants have and the epsilon that they give.
     """
     for record in records:
         wrong = _unrecorded(record) or record.late
@@ -82,7 +82,7 @@ def _unrecorded(record: CanaryRecord) -> str:
         written = recorded[t]["std"]
         if not math.isclose(written, std, rel_tol=_ROUNDING):
             wrong = f"round {t} is recorded with noise of std {written:.6g}"
-            return f"{wrong}; the accountants were told {std:.6g}"
+            return f"{wrong}; the accountants have {std:.6g}"
     last = recorded[max(recorded)]["epsilon"]
     composed = int(plan.composed_rounds[len(record.rounds) - 1])
     terms = plan.terms
@@ -127,7 +127,7 @@ def cohorts(records: Sequence[CanaryRecord]) -> Check | None:
     sizes = np.concatenate([record.cohorts for record in records])
     wrong = sizes[sizes != sampling.size]
     if sampling.size is not None and len(wrong):
-        detail = f"a cohort has {wrong[0]} clients, where the accountants were told {sampling.size}"
+        detail = f"a cohort has {wrong[0]} clients, where the accountants have {sampling.size}"
         return Check("cohorts", False, detail, 0.0)
     strange = _total(sizes, sampling.coins, population) or _most(records, sampling.q, population)
     if strange:
@@ -246,7 +246,7 @@ def grid(records: Sequence[CanaryRecord]) -> Check | None:
 
 
 def noise_of_sums(records: Sequence[CanaryRecord]) -> Check:
-    """The noise on each round's sum has the std that the accountants were told: its squared norm is
+    """The noise on each round's sum has the std that the accountants have: its squared norm is
     chi-squared.
     """
     d = records[0].plan.d

@@ -1,9 +1,9 @@
 """Canary samples, for noise at local steps, guessed by an observer of every single update.
 
-Every row of some clients is a canary. A canary is one of two samples whose gradients are far apart:
+Every row of some clients is a canary. A canary is one of two samples whose gradients differ much:
 a random direction x or -x with one label, or x with one of two labels, whichever drives the model's
-gradients further apart; in regression, x with one of two opposite targets. A coin decides which, so
-the two worlds differ by the replacement of one sample.
+gradients that differ more; in regression, x with one of two opposite targets. A coin decides which,
+so the two worlds differ by the replacement of one sample.
 
 The training is the run's own: batches, per-sample clipping, noise at each step. The observer knows
 the model that a round starts from, computes both clipped gradients of each canary there, and takes
@@ -413,14 +413,12 @@ class StepRecord:
             delta,
             steps.exclusions,
         )
-        exposures = np.sqrt(self.power)
+        shifts = np.sqrt(self.power)
         made_up = stream(self.plan.experiment.seed, Purpose.CANARY, step=3)
-        signs = np.where(made_up.random(len(exposures)) < 0.5, 1.0, -1.0)
-        imagined = 2 * (exposures * made_up.standard_normal(len(exposures)) + signs * self.power)
-        statistics = np.divide(
-            self.product, exposures, out=np.zeros_like(exposures), where=exposures > 0
-        )
-        scores = observers.Scores(self.canaries.inside, 2 * self.product, statistics, exposures)
+        signs = np.where(made_up.random(len(shifts)) < 0.5, 1.0, -1.0)
+        imagined = 2 * (shifts * made_up.standard_normal(len(shifts)) + signs * self.power)
+        statistics = np.divide(self.product, shifts, out=np.zeros_like(shifts), where=shifts > 0)
+        scores = observers.Scores(self.canaries.inside, 2 * self.product, statistics, shifts)
         weights = self._weights(int(n))
         momentum = weights.sum() / np.linalg.norm(weights)
         most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(counts[worst])
@@ -543,8 +541,8 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     claims, _ = _claims(plan, delta)
     counts = _counts(plan)
     sizes = plan.population.sizes
-    noised = _steps(plan).stds > 0
-    usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noised)
+    noisy = _steps(plan).stds > 0
+    usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noisy)
     order = usable[np.lexsort((-counts[usable], -claims[usable]))]
     taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
     if sizes[taken].sum() < 10:
@@ -557,7 +555,7 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
         raise ConfigError(
             "model.kind",
             plan.experiment.model.kind,
-            f"{expected}: those of a canary's two samples come to {best:.2g} of the bound apart",
+            f"{expected}: those of a canary's two samples differ by {best:.2g} of the bound",
         )
     return next(tried for tried, share in reached.items() if share >= 0.9 * best)
 

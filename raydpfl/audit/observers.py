@@ -43,7 +43,7 @@ class Scores:
     inside: np.ndarray
     evidence: np.ndarray  # log-likelihood ratio, inside against outside
     statistics: np.ndarray  # N(0, 1) for a canary that is not there
-    exposures: np.ndarray  # by how much one that is there should move it
+    shifts: np.ndarray  # by how much one that is there should move it
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,14 @@ def view(
     order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
     right = int(((scores.evidence > 0) == scores.inside)[order].sum())
     lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
-    there = scores.exposures > 0
+    there = scores.shifts > 0
     if not (there & scores.inside).any():
         raise ConfigError(
             "canaries", m, "more of them, or more rounds: no canary took part in the run"
         )
     estimate = one_shot(
         scores.statistics[there],
-        scores.exposures[there],
+        scores.shifts[there],
         scores.inside[there],
         mirrored,
         worst,
@@ -281,21 +281,21 @@ def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores
         pattern = _spread(record, record.times * record.amplitudes)
         product = (pattern * record.scores).sum(1)
         power = (pattern**2).sum(1)
-    exposures = np.sqrt(power)
-    imagined = exposures * made_up.standard_normal(len(signs)) + signs * power
-    return _known(record, product, exposures), _known(record, imagined, exposures).evidence
+    shifts = np.sqrt(power)
+    imagined = shifts * made_up.standard_normal(len(signs)) + signs * power
+    return _known(record, product, shifts), _known(record, imagined, shifts).evidence
 
 
-def _known(record: CanaryRecord, product: np.ndarray, exposures: np.ndarray) -> Scores:
-    """From the products of scores with what a canary adds to them: N(exposures^2, exposures^2) for
+def _known(record: CanaryRecord, product: np.ndarray, shifts: np.ndarray) -> Scores:
+    """From the products of scores with what a canary adds to them: N(shifts^2, shifts^2) for
     one that is there.
     """
-    evidence = 2 * product if record.canaries.mirrored else product - exposures**2 / 2
+    evidence = 2 * product if record.canaries.mirrored else product - shifts**2 / 2
     return Scores(
         record.canaries.inside,
         evidence,
-        np.divide(product, exposures, out=np.zeros_like(product), where=exposures > 0),
-        exposures,
+        np.divide(product, shifts, out=np.zeros_like(product), where=shifts > 0),
+        shifts,
     )
 
 

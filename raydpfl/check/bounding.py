@@ -20,7 +20,7 @@ ABSOLUTE = (0.0, 1e-300, 1e-12, 1e12, 1e300)
 RELATIVE = (0.5, 1.0, 1 + 1e-12, 1.5, 2.0, 7.0)  # of the bound
 TOGETHER = 25
 RANDOM = 200
-# norms of a scan: over all of SPAN, and over the middle of it, each way from the bound
+# norms of a scan: over all of SPAN, and over the middle of it, on each side of the bound
 POINTS = 1 << 21
 SPAN = 1e30
 MIDDLE = 1e3
@@ -135,7 +135,7 @@ def bound(case: Example) -> str:
         return "bounds nothing"
     whole, middle = steps[0]
     return (
-        f"norms from {1 / SPAN:g} to {SPAN:g} of the bound, {whole:.1g} of a norm apart, and "
+        f"norms from {1 / SPAN:g} to {SPAN:g} of the bound, {whole:.1g} of a norm between, and "
         f"{middle:.1g} from {1 / MIDDLE:g} to {MIDDLE:g}; a narrower range of norms is not seen"
     )
 
@@ -154,7 +154,7 @@ def each_alone(case: Example) -> str:
         if states is not None:
             one = together[place : place + 1]
             mine = case.member.next_state(one.clone(), one * 0.5, alone)
-            hold(close(mine[0], states[place]), f"client {place} alone remembers something else")
+            hold(close(mine[0], states[place]), f"client {place} alone has another state")
     for most in _bounds(case):
         inputs = norms(most)
         factors = _factors(case, inputs, most)
@@ -194,17 +194,17 @@ def inverse(case: Example) -> str:
 
 
 def memory(case: Example) -> str:
-    """What clients remember is a vector for each, and finite."""
+    """The client state is a vector for each, and finite."""
     view = case.view(TOGETHER)
     sent = tensor(TOGETHER, case.d) * 0.1
     previous = sent.clone()
     state = case.member.next_state(3 * sent, previous, view)
-    hold(torch.equal(previous, sent), "remember changes what is sent")
+    hold(torch.equal(previous, sent), "next_state changes what is sent")
     if state is None:
-        return "clients remember nothing"
-    hold(state.shape == sent.shape, f"remember gives {list(state.shape)}, for {list(sent.shape)}")
+        return "clients have no state"
+    hold(state.shape == sent.shape, f"next_state gives {list(state.shape)}, for {list(sent.shape)}")
     hold(torch.isfinite(state).all(), "it is not finite")
-    hold(case.member.stateful, "remembers is False")
+    hold(case.member.stateful, "stateful is False")
     return "a vector for each client"
 
 
@@ -231,7 +231,7 @@ def receive(case: Example) -> str:
     broadcast = member.broadcast_state(member.start(case.d))
     hold(
         all(array.dtype == np.float32 for array in broadcast.values()),
-        "what is told is not float32",
+        "the broadcast state is not float32",
     )
     return f"keeps {', '.join(start) or 'nothing'}"
 
@@ -286,7 +286,7 @@ def adapt(case: Example) -> str:
             case.member.adapt(3 * most, other, 5, case.member.start(case.d))
             again = case.member.adapt(most, sums, 9, case.member.start(case.d))
             hold(again == following, "asked again, it is another")
-    return "from noised sums alone"
+    return "from noisy sums alone"
 
 
 def needs_a_bound(case: Example) -> str:

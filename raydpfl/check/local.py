@@ -130,7 +130,7 @@ def numbers(case: Example) -> str:
 
 
 def memory(case: Example) -> str:
-    """What corrects gradients and what clients remember is a vector for each, of that client
+    """What corrects gradients and the client state are a vector for each, of that client
     alone.
     """
     member = case.member
@@ -141,7 +141,7 @@ def memory(case: Example) -> str:
     for name, state, first in (
         ("correction", member.correction(view), member.correction(case.view(1))),
         (
-            "remember",
+            "state",
             member.next_state(moved.clone(), view),
             member.next_state(moved[:1].clone(), case.view(1)),
         ),
@@ -154,7 +154,7 @@ def memory(case: Example) -> str:
     correction = member.correction(view)
     if correction is not None:
         hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
-    return "clients remember" if member.stateful else "clients remember nothing"
+    return "clients have state" if member.stateful else "clients have no state"
 
 
 def receive(case: Example) -> str:

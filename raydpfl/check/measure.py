@@ -25,8 +25,8 @@ def no_bit_changed(case: Example) -> str:
 def columns(case: Example) -> str:
     """Of each client it gives the columns that it declares, a number each."""
     plan = case.plan
-    noised = plan.client_std(plan.experiment.bounding.initial_bound) > 0
-    declared = set(case.member.columns(noised))
+    noisy = plan.client_std(plan.experiment.bounding.initial_bound) > 0
+    declared = set(case.member.columns(noisy))
     known = set(KNOWN)
     for seen in case.whole.columns:
         undeclared = seen.keys() - known

@@ -120,7 +120,7 @@ def untouched(case: MetricCase) -> str:
         again = case.total(form, outputs, y, 25)
         hold(np.array_equal(first, again), "asked again, it gives other sums")
         same = torch.equal(outputs, copies[0]) and torch.equal(y, copies[1])
-        hold(same, "it changes what it is told")
+        hold(same, "it changes its inputs")
     return "as they were"
 
 

@@ -1,7 +1,7 @@
 """The contract of a model: see `raydpfl.models`.
 
 It is tried on made-up samples: images of 28 x 28 and of 3 x 32 x 32 of ten classes, eight numbers,
-or six tokens with a target for each; the first that it takes. Others are told by overrides, as
+or six tokens with a target for each; the first that it takes. Others are named by overrides, as
 `data.shape=[60] data.classes=4`, or by a section `data` of the user's own.
 """
 
@@ -23,7 +23,7 @@ from raydpfl import models
 from raydpfl.check import members, rounds
 from raydpfl.check.contract import Look, hold
 from raydpfl.check.example import Example
-from raydpfl.check.tasks import dealt
+from raydpfl.check.tasks import random_split
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import RAISED, ConfigError
@@ -37,8 +37,8 @@ from raydpfl.training.validation import check_apart, drawn_from
 
 ROWS = 3  # of a client, about
 TEST = 6
-APART = 1e-5  # relative: what rounding in a batch of another size may come to
-CLOSE = 1e-5  # of the model's norm: what rounding in another way may come to
+BATCH_ERROR = 1e-5  # relative: what rounding in a batch of another size may come to
+CLOSE = 1e-5  # of the model's norm: what rounding in another order may come to
 
 
 class RandomSamples(Data):
@@ -57,7 +57,7 @@ class RandomSamples(Data):
     def split(self, seed: int, root: Path | None) -> Split:
         target = Target(self.targets, self.classes)
         form = Form(self.shape, target, self.task, self.tokens)
-        return dealt(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
+        return random_split(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
 
 
 def _form(case: Example) -> Form:
@@ -98,9 +98,9 @@ def each_row_alone(case: Example) -> str:
     x = form.inputs(5, stream(0, Purpose.DATA))
     with torch.no_grad():
         together = module.eval()(x)
-        apart = torch.cat([module(row) for row in x.split(1)])
-    far = float((together - apart).abs().max() / together.abs().max().clamp(min=1e-30))
-    hold(far <= APART, f"alone, a row's output is off by {far:.1e} of it")
+        alone = torch.cat([module(row) for row in x.split(1)])
+    far = float((together - alone).abs().max() / together.abs().max().clamp(min=1e-30))
+    hold(far <= BATCH_ERROR, f"by itself, a row's output is off by {far:.1e} of it")
     return f"to {far:.0e} of it"
 
 
@@ -143,7 +143,7 @@ def _gradients(
 
 
 def every_parameter(case: Example) -> str:
-    """Each trained parameter has a gradient: what has none is sent, and noised, for nothing."""
+    """Each trained parameter has a gradient: what has none is sent, with noise, for nothing."""
     module, form = _built(case)
     x = form.inputs(4, stream(0, Purpose.DATA))
     y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
@@ -179,7 +179,7 @@ def every_backend(case: Example) -> str:
     """The backend that a run takes, like every other one that fits, comes to where the loop does:
     to 1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
     """
-    return _ways(case, None)
+    return _compared(case, None)
 
 
 def every_backend_with_clipping(case: Example) -> str:
@@ -189,10 +189,10 @@ def every_backend_with_clipping(case: Example) -> str:
         check_apart(module, form)
     except ConfigError as error:
         return f"none: expected {error.expected}"
-    return _ways(case, 0.5)
+    return _compared(case, 0.5)
 
 
-def _ways(case: Example, clip: float | None) -> str:
+def _compared(case: Example, clip: float | None) -> str:
     module, form = _built(case)
     local = Sgd()
     drawn = drawn_from(module, form)
@@ -202,7 +202,7 @@ def _ways(case: Example, clip: float | None) -> str:
     for backend, kind in BACKENDS.items():
         if backend == REFERENCE or kind.lacks(local, clip):
             continue
-        result = _way(module, steps, backend)
+        result = _difference(module, steps, backend)
         if drawn and not kind.one_by_one:
             result = f"it draws from {drawn}, client by client"
         if isinstance(result, str):
@@ -232,7 +232,7 @@ def _unsaid() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _way(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
+def _difference(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
     """The distance to the loop's update over the model's norm, or why the backend does not fit."""
     try:
         with _unsaid():

@@ -82,7 +82,7 @@ def _drawn(case: Example) -> list[np.ndarray]:
 
 
 def std(case: Example) -> str:
-    """Noise has the std that it is told to have."""
+    """Noise has the std that it is asked for."""
     drawn = _drawn(case)
     if not drawn:
         return "none is drawn on sums or on what clients send"
@@ -161,7 +161,7 @@ def late_rounds(case: Example) -> str:
 
 
 def as_accounted(case: Example) -> str:
-    """The sum of a round carries as much noise as the accountants are told."""
+    """The sum of a round carries as much noise as the accountants count on."""
     plan = case.plan
     noise = plan.experiment.noise
     total = plan.sum_std(plan.experiment.bounding.initial_bound)
@@ -179,7 +179,7 @@ def as_accounted(case: Example) -> str:
 
 
 def on_queries(case: Example) -> str:
-    """The noise on side queries has the std that it is told to have."""
+    """The noise on side queries has the std that it is asked for."""
     plan = case.plan
     noise = plan.experiment.noise
     if plan.mechanism is None or not plan.ratio:

@@ -27,7 +27,7 @@ def same_bits_again(case: Example) -> str:
 
 
 def same_bits_pooled(case: Example) -> str:
-    """Clients dealt to three actors, whose results come last first, give the same bits."""
+    """Clients on three actors, whose results come last first, give the same bits."""
     return _same(case, case.ran("pooled", actors=3))
 
 
@@ -49,7 +49,7 @@ def same_bits_resumed(case: Example) -> str:
         hold(equal(state, resumed.at.states[name]), f"the state of {name} is another")
     before = paused.at.memory.arrays()
     after = resumed.at.memory.arrays()
-    hold(all(map(equal, before, after)), "what clients remember is something else")
+    hold(all(map(equal, before, after)), "the client state differs")
     hold(paused.at.bound == resumed.at.bound, "the bound is another")
     return _same(case, case.ran("resumed", resume=True))
 

@@ -1,4 +1,4 @@
-"""Small runs of one plan in every way that runs are carried out, without Ray."""
+"""Small runs of one plan by every executor of runs, without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raydpfl.simulation.recorder import joined
 from raydpfl.simulation.scheduler import Costs, assign_singly, assigner
 
 
-class Dealt(Inline):
+class SeveralActors(Inline):
     """Several client actors in this process, or one per client (`actors` 0), each made when it is
     first asked for something. Everything between them and the coordinator is pickled, and the last
     result comes first.
@@ -120,7 +120,7 @@ def carried_out(
     coordinator = Watched(plan, str(out), resume=resume)
     coordinator.start()
     if actors is not None:
-        coordinator.pool = Dealt(plan.experiment, str(plan.shards), actors)
+        coordinator.pool = SeveralActors(plan.experiment, str(plan.shards), actors)
     last = plan.experiment.rounds if until is None else until
     while coordinator.position() < last:
         coordinator.round()

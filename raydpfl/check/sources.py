@@ -153,11 +153,13 @@ def held_out(case: Example) -> str:
     if np.max(split.sizes) < 2:
         return "no client has a row to spare"
     root = data_root(None)
-    shards = Shards.open(prepare(source, SEED, root, Path(case.folder) / "apart", validation=0.4))
-    apart = shards.client_rows
+    shards = Shards.open(
+        prepare(source, SEED, root, Path(case.folder) / "held_out", validation=0.4)
+    )
+    held_out = shards.client_rows
     detail = "rows that are held out and those that are left are not all"
-    hold(np.array_equal(np.asarray(shards.sizes) + apart, split.sizes), detail)
-    return f"{int(apart.sum())} of {int(np.sum(split.sizes))} at 40 %"
+    hold(np.array_equal(np.asarray(shards.sizes) + held_out, split.sizes), detail)
+    return f"{int(held_out.sum())} of {int(np.sum(split.sizes))} at 40 %"
 
 
 CONTRACT: tuple[Look, ...] = (

@@ -48,10 +48,10 @@ class RandomTargets(Data):
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = apportion(self.clients * ROWS, np.arange(self.clients) % 3 + 1.0)
-        return dealt(made_up(self.task), sizes, TEST, seed)
+        return random_split(made_up(self.task), sizes, TEST, seed)
 
 
-def dealt(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
+def random_split(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
     """Random samples of this form, so many for each client and for testing."""
     count = int(sizes.sum()) + test
     generator = stream(seed, Purpose.DATA)

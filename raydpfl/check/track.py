@@ -38,7 +38,7 @@ def every_round(case: Example) -> str:
     """It takes every round of a run, one without an evaluation too, and how it ended."""
     folder = case.folder / "rounds"
     name, rounds = _shown(case, folder, 0, 3)
-    hold(rounds == 3, f"it was told of {rounds} of 3 rounds")
+    hold(rounds == 3, f"it was sent {rounds} of 3 rounds")
     return f"3 rounds, of a run that it calls {name or 'nothing'}"
 
 
@@ -48,8 +48,8 @@ def gone_on_with(case: Example) -> str:
     name, _ = _shown(case, folder, 0, 3)
     again, rounds = _shown(case, folder, 3, 6)
     hold(again == name, f"the run that it called {name} it then called {again}")
-    hold(rounds == 6, f"it was told of {rounds} of 6 rounds")
-    return "6 rounds of one run, told in two parts"
+    hold(rounds == 6, f"it was sent {rounds} of 6 rounds")
+    return "6 rounds of one run, sent in two parts"
 
 
 def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int]:

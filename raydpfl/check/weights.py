@@ -52,13 +52,14 @@ def no_hidden_state(case: Example) -> str:
 
 
 def largest(case: Example) -> str:
-    """The largest weight is what the accountants are told."""
+    """The largest weight is what the accountants count on."""
     largest = float(np.abs(_of(case, case.sizes)).max())
-    told = case.plan.weight
+    stated = case.plan.weight
     hold(
-        largest <= told * (1 + 1e-12), f"a client counts {largest:g}, and {told:g} is accounted for"
+        largest <= stated * (1 + 1e-12),
+        f"a client counts {largest:g}, and {stated:g} is accounted for",
     )
-    return f"{told:.4g}"
+    return f"{stated:.4g}"
 
 
 CONTRACT: tuple[Look, ...] = (numbers, mean, no_hidden_state, largest)

@@ -1,6 +1,6 @@
 """The command line. Every command is a few lines over the Python API.
 
-Exit codes: 0 done, 1 a run that failed on the way, 2 something asked for that cannot be run (one
+Exit codes: 0 done, 1 a run that failed midway, 2 something asked for that cannot be run (one
 line, no traceback), 130 Ctrl-C.
 """
 
@@ -324,7 +324,7 @@ def reproduce(
     if not studies:
         raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
     out = out or (_begun_study(studies) if resume else None)
-    ways: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+    options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
         names = [
             _study_here(name, stack)
@@ -335,7 +335,7 @@ def reproduce(
             asked = [studying.Study.named(name, scale, seeds) for name in names]
         display = stack.enter_context(StudyDisplay(console, asked))
         stack.enter_context(_resumable(out, "reproduce"))
-        results = studying.reproduce(*asked, out=out, on_change=display.show, **ways)
+        results = studying.reproduce(*asked, out=out, on_change=display.show, **options)
     for result in results:
         display.report(result)
     problems = [
@@ -567,7 +567,7 @@ def audit(
     data_root: DataRoot = None,
     trust_code: Trust = False,
 ) -> None:
-    """Run an experiment with canaries in it: what they prove of its privacy, beside what is
+    """Run an experiment with canaries in it: what they prove of its privacy, next to what is
     claimed. Exit code 1: not as claimed.
     """
     _load()
@@ -698,7 +698,7 @@ def compare(
     metric: Annotated[str | None, _option(SCORE)] = None,
     out: Annotated[str | None, _option(PAGE)] = None,
 ) -> None:
-    """Set runs side by side: a table of what tells them apart, their scores, epsilons and times;
+    """Set runs side by side: a table of how they differ, their scores, epsilons and times;
     and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is
     trained.
     """
@@ -909,7 +909,7 @@ def main() -> None:
     if "--debug" in sys.argv[2:]:
         sys.argv.remove("--debug")
         sys.argv.insert(1, "--debug")
-    sys.path.insert(0, "")  # a user's own members are found beside where the command is run
+    sys.path.insert(0, "")  # a user's own members are found where the command is run
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
     with signals.handled():

@@ -106,7 +106,7 @@ def _reasons(budget: Budget) -> list[str]:
 
 
 def of_personal(budget: PersonalBudget) -> RenderableType:
-    """Quantiles over the clients, those that spend most, broken promises, and the sentence."""
+    """Quantiles over the clients, those that spend most, broken guarantees, and the sentence."""
     names = _columns(budget)
     parts: list[Any] = [_personal_head(budget), "", _spread(budget, names), ""]
     parts += [_worst(budget, names), ""]

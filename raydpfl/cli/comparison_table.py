@@ -26,7 +26,7 @@ def show(console: Console, compared: Compared) -> None:
 
 
 def table(compared: Compared) -> Table:
-    """A row for each setting: what tells it apart, the score in the last round and the best one
+    """A row for each setting: how it differs, the score in the last round and the best one
     (means and standard deviations over the seeds), the epsilon that holds, rounds and seconds.
     """
     accountants = sorted({name for setting in compared.settings for name in setting.accountants})

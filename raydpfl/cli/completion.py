@@ -82,7 +82,7 @@ def studies(incomplete: str) -> list[str]:
 
 def overrides(context: typer.Context, incomplete: str) -> list[str]:
     """For `section.key=value`: the fields that the config's own members have; after `=` the values
-    that a field can be told by name, and its default.
+    that a field can have by name, and its default.
 
     bash takes `=` for a word of its own, and completes what follows it alone.
     """
@@ -195,7 +195,7 @@ def table() -> Fields:
 
 
 def _values(key: Any) -> list[str]:
-    """What a key can be told by name, and its default if it is one word."""
+    """What a key can have by name, and its default if it is one word."""
     words = [word for word in key.type.split(" | ") if CHOICE.fullmatch(word)]
     values = [word for word in words if word not in TYPES]
     plain = isinstance(key.default, int | float | str) and not isinstance(key.default, bool)

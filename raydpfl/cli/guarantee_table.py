@@ -66,12 +66,12 @@ def table(
         bold: those whose numbers stand out.
     """
     rows = by_observer(cells)
-    apart = len({row.relation for row in rows}) > 1
+    several = len({row.relation for row in rows}) > 1
     made = plain(title)
     if marked:
         made.add_column("", no_wrap=True)
     made.add_column("against an observer of", no_wrap=True)
-    if apart:
+    if several:
         made.add_column("relation", no_wrap=True)
     names = list(dict.fromkeys(label(one) for one, _ in cells))
     for name in names:
@@ -79,7 +79,7 @@ def table(
     for row in rows:
         here = marked in [one for one, _ in row.cells.values()]
         mark = [">" if here else ""] if marked else []
-        relation = [row.relation] if apart else []
+        relation = [row.relation] if several else []
         numbers = [_cell(row.cells[name], bold) if name in row.cells else "" for name in names]
         made.add_row(*mark, row.against, *relation, *numbers)
     return made

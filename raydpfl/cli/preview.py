@@ -25,7 +25,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, as_fields, overridden
 from raydpfl.models.metric_columns import named
 from raydpfl.report.labels import counted
-from raydpfl.simulation.plan import Plan, foretold
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.plan import preview as preview_release
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
 from raydpfl.sweep.spaces import find
@@ -130,7 +131,7 @@ def _sweep(
                 Plan.make(sweep.trial(experiment), root)
             elif not experiment.unread:
                 with as_fields():
-                    foretold(experiment, root)
+                    preview_release(experiment, root)
             experiments[name] = experiment
         except ConfigError as error:
             refused[name] = error

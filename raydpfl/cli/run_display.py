@@ -24,7 +24,7 @@ from raydpfl.runtime.runner import FIRST, Result
 from raydpfl.simulation.plan import Plan
 
 WAIT = 5.0  # seconds between lines of what is done before the first round
-PACE = 30  # rounds by whose time that which is left is told
+PACE = 30  # rounds by whose time the rest is estimated
 BY_DECLARATION = "^"  # behind an epsilon, after its sign
 SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 
@@ -45,7 +45,7 @@ class Display:
         self._score = ""
         self._state = ""
         self._line = time.monotonic()  # when the last line of a stage was printed
-        self._said = -1.0  # the part of the measuring that was told last
+        self._said = -1.0  # the part of the measuring that was shown last
         self._accountants: list[str] = []
         self._promised: float | None = None  # epsilon
         self._ends: deque[float] = deque(maxlen=PACE)  # of the last rounds
@@ -211,7 +211,7 @@ def following(result: Result) -> list[str]:
     scores = [
         f"Run directory: {out}",
         f"  its page and figures:  raydpfl report {out}",
-        f"  beside another run:    raydpfl compare {out} DIR",
+        f"  next to another run:   raydpfl compare {out} DIR",
     ]
     status = result.summary["status"]
     if status == "stopped":
@@ -275,8 +275,8 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
     lines = []
     if holds:
         lines.append(
-            "> the setting of this config; whoever sees more has another row. Of several numbers "
-            "in a row the smallest holds."
+            "> the setting of this config; an observer who sees more has another row. Of several "
+            "numbers in a row the smallest holds."
         )
     for one in guarantees:
         sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()

@@ -234,7 +234,7 @@ def best_table(
 
 
 def label(sweep: Sweep, key: str, value: Any) -> str:
-    """A value of a searched field in print: a section by what tells it from the others."""
+    """A value of a searched field in print: a section by how it differs from the others."""
     space = sweep.spaces[key]
     if isinstance(space, Interval) or not isinstance(value, Mapping):
         return short(value)

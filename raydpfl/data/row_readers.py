@@ -310,7 +310,7 @@ class FileRows:
                 os.posix_fadvise(self._descriptor, at, length, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, at: int) -> bool:
-        """Whether a byte of the file is in memory, as far as the system tells."""
+        """Whether a byte of the file is in memory, as far as the system states."""
         try:
             return bool(os.preadv(self._descriptor, [bytearray(1)], at, os.RWF_NOWAIT))
         except (AttributeError, OSError):  # it is not, or this system cannot tell

@@ -329,7 +329,7 @@ def _clients(keys: dict[str, Any], root: Path | None, suggestion: Suggestion) ->
         return split
     suggestion.notes.append(f"{split.classes} classes{': ' if names else ''}{names}")
     if not split.targets and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
-        expected = "labels of two classes or more: there is nothing to tell apart"
+        expected = "labels of two classes or more: no classes are left to distinguish"
         raise ConfigError("data.y", str(keys.get("y", "label")), expected)
     return split
 

@@ -482,7 +482,7 @@ def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> 
     return {
         "working_dir": str(work),
         "py_modules": [str(package)],
-        # for the round under way and a checkpoint
+        # for the current round and a checkpoint
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
     }
 

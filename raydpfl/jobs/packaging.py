@@ -91,7 +91,7 @@ def copy(files: Files, stage: Path) -> None:
 
 
 def package(folder: Path) -> Files:
-    """All files of a package that is whole as it stands, hidden ones, links and caches apart."""
+    """All files of a package that is whole as it stands, without hidden ones, links and caches."""
     return {path.relative_to(folder).as_posix(): path for path in _walk(folder)}
 
 
@@ -148,19 +148,19 @@ def _declared(here: Path) -> Callable[[Path], list[str]]:
     all.
     """
     try:
-        told = tomllib.loads((here / "pyproject.toml").read_text())
-        found = told.get("tool", {}).get("setuptools", {}).get("package-data", {})
+        project = tomllib.loads((here / "pyproject.toml").read_text())
+        package_data = project.get("tool", {}).get("setuptools", {}).get("package-data", {})
     except (OSError, ValueError):
-        found = {}
+        package_data = {}
 
     def patterns(folder: Path) -> list[str]:
         parts = folder.relative_to(here).parts
-        wanted = list(found.get("*", []))
+        wanted = list(package_data.get("*", []))
         for depth in range(1, len(parts) + 1):  # those of a package are relative to it
             inside = "/".join(parts[1:depth])
-            own = found.get(".".join(parts[:depth]), [])
-            wanted += [f"{inside}/{each}" if inside else each for each in own]
-        wanted += ["/".join((*parts[1:], each)) for each in found.get("*", [])]
+            own = package_data.get(".".join(parts[:depth]), [])
+            wanted += [f"{inside}/{pattern}" if inside else pattern for pattern in own]
+        wanted += ["/".join((*parts[1:], pattern)) for pattern in package_data.get("*", [])]
         return wanted
 
     return patterns

@@ -77,7 +77,7 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
 
 def _divide(module: nn.Module, model: Model) -> None:
-    """Tells a module what of it is frozen, and what each client has of its own."""
+    """Marks what of a module is frozen, and what each client has of its own."""
     still = chosen("model.frozen", model.frozen, module)
     own = chosen("model.local", model.local, module)
     both = sorted(still & own)

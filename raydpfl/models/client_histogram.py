@@ -10,7 +10,7 @@ array([0.15, 0.15, 0.5 , 1.  ])
 >>> {name: round(value, 3) for name, value in found.items()}  # doctest: +NORMALIZE_WHITESPACE
 {'mean': 0.625, 'std': 0.274, 'p10': 0.125, 'p50': 0.688, 'p90': 0.938, 'worst_tenth': 0.062}
 
-Design note. Noised counts fall below 0, and their sums need not rise. The share of clients at or
+Design note. Noisy counts fall below 0, and their sums need not rise. The share of clients at or
 below an edge is taken as the mean of the largest share up to it and the smallest from it on, so
 that shares rise, and a count that noise has moved bears on its neighbours alone. All statistics
 follow from these shares, as if clients were spread evenly within a bin.

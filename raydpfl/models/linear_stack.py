@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class NoStack(Exception):
-    """The module is no stack of linear layers; says what stands in the way."""
+    """The module is no stack of linear layers; says why."""
 
 
 @dataclass(frozen=True)

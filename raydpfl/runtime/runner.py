@@ -237,7 +237,7 @@ class _Drive:
     """All rounds of a run, and its summary; whatever ends the run, the clients stop and the
     directory says how it ended.
 
-    What is called on the way is as `run` says.
+    Callbacks are as `run` says.
     """
 
     call: Call  # a method of the coordinator, once there is one
@@ -466,6 +466,6 @@ def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> boo
         expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
         expected += "what both spend adds up, and its guarantees are of its own rounds"
     else:
-        expected += f"{override} beside it: the noise stays as it is, and guarantees say what all "
+        expected += f"{override} too: the noise stays as it is, and guarantees say what all "
         expected += "rounds spend"
     raise ConfigError("rounds", experiment.rounds, expected)

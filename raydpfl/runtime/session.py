@@ -264,7 +264,7 @@ def _place(address: str) -> tuple[str, int] | None:
 
 def _greet(host: str, port: int) -> None:
     """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes,
-    whoever holds the port.
+    the process that holds the port.
     """
     with socket.create_connection((host, port), timeout=ANSWER) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):

@@ -42,7 +42,7 @@ class Checkpoint:
     bound: float | None  # in force in the coming round
     seconds: float  # spent so far, over all resumes
     participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
-    members: dict[str, np.ndarray]  # by member, int64 [m]: the clients that remember something
+    members: dict[str, np.ndarray]  # by member, int64 [m]: the clients with state
     memory: dict[str, np.ndarray]  # by member, float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
     tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches

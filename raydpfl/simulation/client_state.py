@@ -35,7 +35,7 @@ class ClientStates:
         }
 
     def given(self, chunk: Chunk) -> Chunk:
-        """The chunk with what its clients remember."""
+        """The chunk with the state of its clients."""
         if not self._by_member:
             return chunk
         slots = list(enumerate(chunk.clients.tolist()))
@@ -51,7 +51,7 @@ class ClientStates:
         return self._by_member.get(OWN, {})
 
     def keep(self, results: Iterable[ChunkResult]) -> None:
-        """Keeps what clients will remember in their next round; the changes of one that was drawn
+        """Keeps the state of clients for their next round; the changes of one that was drawn
         several times add up, and parts of the model are averaged.
         """
         by_client: dict[tuple[str, int], dict[int, np.ndarray]] = {}

@@ -89,7 +89,7 @@ class Coordinator:
         provenance.check_node(platform.node(), provenance.of_capability(self.plan.platform))
         self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
         self.record.begin(self.plan, self.pool, self.at, self.problem, self.survey)
-        self._added: np.ndarray | None = None  # the server's noise in the round under way
+        self._added: np.ndarray | None = None  # the server's noise of the current round
 
     def round(self) -> dict[str, Any]:
         """Does the next round and returns its row of the rounds table."""
@@ -140,7 +140,7 @@ class Coordinator:
         clients = cohort.clients
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
         width = self.experiment.client.chunk
-        assert isinstance(width, int)  # the plan has settled "auto"
+        assert isinstance(width, int)  # the plan has resolved "auto"
         per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
         cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients))
         shares = self.pool.assign([at.memory.given(chunk) for chunk in cut])
@@ -190,17 +190,17 @@ class Coordinator:
         clients = self.experiment.selection.counted(cohort, self.plan.population)
         if not clients:
             return bound
-        sums = self.noised_answers(t, cohort, columns)
+        sums = self.noisy_answers(t, cohort, columns)
         following = bounding.adapt(bound, sums, clients, self.at.states["bounding"])
         if not BOUNDS[0] <= following <= BOUNDS[1]:
             left = f"the adaptive bound left its range ({following:g} after round {t})"
             raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
         return following
 
-    def noised_answers(
+    def noisy_answers(
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
     ) -> dict[str, float]:
-        """The noised sums of the clients' answers, by side query; `noise`: None is the run's."""
+        """The noisy sums of the clients' answers, by side query; `noise`: None is the run's."""
         plan = self.plan
         bounding = self.experiment.bounding
         assert self.at.bound is not None  # it adapts
@@ -227,7 +227,7 @@ class Coordinator:
         return sums
 
     def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
-        """The noised histogram of the clients' scores that is released after round t, float64
+        """The noisy histogram of the clients' scores that is released after round t, float64
         [bins].
 
         Args:

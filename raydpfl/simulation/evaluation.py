@@ -138,8 +138,8 @@ class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
     `module`: the experiment's, where it is to run; its parameters are overwritten. `clients` says
-    what they have of their own: where it is parts of the model, or a model beside it, each client's
-    rows are for its own, and those of one that has none yet are left out. Where models are
+    what they have of their own: where it is parts of the model, or a model next to it, each
+    client's rows are for its own, and those of one that has none yet are left out. Where models are
     fine-tuned, a client's rows are for what it has trained of the model and its own.
     """
 
@@ -230,9 +230,9 @@ class Evaluator:
         if self.per_client is None:
             return found
         nothing = outputs.new_empty(0)
-        apart = zip(outputs.split(rows), y.split(rows), strict=True)
+        pairs = zip(outputs.split(rows), y.split(rows), strict=True)
         sums = [
-            self.per_client.sums(self.form, *rows) if len(rows[1]) else nothing for rows in apart
+            self.per_client.sums(self.form, *rows) if len(rows[1]) else nothing for rows in pairs
         ]
         return [*found, (metric_columns.CLIENT, sums)]
 

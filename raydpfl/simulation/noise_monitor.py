@@ -2,7 +2,7 @@
 
 Such a class says what it draws, and nothing proves it. So each draw is looked at before it is
 released: the server's on a sum, each client's and their sum, those on side queries and on
-histograms. With independent N(0, std^2 I) of the std that accountants were told, these numbers have
+histograms. With independent N(0, std^2 I) of the std that accountants count on, these numbers have
 distributions that are known exactly, given the draws before:
 
 - the squared norm over std^2 is chi-squared, of a draw and of the last 2, 4, 8, ... together, so
@@ -322,7 +322,7 @@ class NoiseMonitor:
             self._whiten(np.zeros(d) if drawn is None else drawn)
         self._kinds: dict[str, Draws] = {}
         self._refuted: set[tuple[str, int]] = set()
-        self._apart: list[np.ndarray] = []  # numbers that side queries may not depend on
+        self._unrelated: list[np.ndarray] = []  # numbers that side queries may not depend on
 
     def _draws(self, what: str, name: str = "") -> Draws:
         words = f"noise.kind {self._noise.kind}: the noise {what}"
@@ -344,13 +344,13 @@ class NoiseMonitor:
             parts: what actors found of it: `numbers`, `client` int64 [k], and `sum` float64 [d].
             std: of one client's noise, by `Noise.client_std`.
             cohort: clients of the round.
-            sum_std: of the noise on the sum, as the accountants were told.
+            sum_std: of the noise on the sum, as the accountants count on.
             total: the sum of what they send, noise included, float64 [d].
 
         Raises:
             RunError: it is not what was accounted for.
         """
-        self._apart = []
+        self._unrelated = []
         if self._noise.drawn_by() == "client":
             drawn = std * math.sqrt(cohort)
             self._hold(t, drawn >= sum_std * (1 - 1e-9), f"of {cohort} clients", drawn, sum_std)
@@ -383,7 +383,7 @@ class NoiseMonitor:
 
     def _sum(self, t: int, what: str, added: np.ndarray, std: float, hidden: np.ndarray) -> None:
         self._see(self._draws(what), t, std, added, [hidden])
-        self._apart += [added[:1], added[-1:], added.sum(keepdims=True)]
+        self._unrelated += [added[:1], added[-1:], added.sum(keepdims=True)]
 
     def _see(
         self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
@@ -403,7 +403,7 @@ class NoiseMonitor:
         several = self._noise.drawn_by() == "client" and part >= query.std
         stds = [query.std, part] if several else [query.std]
         errors = []
-        hidden = [np.array([answers]), *self._apart]
+        hidden = [np.array([answers]), *self._unrelated]
         for place, std in enumerate(stds):
             key = (query.name, place)
             try:
@@ -415,7 +415,7 @@ class NoiseMonitor:
                 errors.append(error)
         if all((query.name, place) in self._refuted for place in range(len(stds))):
             raise errors[0]
-        self._apart.append(value)
+        self._unrelated.append(value)
 
     def survey(self, t: int, drawn: np.ndarray, std: float, counts: np.ndarray) -> None:
         """Looks at the noise on a histogram's counts, float64 [bins] both. Raises `RunError` as
@@ -441,8 +441,8 @@ class MonitoredNoise:
         seed: of the noise.
         d: parameters of the model.
         t: the first round that it draws for.
-        sum_std: gives the std of the noise on a round's sum, as the accountants were told, from its
-            bound; None: they were told of none.
+        sum_std: gives the std of the noise on a round's sum, as the accountants count on, from its
+            bound; None: they count on none.
     """
 
     def __init__(

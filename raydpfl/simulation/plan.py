@@ -85,13 +85,13 @@ class Plan:
         """
         experiment.complete()
         with as_fields(), single_blas():
-            told = foretold(experiment, data_root)  # before the data are touched
+            previewed = preview(experiment, data_root)  # before the data are touched
             parts = prepared(experiment, data_root, prepare)
-            outline = outlined(parts.experiment, parts.population, told)
+            outline = template(parts.experiment, parts.population, previewed)
             if outline and outline.survey:  # now it is known who answers
                 answering = replace(outline.survey, clients=parts.scored)
                 outline = replace(outline, survey=answering)
-            mechanism = noised(parts, outline)
+            mechanism = calibrated(parts, outline)
         on_sums = noise_on_sums(parts, mechanism)
         unseen = parts.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
         plan = cls(
@@ -186,7 +186,7 @@ class Plan:
 
     @cached_property
     def surveys(self) -> np.ndarray:
-        """How often all clients were asked for a noised histogram until after each round, those
+        """How often all clients were asked for a noisy histogram until after each round, those
         before the run was restarted too: int64 [rounds].
         """
         every = self.experiment.evaluate.every
@@ -338,7 +338,7 @@ class Plan:
     def weights(self, clients: np.ndarray) -> np.ndarray:
         """The factors float64 [r] of these clients' contributions.
 
-        Raises `RunError` for one above `weight`, which is what the accountants were told.
+        Raises `RunError` for one above `weight`, which is what the accountants count on.
         """
         weights = client_weights(self.experiment, self.population)[clients]
         heaviest = float(np.abs(weights).max(initial=0.0))
@@ -384,7 +384,7 @@ class Plan:
         return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
 
     def check_claims(self) -> None:
-        """Warns of what whoever reads the results should know; raises `BudgetError` when some
+        """Warns of what a reader of the results should know; raises `BudgetError` when some
         client has been promised more than will hold.
 
         A run that was restarted has released rounds twice: then that is a warning, and the
@@ -511,8 +511,8 @@ class Plan:
         return [one.leaving_out(uncounted, "chosen") for one in guarantees]
 
 
-def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
-    """The outline of what is released, as far as the config tells it before the data are touched:
+def preview(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
+    """The outline of what is released, as far as the config states it before the data are touched:
     of so many clients with one sample each. None where it does not say how many, or where sums have
     no noise.
 
@@ -524,14 +524,14 @@ def foretold(experiment: Experiment, data_root: Path | None) -> Mechanism | None
         return None
     selection = experiment.selection
     selection.fits(count)
-    return outlined(experiment, Population.balanced(count, selection.table(count, data_root)))
+    return template(experiment, Population.balanced(count, selection.table(count, data_root)))
 
 
-def outlined(
+def template(
     experiment: Experiment, population: Population, mechanism: Mechanism | None = None
 ) -> Mechanism | None:
-    """The outline of what is released, at noise multiplier 1: `told` where its cohorts are sampled
-    as those of this population. None where sums have no noise.
+    """The outline of what is released, at noise multiplier 1: `mechanism` where its cohorts are
+    sampled as those of this population. None where sums have no noise.
 
     Raises:
         ConfigError: none of the rigorous accountants asked for covers it.
@@ -546,7 +546,7 @@ def outlined(
     return noise.outline(experiment.setting(), cohorts)
 
 
-def noised(parts: Parts, outline: Mechanism | None) -> Release | None:
+def calibrated(parts: Parts, outline: Mechanism | None) -> Release | None:
     """What the run releases, with the noise that the config asks for; None: nothing is claimed.
 
     Raises:
@@ -609,7 +609,7 @@ def _classes(shards: Shards) -> str | None:
     """What is odd about the classes of the training samples, in words; None for nothing."""
     present = shards.classes - len(shards.unseen)
     if shards.classes and present == 1:
-        return "all training samples are of one class: there is nothing to tell apart"
+        return "all training samples are of one class: no classes are left to distinguish"
     if not shards.unseen:
         return None
     some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")

@@ -72,8 +72,8 @@ def prepared(
     Raises:
         ConfigError: for what the data cannot give.
     """
-    apart = experiment.evaluate.apart
-    shards = prepare(experiment.data, experiment.seed, data_root, validation=apart)
+    held_out = experiment.evaluate.apart
+    shards = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
     opened = Shards.open(shards)
     sizes = opened.sizes  # on the file's map: a copy would take 8 bytes a client
     selection = experiment.selection
@@ -83,7 +83,7 @@ def prepared(
     d = models.parameter_count(module)
     split = models.ParameterSplit.of(module)
     check_counts(experiment.local, sizes)
-    backend = _way(experiment, module, form)
+    backend = _backend(experiment, module, form)
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
     check_measures(experiment, problem_of(experiment, opened, population))
@@ -104,7 +104,7 @@ def prepared(
     )
 
 
-def _way(experiment: Experiment, module: nn.Module, form: Form) -> str:
+def _backend(experiment: Experiment, module: nn.Module, form: Form) -> str:
     """The backend to train with; a warning where its precision is a slow one."""
     client = experiment.client
     if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():

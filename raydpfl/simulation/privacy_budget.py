@@ -99,8 +99,8 @@ class Account:
             return
         other = next(name for name in planned if stored[name] != planned[name])
         what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
-        way = f"; {FRESH_NOISE}" if other == "key" else ""
-        raise RunError(f"the ledger has {what}: {UNKNOWN}{way}")
+        reason = f"; {FRESH_NOISE}" if other == "key" else ""
+        raise RunError(f"the ledger has {what}: {UNKNOWN}{reason}")
 
     def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:
         """What holds for everything in the ledger, rounds that a crash cut off included.

@@ -81,8 +81,8 @@ class Recorder:
 
     def _known(self) -> tuple[str, ...]:
         """The columns of the clients table."""
-        noised = self.plan.experiment.noise.client_std(1.0, 1) > 0
-        return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noised)))
+        noisy = self.plan.experiment.noise.client_std(1.0, 1) > 0
+        return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noisy)))
 
     def begin(
         self,

@@ -44,7 +44,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.privacy import Sampling
 
-_SETTLED = 64  # bets are settled when the rounds have grown by one part of so many
+_PERIOD = 64  # bets are paid when the rounds have grown by one part of so many
 _PARTS = 8  # in which a cohort is revealed
 _KEPT = 1 << 22  # clients of past cohorts that pairs are searched in
 _COMPARED = 1 << 23  # of these that one search compares
@@ -121,7 +121,7 @@ class Bets:
 
         Returns:
             The name of the richest bet, and the logarithm of the mean wealth of all; no name and 0
-            where bets are not settled, which is one round of 64 at the end of a run at most.
+            where bets are not paid, which is one round of 64 at the end of a run at most.
         """
         for bet in self._bets.values():
             bet.see(drawn)
@@ -130,7 +130,7 @@ class Bets:
             return "", 0.0
         if self._rounds < self._due:
             return "", 0.0
-        self._due = self._rounds + 1 + self._rounds // _SETTLED
+        self._due = self._rounds + 1 + self._rounds // _PERIOD
         wealth = {name: bet.settle() for name, bet in self._bets.items()}
         return max(wealth, key=lambda name: wealth[name]), _log_mean([*wealth.values()])
 
@@ -203,7 +203,7 @@ class _Memory(Bet):
         self._repeats = sampling.repeats
         self._most = counts.count if sampling.p_max is None else 1 / sampling.p_max  # clients
         self._order = np.random.default_rng(0)
-        self._low = 0  # the smallest count that any client had when bets were settled
+        self._low = 0  # the smallest count that any client had when bets were paid
         self._odds = np.ones((len(_PRIORS) + len(_WIDTHS), 1))  # by count from `_low` on
         self._wealth = np.zeros(len(self._odds))
 
@@ -344,7 +344,7 @@ class _Pairs(Bet):
         self._kept = 0  # clients in all of them
         self._pairs = np.zeros((2, 0), np.int64)
         self._wealth = np.zeros((len(self._ODDS), len(self._FIRST)))
-        self._settled = -math.inf  # what earlier bets came to
+        self._paid = -math.inf  # what earlier bets came to
 
     def see(self, drawn: DrawnCohort) -> None:
         clients = np.unique(drawn.clients) if self._repeats else drawn.clients
@@ -378,7 +378,7 @@ class _Pairs(Bet):
     def _search(self) -> None:
         """Finds the pairs to bet on, and begins again."""
         if self._pairs.size:
-            self._settled = _log_sum([self._settled, self._now()])
+            self._paid = _log_sum([self._paid, self._now()])
             self._searches += 1
         self._wealth = np.zeros_like(self._wealth)
         self._pairs = together(self._seen, self._FIRST[-1])
@@ -389,7 +389,7 @@ class _Pairs(Bet):
         return _log_mean(self._wealth) - math.log(share)
 
     def settle(self) -> float:
-        return _log_sum([self._settled, self._now()])
+        return _log_sum([self._paid, self._now()])
 
 
 def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:

@@ -65,8 +65,8 @@ class SamplingMonitor:
         secret: whether an accountant relies on the cohort being a secret.
         pairs: whether to look for pairs of clients that come together.
         false_alarm: the probability that a sound member fails by chance.
-        apart: the fewest rounds from one participation of a client to its next that the noise needs
-            (it does where it is correlated over the rounds).
+        separation: the fewest rounds from one participation of a client to its next that the noise
+            needs (it does where it is correlated over the rounds).
         planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
             accountants do not count draws.
     """
@@ -78,7 +78,7 @@ class SamplingMonitor:
         composed_rounds: np.ndarray,
         least: int,
         secret: bool,
-        apart: int = 1,
+        separation: int = 1,
         planned: Mapping[int, bytes] | None = None,
         pairs: bool = False,
         false_alarm: float = FALSE_ALARM,
@@ -91,8 +91,8 @@ class SamplingMonitor:
         hidden = secret and self._sampling.hidden
         self._bets = Bets(self._sampling, self._count, pairs) if hidden else None
         self._most = -math.log(false_alarm)
-        self._apart = apart
-        self._recent: deque[np.ndarray] = deque(maxlen=apart - 1)
+        self._separation = separation
+        self._recent: deque[np.ndarray] = deque(maxlen=separation - 1)
         self._planned = planned or {}
         self._asked = Counter[int]()
         self._candidates: np.ndarray | None = None  # who was asked in this round
@@ -234,7 +234,7 @@ class SamplingMonitor:
         for recent in self._recent:
             both = np.intersect1d(clients, recent)
             if len(both):
-                least = f"{self._apart} rounds apart, which the noise counts on"
+                least = f"{self._separation} rounds between them, which the noise counts on"
                 raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
         self._recent.append(clients)
 

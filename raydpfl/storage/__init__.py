@@ -70,7 +70,7 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     """A folder of this machine in which to write the directory `name`, a path or an address.
 
     Of an address it is a copy, with what is there. What has changed in it is put there when this
-    is left, however it is, and by `push` and `spent` on the way.
+    is left, however it is, and by `push` and `spent` before.
 
     Args:
         name: the directory.
@@ -92,7 +92,7 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         stack.callback(_empty, place)
         _empty(place)
         folder.mkdir()
-        stack.enter_context(_told(folder, address))
+        stack.enter_context(_naming(folder, address))
         stack.enter_context(lock.held(there, synced_folder.held(folder), patience))
         synced_folder.begin(address, folder)
         stack.enter_context(_pushed(folder))
@@ -136,7 +136,7 @@ def _pushed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(folder: Path, address: str) -> Iterator[None]:
+def _naming(folder: Path, address: str) -> Iterator[None]:
     """What is raised within names the address, where it would name the copy."""
     here = str(folder)
     try:
@@ -182,7 +182,7 @@ def reading(
     with tempfile.TemporaryDirectory(prefix="raydpfl-") as scratch:
         folder = Path(scratch) / (Path(urlsplit(address).path).name or "run")
         folder.mkdir()
-        with _told(folder, address):
+        with _naming(folder, address):
             synced_folder.fetch(address, folder, wanted)
             yield folder
 

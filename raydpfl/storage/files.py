@@ -137,7 +137,7 @@ def data_root(root: Path | None) -> Path:
     if named:
         return Path(named)
     folder = cache_root() / "downloads"
-    with suppress(OSError):  # whoever downloads meets what is in the way
+    with suppress(OSError):  # the download meets what is there
         make(folder)
     return folder
 
@@ -157,7 +157,7 @@ def find_file(field: str, name: str, root: Path | None, what: str = "file") -> P
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:
-    """Suffix and digest of the file `name`, which tell any other contents apart, and any other
+    """Suffix and digest of the file `name`, which any other contents change, and any other
     reader.
 
     Raises `ConfigError` naming `field` where the file is missing or cannot be read.

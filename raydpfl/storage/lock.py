@@ -72,7 +72,7 @@ def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def check(note: Path) -> None:
-    """Raises `FileError` unless the lock of which `note` tells is in force."""
+    """Raises `FileError` unless the lock of `note` is in force."""
     until = now() + LAPSE
     while True:
         _, renewed = note.read_text().split()

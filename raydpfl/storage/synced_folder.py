@@ -158,7 +158,7 @@ def spent(ledger: Path) -> None:
 
 
 def _files(folder: Path, pattern: str = "**/*") -> dict[str, list[int]]:
-    """The files of a folder, and what tells whether one has been written to: size, time, inode."""
+    """The files of a folder, and the signs that one has been written to: size, time, inode."""
     files = {}
     for path in sorted(folder.glob(pattern)):
         name = path.relative_to(folder).as_posix()

@@ -13,7 +13,7 @@ A field takes a space in place of its value, and a section `sweep` says how to s
 >>> sweep.setting({"local.lr": 0.1, "bounding.bound": 2}).experiment.bounding.bound
 2.0
 
-`run(sweep, out)` runs it (`raydpfl sweep`). A sweep and a study are run in the same way.
+`run(sweep, out)` runs it (`raydpfl sweep`). A sweep and a study are run alike.
 
 A sweep tries a function of its config alone: a grid in its order, random values from keyed
 streams, and Optuna's proposals in a fixed order. A trial's directory is named by its values and

@@ -115,7 +115,7 @@ def _value(space: Space, drawn: Any) -> Any:
 
 class Dashboard:
     """A sweep as a study in the storage that `sweep.storage` names: its dashboard, and all that
-    reads Optuna's storages, then show any sweep, whichever way its settings were proposed.
+    reads Optuna's storages, then show any sweep, however its settings were proposed.
 
     The study is written and never read back into the sweep: a setting that is done becomes a trial
     of the study, named by its values, so that a resumed sweep adds what is missing. If the study

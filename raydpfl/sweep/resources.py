@@ -77,8 +77,8 @@ class Resources:
             return int(experiment.client.actors)
         if experiment.data.clients:
             return experiment.data.clients
-        apart = experiment.evaluate.apart
-        shards = data.prepare(experiment.data, experiment.seed, self.root, validation=apart)
+        held_out = experiment.evaluate.apart
+        shards = data.prepare(experiment.data, experiment.seed, self.root, validation=held_out)
         return len(Shards.open(shards).sizes)
 
     def check(self, experiment: Experiment) -> None:

@@ -31,7 +31,7 @@ Difference = tuple[str, Any, Any] | None  # (key, here, there)
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A sweep or a study, finished or under way. `summary` is its summary.json; `problem` says in
+    """A sweep or a study, finished or running. `summary` is its summary.json; `problem` says in
     one line what went wrong, None if nothing did.
     """
 
@@ -56,7 +56,7 @@ class SearchRunner(ABC):
     steps of Ray Tune, and should be quick.
 
     `kind` is "sweep" or "study". The config in the directory is `KIND.yaml`, whose last line,
-    `...`, tells a whole file from one that was cut.
+    `...`, marks a whole file.
     """
 
     kind: str

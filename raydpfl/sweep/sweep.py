@@ -62,7 +62,7 @@ class Search(Section):
     ahead: int = Field(default=8, ge=1)
     # trials at once; default: as many as the cluster holds
     concurrent: int | None = Field(default=None, ge=1)
-    # of a trial's own process; default: 1 inline, 0 beside client actors
+    # of a trial's own process; default: 1 inline, 0 with client actors
     cpus: float | None = Field(default=None, ge=0)
     timeout: float | None = Field(default=None, gt=0)  # seconds of a trial; default: see `limits`
     on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
@@ -138,7 +138,7 @@ class Sweep:
     def to_yaml(self) -> str:
         """The config with its spaces; `from_yaml` of it is this sweep.
 
-        Its last line, `...`, tells a whole file from one that was cut.
+        Its last line, `...`, marks a whole file.
         """
         return dump({**self.tree, "sweep": self._given()}) + "...\n"
 
@@ -335,7 +335,7 @@ def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> Difference
 
 
 def text_of(value: Any) -> str:
-    """What tells values apart as they are written: 1 is not 1.0."""
+    """A key by which written values differ: 1 is not 1.0."""
     return identity({"value": value})
 
 

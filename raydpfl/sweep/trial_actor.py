@@ -50,7 +50,7 @@ def work(trial: Trial, runner: SearchRunner, resources: Resources) -> dict[str, 
         "folder": address or str(trial.folder),
         "status": trial.status,
         "bundles": resources.bundles(trial.experiment),
-        # a file by which a node tells whether it sees the directory of the sweep or study
+        # a file that shows a node whether it sees the directory of the sweep or study
         "mark": None if address else str(trial.folder.parent.parent / runner.config.name),
         "metric": runner.metric,
         "data_root": str(root) if root else None,

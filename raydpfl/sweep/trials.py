@@ -223,7 +223,7 @@ class _Summary(BaseModel):
 
 
 def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
-    """All that tells a trial from another, by dotted key: the complete config.
+    """All by which trials differ, by dotted key: the complete config.
 
     Keys that a resumed run may change, and keys that only show something, are left out, unless they
     are `searched`.

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]  # of the rounds table, by column
 
 @dataclass(frozen=True)
 class Tracked:
-    """A run, as a tracker is told of it.
+    """A run, as a tracker sees it.
 
     Args:
         folder: its directory on this machine.
@@ -26,7 +26,7 @@ class Tracked:
         group: the name of its sweep; empty for a run by itself.
         config: complete, by dotted key.
         id: what an earlier part of this run was called by `Log.id`; empty for a run that begins.
-        first: the first round, counted from 0, that this tracker has not been told of.
+        first: the first round, counted from 0, that this tracker has not been sent.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class Tracked:
 
 class Log:
     """One run in a tracker. All of it is called in one thread, which is no other's; whatever it
-    raises is told in a warning, and the tracker is left out from then on.
+    raises becomes a warning, and the tracker is left out from then on.
     """
 
     id: str = ""  # by which the tracker knows the run again; in the run's trackers.json

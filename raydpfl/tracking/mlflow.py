@@ -55,7 +55,7 @@ class _Run(Log):
         for name in ("mlflow", "alembic"):  # what they say of setting up a store
             logging.getLogger(name).setLevel(logging.WARNING)
         self.id = run.id
-        # it makes a store anew, which only one process may do at a time, as a sweep has several
+        # it creates a store, which only one process may do at a time, as a sweep has several
         with FileLock(cache_root() / "mlflow.lock"):
             self._client = tracking.MlflowClient(tracker.uri)
             experiment = self._experiment(tracker.experiment)

@@ -1,10 +1,10 @@
-"""Rows on their way to the trackers of a run, each in a thread of its own: a tracker that is slow,
+"""Rows for the trackers of a run, each in a thread of its own: a tracker that is slow,
 hangs or fails takes no time of a round, and changes nothing of the run.
 
 `trackers.json` in the run's directory has, by tracker, what it calls the run, how many rounds it
-has been told of, and why it was left out, if it was. A resumed run goes on with that: rows that a
-kill kept from a tracker are told then, rows that are computed again are not told again, and a
-tracker that is new is told all.
+has been sent, and why it was left out, if it was. A resumed run goes on with that: rows that a
+kill kept from a tracker are sent then, rows that are computed again are not sent twice, and a
+new tracker is sent all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("raydpfl")
 
 
 class Book:
-    """What the trackers of a run have been told: `trackers.json` of its directory."""
+    """What the trackers of a run have been sent: `trackers.json` of its directory."""
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
@@ -47,10 +47,10 @@ class Book:
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
-            log.warning("%s cannot be read (%s): trackers begin anew", self.path, reason)
+            log.warning("%s cannot be read (%s): trackers start from nothing", self.path, reason)
 
     def entry(self, tracker: str) -> tuple[str, int]:
-        """What a tracker calls the run, and how many rounds it has been told of."""
+        """What a tracker calls the run, and how many rounds it has been sent."""
         entry = self._entries.get(tracker, {"id": "", "rounds": 0})
         return entry["id"], entry["rounds"]
 
@@ -68,9 +68,9 @@ class Sender:
 
     Args:
         tracker: which.
-        run: as the tracker is told of it.
-        book: where it stands what it was told.
-        earlier: the rows of the rounds that it was not told of before, from `run.first` on.
+        run: as the tracker sees it.
+        book: the file of what it was sent.
+        earlier: the rows of the rounds that it was not sent before, from `run.first` on.
     """
 
     def __init__(self, tracker: Tracker, run: Tracked, book: Book, earlier: Sequence[Row] = ()):
@@ -83,7 +83,7 @@ class Sender:
         self.opened = threading.Event()  # or failed
         self._summary: Mapping[str, Any] = {}
         self._failed = False
-        self._told = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
+        self._sent = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
         for row in earlier:
             self.put(row)
         self._thread = threading.Thread(
@@ -92,7 +92,7 @@ class Sender:
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """Hands over a row, unless the tracker was told of it before. It takes no time."""
+        """Hands over a row, unless the tracker has it. It takes no time."""
         if row["round"] >= self._next and not self._failed:
             self._next = row["round"] + 1
             self._rows.put(dict(row))
@@ -106,7 +106,7 @@ class Sender:
         self._rows.put(None)
         self._thread.join(patience)
         if self._thread.is_alive():
-            self._warn(f"it has not ended after {patience:g} s; --resume tells it the rest")
+            self._warn(f"it has not ended after {patience:g} s; --resume sends it the rest")
 
     def _work(self) -> None:
         try:
@@ -136,38 +136,39 @@ class Sender:
 
     def _note(self, shown: Log, rounds: int) -> None:
         if not self._failed:  # the run may be another process's by now
-            self._told = (shown.id, rounds)
-            self._book.note(self._tracker.kind, *self._told)
+            self._sent = (shown.id, rounds)
+            self._book.note(self._tracker.kind, *self._sent)
 
     def _warn(self, reason: str) -> None:
         if self._failed:
             return
         self._failed = True
         log.warning("track %s: %s", self._tracker.kind, reason)
-        with suppress(FileError):  # the warnings of a trial are seen by nobody
-            self._book.note(self._tracker.kind, *self._told, failed=reason)
+        with suppress(FileError):  # the warnings of a trial are not seen
+            self._book.note(self._tracker.kind, *self._sent, failed=reason)
 
 
 def senders(
-    trackers: Sequence[Tracker], run: Tracked, done: int, rows: Sequence[Row], anew: bool
+    trackers: Sequence[Tracker], run: Tracked, done: int, rows: Sequence[Row], fresh_noise: bool
 ) -> list[Sender]:
     """A sender for each tracker of a run, once its library is imported and it shows the run: rounds
-    that go on meanwhile would be slower, and be told as slow. It is waited for `OPENING` at most.
+    that go on meanwhile would be slower, and be recorded as slow. It is waited for `OPENING` at
+    most.
 
     Args:
         trackers: of the run.
-        run: as trackers are told of it, but for what they themselves know of it.
+        run: as trackers see it, but for what they themselves know of it.
         done: rounds that are done.
         rows: of these rounds.
-        anew: whether the rounds to come are others than those that were done before (fresh noise).
+        fresh_noise: whether the rounds to come are others than those that were done before.
     """
     book = Book(run.folder)
     found = []
     for tracker in trackers:
         name, first = book.entry(tracker.kind)
-        first = min(first, done) if anew else first
-        told = replace(run, id=name, first=first)
-        found.append(Sender(tracker, told, book, [row for row in rows if row["round"] >= first]))
+        first = min(first, done) if fresh_noise else first
+        tracked = replace(run, id=name, first=first)
+        found.append(Sender(tracker, tracked, book, [row for row in rows if row["round"] >= first]))
     until = time.monotonic() + OPENING
     for sender in found:
         sender.opened.wait(max(0.0, until - time.monotonic()))

@@ -65,7 +65,7 @@ class _Run(Log):
             dir=tracker.folder,
             settings=quiet,
         )
-        # rounds are told by their number, so that some may be told again
+        # rounds have their numbers, so that some may be sent twice
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
 

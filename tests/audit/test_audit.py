@@ -174,11 +174,11 @@ def test_the_one_shot_estimate_covers_the_truth(mirrored):
     truth = float(gaussian_epsilon(apart * 0.8, 1e-5))
     for _ in range(200):
         inside = generator.random(500) < 0.5
-        exposures = generator.uniform(0.2, 0.8, 500)
+        shifts = generator.uniform(0.2, 0.8, 500)
         signs = np.where(inside, 1.0, -1.0 if mirrored else 0.0)
         found = one_shot(
-            signs * exposures + generator.standard_normal(500),
-            exposures,
+            signs * shifts + generator.standard_normal(500),
+            shifts,
             inside,
             mirrored,
             0.8,
@@ -554,7 +554,7 @@ def half_the_counts_noise(patch):
 
 def a_count_noised_elsewhere(patch):
     """What adapts the bound gets the exact sums."""
-    answered = Coordinator.noised_answers
+    answered = Coordinator.noisy_answers
 
     def exact(self, *given):
         plan = self.plan
@@ -563,7 +563,7 @@ def a_count_noised_elsewhere(patch):
         self.plan = plan
         return sums
 
-    patch.setattr(Coordinator, "noised_answers", exact)
+    patch.setattr(Coordinator, "noisy_answers", exact)
 
 
 def a_bound_by_something_else(patch):

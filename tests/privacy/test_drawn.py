@@ -115,7 +115,7 @@ def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings
 def test_a_sound_bound_is_held_with_the_resolution_of_the_search():
     """The largest length is at a norm of the bound, and a member's own factor is asked."""
     sound = {"kind": f"{__name__}:Narrow", "bound": 1.0, "low": 0.2, "high": 1 + 5e-13}
-    assert "of a norm apart" in looks.bound(Example("bounding", sound))
+    assert "of a norm between" in looks.bound(Example("bounding", sound))
 
 
 class Growing(Clip):

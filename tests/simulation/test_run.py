@@ -895,7 +895,7 @@ class Misnamed(bounding.Clip):
 @pytest.mark.parametrize(
     "name,said",
     [
-        ("Shapeless", r"bounding remembers \[\d+, 1\], not \[\d+, 7850\]"),
+        ("Shapeless", r"the state of bounding is \[\d+, 1\], not \[\d+, 7850\]"),
         ("Misnamed", r"gives no answers to its query size; it answers sizes"),
     ],
 )

@@ -348,7 +348,7 @@ def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path)
     asked = {"accountants": ["pld"], "relation": "zero_out"}
     restless = experiment(selection=Restless(), noise=banded, privacy=asked, data=CLIENTS, rounds=9)
     with pytest.raises(
-        RunError, match=r"took client \d+ in round 4 again, less than 3 rounds apart"
+        RunError, match=r"took client \d+ in round 4 again, less than 3 rounds between them"
     ):
         run(restless, tmp_path / "run")
 
@@ -474,11 +474,11 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
 def test_separation_is_remembered_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
     monitor = SamplingMonitor(
-        Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, apart=3
+        Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, separation=3
     )
     monitor.add_recent(np.arange(30))
     monitor.add_recent(np.arange(30, 60))
-    with pytest.raises(RunError, match="took client 0 in round 2 again, less than 3 rounds apart"):
+    with pytest.raises(RunError, match="round 2 again, less than 3 rounds between them"):
         monitor.check(2, Cohort.of(np.arange(30)), Counter())
 
 

@@ -624,7 +624,7 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     for name in ("../tables/mine.csv", str(tmp_path / "out" / "study.yaml")):
         given["show"][0]["published"] = name
         with pytest.raises(
-            ConfigError, match=r"show\.0\.published = .*: expected a file beside the study"
+            ConfigError, match=r"show\.0\.published = .*: expected a file in the folder"
         ):
             Study.from_dict(given, place=tmp_path / "out")
 

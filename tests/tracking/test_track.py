@@ -164,7 +164,7 @@ def test_a_tracker_that_hangs_is_waited_for_only_so_long(tmp_path, caplog, monke
         slow = {"kind": "test_track:Slow"}
         assert run_one(tracked(slow), tmp_path / "out").summary["status"] == "completed"
         assert warned(caplog) == [
-            "track test_track:Slow: it has not ended after 0.1 s; --resume tells it the rest"
+            "track test_track:Slow: it has not ended after 0.1 s; --resume sends it the rest"
         ]
         assert not TOLD
     finally:
@@ -185,7 +185,7 @@ def test_a_book_that_is_damaged_is_begun_anew(tmp_path, caplog):
     run_one(tracked(MINE), tmp_path / "out")
     (tmp_path / "out" / "trackers.json").write_text('{"a": 3')
     run_one(tracked(MINE), tmp_path / "out", resume=True)
-    assert "trackers begin anew" in warned(caplog)[0]
+    assert "trackers start from nothing" in warned(caplog)[0]
     assert TOLD["run 1"] == [0, 1, 2, 3, "completed"]
 
 

@@ -15,7 +15,7 @@ training images come sorted by class (the test images in the published order). S
 and deviation do not hold for it, and an accuracy on it is comparable with itself, not with the
 literature. Each file's Parquet metadata names the SHA-256 of its sources.
 
-The images are under the MIT licence of Fashion-MNIST (LICENSE beside this file), not under the
+The images are under the MIT licence of Fashion-MNIST (LICENSE in this folder), not under the
 project's own.
 """
 

@@ -1,9 +1,9 @@
 """Fixed front ends: samples become a table of columns once, before they are divided among clients,
 and a small model is trained on top, `data.features`.
 
-A member promises columns float32 [rows, k] that are a function of (its fields, the rows, the files
-it reads) alone. Principal components learned from rows that lie about a circle in 3 dimensions need
-2 columns, centred at the rows' mean:
+The contract of a member: columns float32 [rows, k] that are a function of (its fields, the rows,
+the files it reads) alone. Principal components learned from rows that lie about a circle in 3
+dimensions need 2 columns, centred at the rows' mean:
 
 >>> import numpy as np
 >>> angle = np.linspace(0, 2 * np.pi, 12, endpoint=False)

@@ -1,7 +1,7 @@
 """Which samples of a data set each client holds, `data.partition`.
 
-A partition promises: it is a function of (seed, labels) alone; it deals whole samples; and it
-neither drops nor duplicates one unless its definition says so (only `overlapping` does).
+The contract of a partition: it is a function of (seed, labels) alone; it assigns whole samples; and
+it neither drops nor duplicates one unless its definition says so (only `overlapping` does).
 
 >>> import numpy as np
 >>> labels = np.repeat(np.arange(4), 6)

@@ -1,8 +1,8 @@
 """Where samples come from: the base of the family, what a member gives, and the data sets.
 
-A member promises a `Split` that is a function of (its fields, seed, the files it reads) alone, and
-checks all it can before the first byte is written. A named data set is read from torchvision's own
-layout under a root:
+The contract of a member: a `Split` that is a function of (its fields, seed, the files it reads)
+alone, and checks all it can before the first byte is written. A named data set is read from
+torchvision's own layout under a root:
 
 >>> data = FAMILY["fashion_mnist_mini"](clients=300)
 >>> split = data.split(seed=0, root=None)

@@ -86,7 +86,7 @@ class ImageFolder(Tabular):
         return paths
 
     def _encoded(self, path: Path) -> bytes:
-        """The bytes of an image, of `size` pixels each way and of `channels` if asked. Raises
+        """The bytes of an image, of `size` by `size` pixels and of `channels` if asked. Raises
         `ConfigError`.
         """
         encoded = path.read_bytes()

@@ -6,7 +6,7 @@
 What `x` may be: one column of encoded images (bytes, or a struct with a field `bytes`; see
 `raydpfl.data.inputs`), all of one size; one column of lists of one length; or several columns of
 numbers. In NPZ one array [rows, ...]: uint8 is taken for images, grey [rows, h, w] or channels
-first [rows, c, h, w], or channels last if only that way there are 1 or 3 channels. Images are kept
+first [rows, c, h, w], or channels last if only that gives 1 or 3 channels. Images are kept
 as uint8 and scaled to [0, 1] when read; whole numbers in lists or arrays stay int64.
 """
 

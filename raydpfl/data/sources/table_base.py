@@ -343,7 +343,7 @@ class Tabular(InMemoryData):
         self, columns: Columns, owner: str | None, encoder: Encoder | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """x [rows, ...] and y [rows, ...] as the columns have them, of text the token ids; and,
-        where `owner` names the column that tells, who holds each row.
+        where `owner` names that column, who holds each row.
         """
         fields = {"data.x": self.x, "data.y": self.targets, "data.client": [owner] if owner else []}
         wanted = [(field, column) for field, named in fields.items() for column in named]

@@ -80,7 +80,7 @@ class TorchvisionImages(ImageSet):
         try:
             with _new_folder(folder):
                 self._download(folder)
-        # no network, no space, a mirror's own error page: all end the same way
+        # no network, no space, a mirror's own error page: all end alike
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             expected = f"a data set that is under {folder} (--data-root, RAYDPFL_DATA)"

@@ -21,7 +21,7 @@ from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
 from raydpfl.models.metrics.base import Metric, Total
 
-__all__ = ["FAMILY", "Metric", "Total", "called", "parse", "standing"]
+__all__ = ["FAMILY", "Metric", "Total", "called", "parse", "with_defaults"]
 
 FIRST = (
     "accuracy",
@@ -52,7 +52,7 @@ def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
     return metrics
 
 
-def standing(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+def with_defaults(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
     """With those that every evaluation has, last."""
     names = {metric.name for metric in metrics}
     return (*metrics, *(FAMILY[kind]() for kind in ALWAYS if kind not in names))

@@ -88,7 +88,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = (
-            self._apart(part) for part in self.into(self.before(x)).chunk(3, 2)
+            self._heads(part) for part in self.into(self.before(x)).chunk(3, 2)
         )
         scores = queries @ keys.mT * queries.shape[-1] ** -0.5
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
@@ -96,6 +96,6 @@ class TransformerBlock(nn.Module):
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(self.between(x))))
 
-    def _apart(self, part: Tensor) -> Tensor:
+    def _heads(self, part: Tensor) -> Tensor:
         """The heads of a part, [batch, heads, length, width / heads]."""
         return part.unflatten(2, (self.heads, -1)).transpose(1, 2)

@@ -105,7 +105,7 @@ class Task(Member):
         raise NotImplementedError
 
     def typical(self) -> Target:
-        """Targets of a sample that the task could have, for the check of its promises."""
+        """Targets of a sample that the task could have, for the check of its contract."""
         raise NotImplementedError
 
     def made_up(

@@ -157,7 +157,7 @@ class ClientActor:
             # a copy: Ray's arrays are read-only
             return device.sent(torch.tensor(array), self.device)
 
-        told = {
+        states = {
             member: {name: copied(array) for name, array in state.items()}
             for member, state in broadcast.states.items()
         }
@@ -169,7 +169,7 @@ class ClientActor:
             work,
             self.experiment.local.learning_rate(work.t),
             model,
-            told,
+            states,
             torch.zeros(count, width, dtype=torch.float64, device=self.device),
             self.experiment.client.on_error,
         )

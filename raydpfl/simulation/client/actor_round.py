@@ -22,7 +22,7 @@ class ActorRound:
     work: Work
     lr: float  # of all local steps of the round
     model: torch.Tensor  # float32 [d]
-    told: Mapping[str, Mapping[str, torch.Tensor]]  # broadcast state, by member
+    broadcast: Mapping[str, Mapping[str, torch.Tensor]]  # broadcast state, by member
     # float64 [threads, d or more], see `raydpfl.training.backends.base.Sum.found`: compiled code
     # adds up in a row per thread, all else in the first
     totals: torch.Tensor
@@ -59,8 +59,8 @@ class ActorRound:
                     vectors[place] = torch.tensor(stored[slot])
             return device.sent(vectors, self.model.device)
 
-        broadcast = self.told.get(member, {})
-        return View(self.work.t, self.lr, self.work.bound, self.model, broadcast, client_state)
+        state = self.broadcast.get(member, {})
+        return View(self.work.t, self.lr, self.work.bound, self.model, state, client_state)
 
     def add_columns(self, columns: Mapping[str, np.ndarray]) -> None:
         """Appends the values of some clients to each column."""
@@ -74,7 +74,7 @@ class ActorRound:
         own]); None: it keeps none. Raises `RunError` for vectors of another shape.
         """
         if vectors is not None:
-            check_shape(f"{member} remembers", vectors, shape)
+            check_shape(f"the state of {member} is", vectors, shape)
             self.client_states.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def drop(self, client: int, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""What clients send: their updates bounded, weighted and noised, added up on a grid.
+"""What clients send: their updates bounded, weighted, with noise, added up on a grid.
 
 There are three implementations of one algorithm, which give the same bits. `choose` says which one
 takes a chunk.
@@ -6,7 +6,7 @@ takes a chunk.
 | class      | how                                                             | takes a chunk if |
 | ---------- | --------------------------------------------------------------- | ---------------- |
 | `InKernel` | compiled code adds each update while it is in the cache         | 1 and 2          |
-| `Scaled`   | float32 updates are bounded and noised while they are added     | 1                |
+| `Scaled`   | float32 updates are bounded, with noise, while they are added   | 1                |
 | `Explicit` | makes the float64 vectors that clients send; the reference      | always           |
 
 1. The CPU trains, clients send their updates times a factor, and no probe, bounding or local rule
@@ -192,7 +192,7 @@ class Explicit(Contribution):
             state.actor.largest.append(largest)
 
     def vectors(self, state: ChunkRound, block: Block) -> torch.Tensor:
-        """What a block's clients send: weighted, bounded and noised vectors, float64 [k, d]."""
+        """What a block's clients send: weighted, bounded vectors, with noise, float64 [k, d]."""
         slots = block.slots
         bounding = self.bounding
         local = self.experiment.local
@@ -269,7 +269,7 @@ class Explicit(Contribution):
 
         columns: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
-            broadcast = state.actor.told.get(f"measure.{probe.kind}", {})
+            broadcast = state.actor.broadcast.get(f"measure.{probe.kind}", {})
             columns |= probe.chunk(Sent(block.updates, vectors, noise, broadcast, again))
         return columns
 

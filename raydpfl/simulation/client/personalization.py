@@ -79,7 +79,7 @@ class LocalParameters:
         return self.split.spread(shared) if self.split.own and shared is not None else shared
 
     def split_block(self, block: Block, starts: Starts | None) -> Block:
-        """A trained block with its local parameters apart from the update. A client whose local
+        """A trained block with its local parameters separate from the update. A client whose local
         parameters are not finite has an update that is not.
         """
         if starts is None:

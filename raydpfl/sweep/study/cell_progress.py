@@ -29,7 +29,7 @@ class CellProgress:
     problem: str | None = None  # why it can come to no result
 
     @property
-    def settled(self) -> bool:
+    def complete(self) -> bool:
         """It makes no more runs."""
         return self.final is not None or self.problem is not None
 
@@ -44,7 +44,7 @@ class CellProgress:
 
     def advance(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
         """Makes the runs that can be made now; whether there were any, or a problem."""
-        if self.settled:
+        if self.complete:
             return False
         study, cell = self.study, self.cell
         chooser = of[study.chooser(cell)]
@@ -80,7 +80,7 @@ class CellProgress:
         numbers = {}
         for key, cell in self.study.sources(self.cell).items():
             source = of[cell]
-            if not source.settled or not all(trial.done for trial in source.finals):
+            if not source.complete or not all(trial.done for trial in source.finals):
                 return None
             reference = self.cell.references[key]
             mean = source.final.mean(reference.value) if source.final else None

@@ -118,7 +118,7 @@ class StudyRunner(SearchRunner):
                 self._ready.popleft()
             if self._ready:
                 yield self._ready.popleft()
-            elif all(cell.settled for cell in self.progress.values()):
+            elif all(cell.complete for cell in self.progress.values()):
                 return
             else:
                 yield None

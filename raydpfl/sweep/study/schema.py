@@ -168,7 +168,7 @@ class Study:
 
     def to_yaml(self) -> str:
         """The file with its scale and number of seeds; `from_yaml` of it is this study. Its last
-        line, `...`, tells a whole file from one that was cut.
+        line, `...`, marks a whole file.
         """
         tree = copy.deepcopy(dict(self.given))
         tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
@@ -262,7 +262,7 @@ class Study:
             path = next((path for path in candidates if path.is_file()), None)
             if path is None or Path(name).is_absolute() or ".." in Path(name).parts:
                 files = ", ".join(sorted(path.name for path in builtin.PUBLISHED.glob("*.csv")))
-                expected = f"a file beside the study, or one of {files}"
+                expected = f"a file in the folder of the study, or one of {files}"
                 raise ConfigError(f"show.{number}.published", name, expected)
             tables[name] = path
         return tables
