@@ -23,7 +23,6 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection import FAMILY, Cohort, Population, Selection
-from raydpfl.methods.selection.availability_windows import available, fewest, nth, turns
 from raydpfl.methods.selection.power_of_choice import successive
 from raydpfl.methods.weights.data import DataWeights
 from raydpfl.privacy import Mechanism, Query, Sampling, covers
@@ -456,21 +455,19 @@ def test_at_most_ten_thousand_are_asked_unless_more_are_wanted():
     [(c, p, w) for c in (1, 5, 12, 13, 17) for p in (1, 3, 5, 7) for w in range(1, p + 1)],
 )
 def test_the_available_clients_are_those_whose_window_is_open(count, period, window):
+    chosen = member("availability", period=period, window=window, cohort=1)
     sizes = []
     turned = np.zeros((count, 15), int)
     for t in range(15):
         open_now = [k for k in range(count) if (t - k) % period < window]
-        size, *phases = available(count, period, window, t)
-        assert nth(np.arange(size), period, window, *phases).tolist() == open_now
+        size = chosen.available(count, t)
+        assert chosen.clients_at(np.arange(size), t).tolist() == open_now
         sizes.append(size)
         turned[open_now, t] = 1
-    assert fewest(count, period, window) == min(sizes)
+    assert chosen.fewest(count) == min(sizes)
     most = turned.cumsum(1).max(0)
-    assert (
-        (turns(15, period, window) == most).all()
-        if count >= period
-        else (turns(15, period, window) >= most).all()
-    )
+    composed = chosen.composed_rounds(0, 15, Population.balanced(count))
+    assert (composed >= most).all() and (count < period or (composed == most).all())
 
 
 def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():

@@ -1,9 +1,8 @@
 """Who takes part in a round.
 
-A member of this family makes three promises. The cohort of a round is a function of (seed, round)
-and of what is public about the `Population` alone. Its clients are in ascending order, one drawn
-twice listed twice. And `sampling` tells the accountants exactly the sampling scheme that `select`
-follows, so that sampler and accountant cannot disagree.
+The contract of a member: the cohort of a round is a function of (seed, round) and of the public
+`Population` alone; its clients are in ascending order, one drawn twice listed twice; `sampling` is
+exactly the sampling scheme that `select` follows, so that sampler and accountant cannot disagree.
 
 >>> clients = Population.balanced(10)
 >>> Uniform(cohort=3).exposed(seed=0, t=5, population=clients)
@@ -24,9 +23,8 @@ fixed size 3 of 10
 | power_of_choice           | the candidates with the largest losses    | public, and losses    |
 
 Public: the clients' sizes and budgets, the cohort size, the sampling scheme. Whether a drawn cohort
-is secret depends on the observer, and every guarantee says what it assumes. The cost of a draw
-grows with the cohort, and at most with the logarithm of the population; what takes longer (the sums
-of probabilities, Problem 1) is done once.
+is secret depends on the observer, and every guarantee says what it assumes. A draw costs O(cohort
+log N); what takes longer (the sums of probabilities, Problem 1) is done once.
 """
 
 from __future__ import annotations

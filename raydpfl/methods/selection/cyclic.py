@@ -9,21 +9,21 @@ from pydantic import Field, model_validator
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.methods.selection.availability_windows import available, fewest, nth, turns
-from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
+from raydpfl.methods.selection.availability import Periodic
+from raydpfl.methods.selection.base import Ask, Cohort, Population
 from raydpfl.methods.selection.fixed_size import distinct
 from raydpfl.privacy import Sampling
 
 
-class Cyclic(Selection):
+class Cyclic(Periodic):
     """Groups take turns: in round t it is that of the clients k with k = t mod `period` (cyclic
     participation: Eichner et al. 2019; Cho et al. 2023).
 
     If `cohort` is None the whole group takes part. Else `cohort` of them do by `scheme`: `fixed`,
     uniformly without replacement, or `poisson`, each with probability cohort / (size of the group).
     If `period` does not divide N, the sizes of groups differ by one. The sum over a whole group is
-    then divided by N / period, so that every client counts the same, and the accountants are told
-    of the smallest group.
+    then divided by N / period, so that every client counts the same, and accounting assumes the
+    smallest group.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -32,18 +32,14 @@ class Cyclic(Selection):
         {"period": 4, "cohort": 5, "scheme": "poisson"},
     )
     kind: str = "cyclic"
-    period: int = Field(ge=1)
     cohort: int | None = Field(default=None, ge=1)
     scheme: Literal["fixed", "poisson"] = "fixed"
 
     @model_validator(mode="after")
     def _sized(self) -> Cyclic:
         if self.cohort is None and self.scheme == "poisson":
-            raise ConfigError(
-                "selection.scheme",
-                self.scheme,
-                "fixed where no cohort is given, as all of a group take part",
-            )
+            expected = "fixed where no cohort is given, as all of a group take part"
+            raise ConfigError("selection.scheme", self.scheme, expected)
         return self
 
     def meaning(self) -> dict[str, Any]:
@@ -53,45 +49,33 @@ class Cyclic(Selection):
         return facts
 
     def fits(self, count: int) -> None:
-        least = fewest(count, self.period, 1)
+        least = self.fewest(count)
         if least < 1:
-            raise ConfigError(
-                "selection.period", self.period, f"at most the population of {count} clients"
-            )
+            expected = f"at most the population of {count} clients"
+            raise ConfigError("selection.period", self.period, expected)
         if self.cohort is not None and self.cohort > least:
-            raise ConfigError(
-                "selection.cohort",
-                self.cohort,
-                f"at most the {least} clients of the smallest group",
-            )
+            expected = f"at most the {least} clients of the smallest group"
+            raise ConfigError("selection.cohort", self.cohort, expected)
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
-        size, *phases = available(len(population), self.period, 1, t)
+        size = self.available(len(population), t)
         if self.cohort is None:
-            return Cohort.of(nth(np.arange(size), self.period, 1, *phases))
+            return Cohort.of(self.clients_at(np.arange(size), t))
         generator = stream(seed, Purpose.COHORT, t=t)
-        taken = self.cohort
+        drawn = self.cohort
         if self.scheme == "poisson":
-            taken = int(generator.binomial(size, self.cohort / size))
-        return Cohort.of(nth(distinct(generator, size, taken), self.period, 1, *phases))
+            drawn = int(generator.binomial(size, self.cohort / size))
+        return Cohort.of(self.clients_at(distinct(generator, size, drawn), t))
 
     def sampling(self, population: Population) -> Sampling:
-        least = fewest(len(population), self.period, 1)
-        even = len(population) % self.period == 0
-        whole = self.cohort == least and (even or not self.hides_size())
+        count = len(population)
+        least = self.fewest(count)
+        turns = f"each 1 round of {self.period}"
+        whole = self.cohort == least and (count % self.period == 0 or not self.hides_size())
         if self.cohort is None or whole:
-            return Sampling(
-                "public",
-                len(population),
-                least,
-                rule=f"groups take turns, each 1 round of {self.period}",
-            )
-        return Sampling(
-            self.scheme,
-            least,
-            self.cohort,
-            rule=f"the group whose turn it is, each 1 round of {self.period}",
-        )
+            return Sampling("public", count, least, rule=f"groups take turns, {turns}")
+        rule = f"the group whose turn it is, {turns}"
+        return Sampling(self.scheme, least, self.cohort, rule=rule)
 
     def hides_size(self) -> bool:
         return self.scheme == "poisson"
@@ -101,12 +85,4 @@ class Cyclic(Selection):
         return self.period
 
     def divisor(self, population: Population) -> float:
-        if self.cohort is None:
-            return len(population) / self.period
-        return float(self.cohort)
-
-    def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
-        return (t - clients) % self.period < 1
-
-    def composed_rounds(self, seed: int, rounds: int, population: Population) -> np.ndarray:
-        return turns(rounds, self.period, 1)
+        return float(self.cohort or len(population) / self.period)

@@ -1,4 +1,4 @@
-"""FedAvg's own average, with stale models."""
+"""FedAvg with stale models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydpfl.methods.selection.uniform import Uniform
 
 
 class FedAvgStale(Uniform):
-    """FedAvg's own average (McMahan et al. 2017; the comparison of 002 Fig. 5).
+    """The average of FedAvg (McMahan et al. 2017; the comparison of 002 Fig. 5).
 
     The cohort is that of `uniform`, but the N - r clients that were not drawn count with the
     unchanged global model, so the divisor is N. It is biased towards standing still: each round

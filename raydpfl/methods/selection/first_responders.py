@@ -1,8 +1,8 @@
 """The first to respond are the cohort, and the work of the rest is dropped (002 sec. IV).
 
-A client's response time is its own scale, drawn once, times a draw from the response distribution
-in every round. Its unit does not matter, only who comes first. If all clients have the same scale
-this is uniform sampling in distribution (002 Lemma 5 rests on that):
+A client's response time is its scale, drawn once, times a draw from the response distribution in
+every round. If all clients have the same scale this is uniform sampling in distribution (002 Lemma
+5 rests on that):
 
 >>> clients = Population.balanced(10)
 >>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
@@ -26,8 +26,7 @@ from raydpfl.methods.selection.fixed_size import Sized, distinct
 from raydpfl.methods.selection.response_times import Exponential, Response
 from raydpfl.privacy import Sampling
 
-# the default number of clients asked, so that a round does not wait for a million
-ASKED = 10_000
+ASKED = 10_000  # clients asked by default, so that a round does not wait for a million
 RESPONSES: dict[str, type[Response]] = family(
     "raydpfl.methods.selection", Response, ("exponential",)
 )
@@ -40,8 +39,8 @@ class FirstResponders(Sized):
     Without `contacted`, everyone is asked up to 10,000 clients; of more, 10,000 or ten times the
     cohort, whichever is larger. A client's scale is exp(spread Z_k), with Z_k standard normal and
     keyed by client. With spread 0 the sampling and the accounting are those of `uniform`. Otherwise
-    fast clients are drawn more often, in no closed form: only a client's own rounds count, and no
-    weights undo the bias.
+    fast clients are drawn more often, in no closed form: only a client's participations count, and
+    no weights undo the bias.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -65,35 +64,24 @@ class FirstResponders(Sized):
     def fits(self, count: int) -> None:
         super().fits(count)
         if not self.cohort <= self.asked(count) <= count:
-            raise ConfigError(
-                "selection.contacted",
-                self.contacted,
-                f"a number from the cohort of {self.cohort} to the population of {count} clients",
-            )
+            expected = f"a number from the cohort of {self.cohort} to the population of {count}"
+            raise ConfigError("selection.contacted", self.contacted, f"{expected} clients")
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         count = len(population)
-        asked = self.asked(len(population))
-        clients = (
-            distinct(stream(seed, Purpose.COHORT, t=t), count, asked)
-            if asked < count
-            else np.arange(count)
-        )
+        asked = self.asked(count)
+        clients = np.arange(asked)
+        if asked < count:
+            clients = distinct(stream(seed, Purpose.COHORT, t=t), count, asked)
         times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), asked)
         if self.spread:
-            normals = population.cached(
-                ("scales", seed),
-                lambda: stream(seed, Purpose.RESPONSE, step=1).standard_normal(count),
-            )
-            times = times * np.exp(self.spread * normals[clients])
+            generator = stream(seed, Purpose.RESPONSE, step=1)
+            scales = population.cached(("scales", seed), lambda: generator.standard_normal(count))
+            times = times * np.exp(self.spread * scales[clients])
         return Cohort.of(clients[np.argsort(times, kind="stable")[: self.cohort]])
 
     def sampling(self, population: Population) -> Sampling:
         if not self.spread:
             return Sampling("fixed", len(population), self.cohort)
-        return Sampling(
-            "public",
-            len(population),
-            self.cohort,
-            rule="the first to respond, some always faster than others",
-        )
+        rule = "the first to respond, some always faster than others"
+        return Sampling("public", len(population), self.cohort, rule=rule)

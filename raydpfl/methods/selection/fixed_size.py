@@ -26,6 +26,5 @@ class Sized(Selection):
 
     def fits(self, count: int) -> None:
         if self.cohort > count:
-            raise ConfigError(
-                "selection.cohort", self.cohort, f"at most the population of {count} clients"
-            )
+            expected = f"at most the population of {count} clients"
+            raise ConfigError("selection.cohort", self.cohort, expected)

@@ -36,37 +36,23 @@ class Importance(WithReplacement):
     @model_validator(mode="after")
     def _one_source(self) -> Importance:
         if (self.power is None) == (self.path is None):
-            raise ConfigError(
-                "selection.power",
-                self.power,
-                "a number, or selection.path and selection.column; not both",
-            )
+            expected = "a number, or selection.path and selection.column; not both"
+            raise ConfigError("selection.power", self.power, expected)
         if (self.path is None) != (self.column is None):
-            raise ConfigError(
-                "selection.column",
-                self.column,
-                "the column of selection.path that holds the probabilities; one needs the other",
-            )
+            expected = "the column of selection.path that holds the probabilities; one needs the "
+            raise ConfigError("selection.column", self.column, f"{expected}other")
         return self
 
     def draw_probabilities(self, population: Population) -> np.ndarray:
         shares = population.shares
-        field, given = (
-            ("selection.power", self.power)
-            if self.path is None
-            else ("selection.column", self.column)
-        )
+        table = population.table if population.table is not None else self.table(len(population))
         with np.errstate(divide="ignore", over="ignore"):
-            table = (
-                population.table if population.table is not None else self.table(len(population))
-            )
             p = shares**self.power if table is None else table
         if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
+            field = "power" if self.path is None else "column"
+            expected = "probabilities that are finite, not negative, and above 0 for every client "
             raise ConfigError(
-                field,
-                given,
-                "probabilities that are finite, not negative, and above 0 for every client that "
-                "has data",
+                f"selection.{field}", getattr(self, field), f"{expected}that has data"
             )
         return p / p.sum()
 
@@ -80,15 +66,9 @@ class Importance(WithReplacement):
     def table(self, count: int, root: Path | None = None) -> np.ndarray | None:
         if self.path is None or self.column is None:
             return None
-        values = numbers(
-            "selection.column",
-            self.column,
-            clients_table("selection", self.path, root, column=self.column)["column"],
-        )
+        column = clients_table("selection", self.path, root, column=self.column)["column"]
+        values = numbers("selection.column", self.column, column)
         if len(values) != count:
-            raise ConfigError(
-                "selection.path",
-                self.path,
-                f"a row for each of the {count} clients; this has {len(values)}",
-            )
+            expected = f"a row for each of the {count} clients; this has {len(values)}"
+            raise ConfigError("selection.path", self.path, expected)
         return values

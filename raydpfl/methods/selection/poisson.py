@@ -25,9 +25,8 @@ class Poisson(Sized):
         generator = stream(seed, Purpose.COHORT, t=t)
         count = len(population)
         # a binomial size, then a uniform subset of that size: the same distribution, in O(cohort)
-        return Cohort.of(
-            distinct(generator, count, int(generator.binomial(count, self.cohort / count)))
-        )
+        size = int(generator.binomial(count, self.cohort / count))
+        return Cohort.of(distinct(generator, count, size))
 
     def sampling(self, population: Population) -> Sampling:
         return Sampling("poisson", len(population), self.cohort)

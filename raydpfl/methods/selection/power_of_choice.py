@@ -6,11 +6,11 @@ baseline of 003 sec. VI-B).
 array([1, 2, 3])
 >>> member.select(0, 0, clients, ask=lambda candidates: np.array([0.1, 0.7, 0.3])).clients
 array([2])
->>> noised = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
->>> answer = noised.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2)
+>>> noisy = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
+>>> answer = noisy.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2)
 >>> round(answer, 3)  # (0.2 + 4) / 2, and noise
 2.569
->>> noised.loss_query
+>>> noisy.loss_query
 Query(name='losses', bound=2.0, std=0.5, per_client=True)
 """
 
@@ -51,9 +51,9 @@ class PowerOfChoice(Sized):
     are counted as if each took part in the round and everyone knew it.
 
     With `accounted: chosen` noise at local steps is that of a rival that looks at no losses: for
-    the participations of `cohort` clients drawn blindly among the candidates, at least one for
-    whoever is ever a candidate. The guarantees still count all candidates, and so exceed what was
-    promised; epsilons that count the chosen alone stand beside them, and are not called rigorous.
+    the participations of `cohort` clients drawn blindly among the candidates, at least one for a
+    client that is ever a candidate. The guarantees still count all candidates, and so exceed the
+    budgets; epsilons that count the chosen alone stand next to them, and are not called rigorous.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -69,29 +69,16 @@ class PowerOfChoice(Sized):
     accounted: Literal["candidates", "chosen"] = "candidates"
 
     @model_validator(mode="after")
-    def _pool(self) -> PowerOfChoice:
+    def _bounded(self) -> PowerOfChoice:
         if self.pool < self.cohort:
-            raise ConfigError(
-                "selection.pool", self.pool, f"at least selection.cohort, {self.cohort}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _alone(self) -> PowerOfChoice:
+            expected = f"at least selection.cohort, {self.cohort}"
+            raise ConfigError("selection.pool", self.pool, expected)
         if self.accounted == "chosen" and self.loss_std:
             expected = "candidates with selection.loss_std: noised losses are counted, of all asked"
             raise ConfigError("selection.accounted", self.accounted, expected)
-        return self
-
-    @model_validator(mode="after")
-    def _bounded(self) -> PowerOfChoice:
         if self.loss_std and self.loss_bound is None:
-            raise ConfigError(
-                "selection.loss_bound",
-                None,
-                "a positive number with selection.loss_std: losses without a bound have no "
-                "sensitivity",
-            )
+            expected = "a positive number with selection.loss_std: losses without a bound have no "
+            raise ConfigError("selection.loss_bound", None, f"{expected}sensitivity")
         least = 1e-9 * (self.loss_bound or 0.0)
         if 0 < self.loss_std < least:
             expected = f"0, or at least {least:g}, a billionth of selection.loss_bound"
@@ -100,15 +87,14 @@ class PowerOfChoice(Sized):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        if self.loss_std:
-            return ()
-        return (
-            "clients are chosen by their local losses, a data-dependent query that is not noised",
+        query = (
+            "clients are chosen by their local losses, a data-dependent query that is not noised"
         )
+        return () if self.loss_std else (query,)
 
     @property
     def loss_query(self) -> Query | None:
-        """The answers as accountants count them: centred, so that they lie within L/2 of 0."""
+        """Centred, so that answers lie within L/2 of 0."""
         if self.loss_bound is None or not self.loss_std:
             return None
         return Query("losses", self.loss_bound / 2, self.loss_std, per_client=True)
@@ -130,9 +116,8 @@ class PowerOfChoice(Sized):
     def fits(self, count: int) -> None:
         super().fits(count)
         if self.pool > count:
-            raise ConfigError(
-                "selection.pool", self.pool, f"at most the population of {count} clients"
-            )
+            expected = f"at most the population of {count} clients"
+            raise ConfigError("selection.pool", self.pool, expected)
 
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
         """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
@@ -171,11 +156,9 @@ class PowerOfChoice(Sized):
         """A lower bound: the number if all candidates that drop out had been chosen."""
         if not self.dropout:
             return self.cohort
-        lost = (
-            self.drop(seed, t, Cohort.of(self.exposed(seed, t, population))).lost
-            for t in range(rounds)
-        )
-        return max(0, self.cohort - max(lost))
+        candidates = (Cohort.of(self.exposed(seed, t, population)) for t in range(rounds))
+        lost = max(self.drop(seed, t, cohort).lost for t, cohort in enumerate(candidates))
+        return max(0, self.cohort - lost)
 
 
 def successive(
@@ -193,12 +176,8 @@ def successive(
     sums = population.cached("sums of sizes", lambda: np.cumsum(population.sizes))
     drawn = np.empty(0, np.int64)
     for _ in range(attempts):
-        drawn = np.concatenate(
-            [
-                drawn,
-                np.searchsorted(sums, generator.integers(sums[-1], size=2 * size), side="right"),
-            ]
-        )
+        places = generator.integers(sums[-1], size=2 * size)
+        drawn = np.concatenate([drawn, np.searchsorted(sums, places, side="right")])
         # each client where it came first
         drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
         if len(drawn) >= size:
@@ -209,7 +188,6 @@ def successive(
     able = int(np.isfinite(clocks).sum())
     missing = size - len(drawn)
     if able < missing:
-        raise ConfigError(
-            "selection.pool", size, f"at most the {able + len(drawn)} clients that have data"
-        )
+        expected = f"at most the {able + len(drawn)} clients that have data"
+        raise ConfigError("selection.pool", size, expected)
     return np.concatenate([drawn, np.argsort(clocks)[:missing]])

@@ -36,19 +36,16 @@ class PrivacyAware(WithReplacement):
             raise ConfigError("local.epochs", setting.epochs, f"{expected}many steps each")
 
     def costs(self, d: int, variances: Callable[[], np.ndarray | None]) -> np.ndarray:
-        found = variances()
-        if found is None:
+        by_client = variances()
+        if by_client is None:
             expected = "noise at local steps, with noise.epsilon for the clients' budgets"
             raise ConfigError("selection.kind", self.kind, expected)
-        return d * found
+        return d * by_client
 
     def draw_probabilities(self, population: Population) -> np.ndarray:
         if population.privacy_cost is None:
-            raise ConfigError(
-                "selection.kind",
-                self.kind,
-                "clients with privacy budgets: noise at local steps, with noise.epsilon",
-            )
+            expected = "clients with privacy budgets: noise at local steps, with noise.epsilon"
+            raise ConfigError("selection.kind", self.kind, expected)
         p = np.zeros(len(population))
         has = population.sizes > 0
         shares = population.shares[has]

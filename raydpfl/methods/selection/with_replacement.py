@@ -25,10 +25,7 @@ from raydpfl.privacy import Sampling
 
 
 class WithReplacement(Selection):
-    """Base of these members, which give `draw_probabilities`: `cohort` draws, each with
-    `probabilities`; the sum
-    is divided by `cohort`.
-    """
+    """Base of these members, which give `draw_probabilities`; the sum is divided by `cohort`."""
 
     cohort: int = Field(ge=1, le=10**9, description="r, draws of a round")
 
@@ -49,10 +46,7 @@ class WithReplacement(Selection):
         return Cohort.of(np.searchsorted(sums, places, side="right"))
 
     def sampling(self, population: Population) -> Sampling:
-        largest = population.cached(
-            (self, "largest"), lambda: float(self.probabilities(population).max())
-        )
-        uniform = largest * len(population) <= 1 + 1e-9
-        return Sampling(
-            "with_replacement", len(population), self.cohort, None if uniform else min(largest, 1.0)
-        )
+        count = len(population)
+        largest = population.cached((self, "largest"), lambda: self.probabilities(population).max())
+        p_max = None if largest * count <= 1 + 1e-9 else min(float(largest), 1.0)
+        return Sampling("with_replacement", count, self.cohort, p_max)
