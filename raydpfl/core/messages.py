@@ -18,7 +18,7 @@ import torch
 
 from raydpfl.errors import ConfigError
 
-State = dict[str, np.ndarray]  # what a member keeps of its own from round to round, by name
+State = dict[str, np.ndarray]  # of a member, from round to round, by name
 Columns = dict[str, np.ndarray]  # by name, one value per client each, in client order
 Rows = Mapping[int, np.ndarray]  # slot -> what its client remembers, float32 [d]; absent: zeros
 # the name, among the members that remember, of a client's own part of the model, float32 [own];

@@ -1,8 +1,8 @@
 """Bounds on a client's influence: clipping, normalising, and their adaptive and smoothed forms.
 
-A member of this family promises that a client sends `factor(norm, bound)` times the vector that it
-would have sent, where `norm` is that vector's L2 norm, and that the result's norm is at most
-`bound` for every finite `norm`.
+The contract of a member: a client sends `factor(norm, bound)` times the vector that it would have
+sent, where `norm` is that vector's L2 norm, and the result's norm is at most `bound` for every
+finite `norm`.
 
 >>> clip, normalize = FAMILY["clip"](bound=1.0), FAMILY["normalize"](bound=1.0)
 >>> clip.factor(4.0, 1.0), clip.factor(0.5, 1.0)
@@ -25,7 +25,7 @@ to 1e15. Beyond, squares in float32 are not exact, by which samples' gradients a
 
 `per_sample_clip` bounds inside the local steps instead: every sample's gradient is clipped, the
 update is sent as it is, and samples are protected (002, 003). `alpha_norm_ec` bounds the difference
-from what the client remembers having sent.
+from the client's state.
 
 A client sends the update Delta = x^Q - x, or Delta / lr, minus the sum of its local gradients
 (`scaling: gradient`; 001 Alg. 1-2 bound that, and the server multiplies by the local learning rate
@@ -37,14 +37,9 @@ from raydpfl.methods.bounding.base import Bounding, BoundingQuery
 from raydpfl.methods.bounding.clip import Clip
 
 FIRST = (
-    "none",
-    "clip",
-    "model_clip",
-    "normalize",
-    "smooth_normalize",
-    "quantile_clip",
+    "none", "clip", "model_clip", "normalize", "smooth_normalize", "quantile_clip",
     "per_sample_clip",
-)
+)  # fmt: skip
 FAMILY: dict[str, type[Bounding]] = family(__name__, Bounding, first=FIRST)
 
 __all__ = ["FAMILY", "Bounding", "BoundingQuery", "Clip"]

@@ -16,11 +16,11 @@ class AlphaNormEC(SmoothNormalize):
     """Smoothed normalisation with error compensation (alpha-NormEC, Shulgin, Khirirat, Richtarik
     2025).
 
-    A client remembers g_i, which begins at 0. With u_i what it would have sent, it sends
+    A client has a state g_i, at first 0. With u_i what it would have sent, it sends
 
         s = c v / (a + ||v||),  v = u_i - g_i,
 
-    and adds beta s to g_i, without the noise on s. The server keeps h, which begins at 0, adds
+    and adds beta s to g_i, without the noise on s. The server keeps h, at first 0, adds
     beta (r/N) mean(s) to it, noise included, and steps along h. Without noise h is the mean of all
     g_i, and these follow the u_i, so bounding leaves no bias. Only s is released, so the
     sensitivity is that of `smooth_normalize`.

@@ -42,8 +42,7 @@ class Bounding(Member):
     A client sends the vector that `send` makes of its update times `factors(norms, bound)`, where
     `norms` are the L2 norms of such vectors. Nothing that it sends is longer than the bound in
     force, which is the field `bound` in the first round. Vectors are float64 [k, d], those of k
-    clients at once; what a client gets must not depend on the others. Tensors given to `send` may
-    be written to.
+    clients at once; no client may depend on the others. Tensors given to `send` may be written to.
 
     >>> import math
     >>> from pydantic import Field
@@ -66,36 +65,34 @@ class Bounding(Member):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """A class with a `factor` of its own is not bounded by the `factors` of its base, nor in
-        its closed form.
+        """A class with another `factor`, or other `factors`, has neither the other nor the closed
+        form of its base.
         """
         super().__pydantic_init_subclass__(**options)
-        if {"factor", "factors"} & vars(cls).keys() and "closed" not in vars(cls):
+        overridden = {"factor", "factors"} & vars(cls).keys()
+        if overridden and "closed" not in vars(cls):
             cls.closed = Bounding.closed  # type: ignore[method-assign]
-        if "factor" in vars(cls) and "factors" not in vars(cls):
+        if overridden == {"factor"}:
             cls.factors = Bounding.factors  # type: ignore[method-assign]
-        if "factors" in vars(cls) and "factor" not in vars(cls):
+        if overridden == {"factors"}:
             cls.factor = _of_one  # type: ignore[method-assign]
 
     @property
     def initial_bound(self) -> float | None:
-        """The bound in force in the first round, an L2 norm: the field `bound`.
-
-        None: nothing is bounded, and no privacy can be claimed for what is sent.
+        """The bound in force in the first round, an L2 norm: the field `bound`. None: nothing is
+        bounded, and no privacy can be claimed for what is sent.
         """
         return getattr(self, "bound", None)
 
     @property
     def sample_bound(self) -> float | None:
-        """The bound on each sample's gradient in a local step, an L2 norm; None: they are not
-        bounded.
-        """
+        """The bound on each sample's gradient in a local step, an L2 norm; None: not bounded."""
         return None
 
     def check(self, setting: Setting) -> None:
-        """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, if the server
-        would not get the mean over clients that it needs, and for queries whose answers nothing
-        uses.
+        """Raises `ConfigError` for a bound outside of `raydpfl.core.messages.BOUNDS`, for weights
+        where the plain mean over clients is needed, for queries without `adapt`, and for two
+        members that keep states of clients.
         """
         for bound in (self.initial_bound, self.sample_bound):
             if bound is not None:
@@ -109,10 +106,8 @@ class Bounding(Member):
         if not self.stateful:
             return
         if "local" in setting.stateful:
-            expected = (
-                f"a bounding without memory beside local.kind {setting.kinds['local']}, which has "
-                "one"
-            )
+            local = setting.kinds["local"]
+            expected = f"a bounding without memory beside local.kind {local}, which has one"
             raise ConfigError("bounding.kind", self.kind, expected)
         if setting.weighted:
             expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
@@ -139,32 +134,24 @@ class Bounding(Member):
 
     @property
     def sends_updates(self) -> bool:
-        """Whether `send` gives the update itself: no model, gradient or difference to what is
-        remembered. False of a class that was not imported, of which nobody knows.
+        """Whether `send` gives the update itself: no model, gradient or difference to a state.
+        False of a class that was not imported.
         """
         return self.scales and not self.unread()
 
     @property
     def far(self) -> float:
-        """How much larger than the bound a norm must be for what is sent to be about as long as the
-        bound.
-        """
+        """The norm, in bounds, from which what is sent is about as long as the bound."""
         return 0.0
 
     # --- what a client does ---
 
     def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
-        """What clients would send without a bound.
+        """What clients would send without a bound, float64 [k, d], of their updates float64 [k, d],
+        which may be written to.
 
         By default the update Delta = x^Q - x; with `scaling: gradient` Delta / lr, minus the sum of
         the local gradients (001 Alg. 1-2 bound that, and the server multiplies by lr again).
-
-        Args:
-            updates: float64 [k, d]; may be written to.
-            view: what these clients know: the model, the local learning rate, what they remember.
-
-        Returns:
-            float64 [k, d].
         """
         if self.scaling == "gradient":
             updates /= view.lr
@@ -182,49 +169,29 @@ class Bounding(Member):
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         """`factor` of k norms, float64 [k] both. The bound is infinite where there is none."""
-        found = [self.factor(norm, bound) for norm in norms.tolist()]
-        return torch.tensor(found, dtype=torch.float64, device=norms.device)
+        values = [self.factor(norm, bound) for norm in norms.tolist()]
+        return torch.tensor(values, dtype=torch.float64, device=norms.device)
 
     def closed(self, bound: float) -> tuple[float, float, float] | None:
-        """The factors in closed form, for code that adds up updates as it trains them. Nobody asks
-        a user's own class, whose factors are computed by `factors`.
-
-        Args:
-            bound: in force; infinite where there is none.
-
-        Returns:
-            (most, above, beside): 1 for norms up to `most`, and above (1 / (beside + norm)) for
-            those beyond, or 0 where that divides by 0; to the bit as `factors`, as torch divides a
-            number by a tensor so. None: they have no such form.
+        """(most, above, offset): factors are 1 for norms up to `most`, and above / (offset + norm)
+        beyond, or 0 where that divides by 0; to the bit as `factors`, as torch divides a number by
+        a tensor. None: no closed form. Not used of a user-defined class.
         """
         return None
 
     def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """The column `clipped` of clients.parquet: by default 1 for a factor below 1, else 0.
-
-        Args:
-            factors: of the clients, float64 [k].
-            samples: the share of each client's (sample, step) pairs whose gradient was clipped,
-                float64 [k].
-
-        Returns:
-            float64 [k].
+        """The column `clipped` of clients.parquet, float64 [k]: by default 1 for a factor below 1,
+        else 0, of `factors` float64 [k]; `samples` float64 [k] is the share of each client's
+        (sample, step) pairs whose gradient was clipped.
         """
         return (factors < 1.0).astype(np.float64)
 
     def next_state(
         self, vectors: torch.Tensor, sent: torch.Tensor, view: View
     ) -> torch.Tensor | None:
-        """What clients keep for their next round; before it they had `view.state`.
-
-        Args:
-            vectors: as `send` made them, float64 [k, d].
-            sent: the same, bounded and weighted, without noise, float64 [k, d]. The difference is
-                what bounding has left out (error feedback).
-            view: what these clients know.
-
-        Returns:
-            [k, d]; None: they keep nothing.
+        """The states of clients for their next round, [k, d], where they were `view.state`; None:
+        they have none. `vectors` are as `send` made them, `sent` the same bounded and weighted,
+        without noise, float64 [k, d]: the difference is what bounding has left out.
         """
         return None
 
@@ -241,21 +208,12 @@ class Bounding(Member):
         return {}
 
     def broadcast_state(self, state: State) -> State:
-        """What of that state every round broadcasts, float32 arrays by name
-        (`View.broadcast`).
-        """
+        """What of it every round broadcasts, float32 arrays by name (`View.broadcast`)."""
         return {}
 
     def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
-        """The mean update, in units of updates.
-
-        Args:
-            released: the sum of the contributions, with noise, float64 [d].
-            state: the member's own, to be changed in place.
-            facts: of the round: the divisor, the model, the local learning rate.
-
-        Returns:
-            float64 [d].
+        """The mean update, in units of updates, float64 [d], of the sum of the contributions with
+        noise, float64 [d]; may change `state` in place.
         """
         mean = released / facts.divisor
         return mean * facts.lr if self.scaling == "gradient" else mean
@@ -267,33 +225,38 @@ class Bounding(Member):
         return ()
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
-        """The clients' answers.
-
-        Args:
-            columns: what is known of each client: `norm`, `factor`, `train_loss` and more, float64
-                [r] each, NaN for a client that failed.
-            bound: the bound in force.
-
-        Returns:
-            By query, float64 [r]; NaN counts as 0.
+        """The clients' answers by query, float64 [r]; NaN counts as 0. `columns` are `norm`,
+        `factor`, `train_loss` and more of each client, float64 [r], NaN for one that failed.
         """
         return {}
 
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
-        """The bound of the next round.
+        """The bound of the next round, within `raydpfl.core.messages.BOUNDS`, which may depend on
+        nothing that has not been released.
 
         Args:
             bound: that of this round.
-            sums: the noised sum of the answers, by query.
+            sums: the noisy sum of the answers, by query.
             clients: how many answered; the expected number where that is a secret.
-            state: the member's own, as `start` made it, to be changed in place.
-
-        Returns:
-            A number within `raydpfl.core.messages.BOUNDS`, which may depend on nothing that has not
-            been released.
+            state: as `start` made it, to be changed in place.
         """
         return bound
 
 
 def _of_one(self: Bounding, norm: float, bound: float) -> float:
     return float(self.factors(torch.tensor([norm], dtype=torch.float64), bound)[0])
+
+
+class ClosedForm(Bounding):
+    """Base of the members whose factors are those of `closed`."""
+
+    def factor(self, norm: float, bound: float) -> float:
+        return _of_one(self, norm, bound)
+
+    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        form = self.closed(bound)
+        assert form is not None
+        most, above, offset = form
+        divisors = offset + norms
+        beyond = torch.where(divisors > 0, above / divisors, 0.0)
+        return torch.where(norms <= most, 1.0, beyond)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 
-from raydpfl.methods.bounding.base import Bound, Bounding
+from raydpfl.methods.bounding.base import Bound, ClosedForm
 
 
-class Normalize(Bounding):
+class Normalize(ClosedForm):
     """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -19,12 +18,6 @@ class Normalize(Bounding):
     )
     kind: str = "normalize"
     bound: Bound = Field(description="c: the L2 norm of what every client sends")
-
-    def factor(self, norm: float, bound: float) -> float:
-        return bound / norm if norm > 0 else 0.0
-
-    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        return torch.where(norms > 0, bound / norms, 0.0)
 
     def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, 0.0

@@ -18,11 +18,11 @@ class QuantileClip(Clip):
     """Clipping at a bound that follows a quantile of the norms (Andrew, Thakkar, McMahan, Ramaswamy
     2021, Alg. 1).
 
-    After each round, with b the noised share of the cohort whose norm is at most C,
+    After each round, with b the noisy share of the cohort whose norm is at most C,
 
         C <- C exp(-lr (b - quantile)), kept from 1e-12 to 1e15.
 
-    The noised count is a second query of the round: each client gives its indicator minus 1/2, of
+    The noisy count is a second query of the round: each client gives its indicator minus 1/2, of
     absolute value 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent on
     it. With z the noise multiplier of the round, the noise on the sums has std
 

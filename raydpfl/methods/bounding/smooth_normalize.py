@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 
 from raydpfl.core.messages import BOUNDS
-from raydpfl.methods.bounding.base import Bound, Bounding
+from raydpfl.methods.bounding.base import Bound, ClosedForm
 
 
-class SmoothNormalize(Bounding):
+class SmoothNormalize(ClosedForm):
     """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
@@ -22,12 +21,6 @@ class SmoothNormalize(Bounding):
     @property
     def far(self) -> float:
         return 1000 * self.a
-
-    def factor(self, norm: float, bound: float) -> float:
-        return bound / (self.a + norm)
-
-    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        return bound / (self.a + norms)
 
     def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, self.a

@@ -48,7 +48,6 @@ class Adam(Local):
     def step(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
     ) -> tuple[torch.Tensor, Any]:
-        """See `Local.step`."""
         if self.weight_decay:
             gradient = gradient + self.weight_decay * x
         return self._moved(x, gradient, state, at)
@@ -65,5 +64,4 @@ class Adam(Local):
 
     @property
     def l2(self) -> float:
-        """See `Local.l2`."""
         return self.weight_decay

@@ -26,10 +26,8 @@ class AdamW(Adam):
     def step(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
     ) -> tuple[torch.Tensor, Any]:
-        """See `Local.step`."""
         return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)
 
     @property
     def l2(self) -> float:
-        """See `Local.l2`: none, as what it decays by is no gradient of a loss."""
-        return 0.0
+        return 0.0  # its decay is no gradient of a loss

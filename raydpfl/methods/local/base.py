@@ -60,7 +60,7 @@ class LinearRule:
 
         Args:
             now: x; changed in place.
-            gradients: g; their memory is used for other things.
+            gradients: g; overwritten.
             velocity: v, changed in place; may be empty where `momentum` is 0.
             model: x_t; may be empty where `proximal` is 0.
             corrections: added to the gradients; empty for none.
@@ -89,14 +89,8 @@ def _add(to: list[torch.Tensor], what: list[torch.Tensor], alpha: float) -> None
         torch._foreach_add_(to, what, alpha=alpha)
 
 
-def _a_mapping(value: Any) -> Any:
-    if isinstance(value, Mapping | Share):
-        return value
-    raise ValueError("a share of the rows, as in {share: 0.1}")
-
-
 class Share(BaseModel):
-    """A batch as a share q of a client's own rows, q n_k rounded, one row at least: so the sampling
+    """A batch as a share q of a client's rows, q n_k rounded, one row at least: so the sampling
     rate is the same for all clients, whatever their sizes.
 
     >>> Share(share=0.1).of(np.array([0, 3, 25, 600]))
@@ -113,18 +107,24 @@ class Share(BaseModel):
         return np.clip(rounded, np.minimum(sizes, 1), sizes)
 
 
+def _a_mapping(value: Any) -> Any:
+    if isinstance(value, Mapping | Share):
+        return value
+    raise ValueError("a share of the rows, as in {share: 0.1}")
+
+
 RULED = {"fresh", "step", "perturb", "train"}  # what makes another rule of a class
 EITHER = "none with local.steps {0}: a client makes either; local.steps=null takes that away"
 Shared = Annotated[Share, BeforeValidator(_a_mapping)]
 
 
 class Local(Schedule, Member):
-    """Base of the family: steps, each on a batch of the client's own rows.
+    """Base of the family: steps, each on a batch of the client's rows.
 
-    `step` is the rule of a step, here plain gradient descent. A member of one's own gives another,
-    and `fresh` if it keeps something from one step to the next; it may give a `learning_rate` too.
-    Every backend carries the rule out, for one client or for many at once, clipping every
-    sample's gradient and adding noise to it before, where the experiment asks for that:
+    `step` is the rule of a step, here plain gradient descent. A user-defined member gives another,
+    and `fresh` if it keeps a state from one step to the next; it may give a `learning_rate` too.
+    Every backend applies the rule, to one client or many at once, to gradients that are clipped and
+    noisy where the experiment asks for that:
 
     >>> class Signs(Local):
     ...     beta: float = 0.5
@@ -190,19 +190,19 @@ class Local(Schedule, Member):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A class with a rule of its own does not inherit the coefficients of another rule."""
+        """A class with another rule does not inherit the coefficients of its base."""
         super().__pydantic_init_subclass__(**kwargs)
         if vars(cls).keys() & RULED and "linear" not in vars(cls):
             cls.linear = _not_linear  # type: ignore[method-assign]
+
+    # --- steps, batches and learning rates, as accountants and every backend know them ---
 
     def learning_rate(self, t: int) -> float:
         """The learning rate of round `t`, counted from 0; of all its steps, if not for `within`."""
         return self.lr_at(self.lr, t)
 
     def step_counts(self, sizes: np.ndarray) -> np.ndarray:
-        """How many steps clients that have so many rows make in a round, int64 [C], as accountants
-        and every backend know them, from their sizes, int64 [C].
-        """
+        """Steps in a round of clients with so many rows, int64 [C] both."""
         if self.trains:
             return np.zeros(len(sizes), np.int64)
         if self.steps is not None:
@@ -216,8 +216,8 @@ class Local(Schedule, Member):
         return int(self.batch_sizes(np.array([rows]))[0])
 
     def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
-        """Rows in each batch of clients that have so many rows, int64 [C], as accountants and every
-        backend know them; they never fall as `sizes`, int64 [C], rise.
+        """Rows in each batch of clients with so many rows, int64 [C] both; they never fall as
+        `sizes` rise.
         """
         if self.batch == "full":
             return sizes
@@ -226,55 +226,47 @@ class Local(Schedule, Member):
         return np.minimum(sizes, self.batch)
 
     def rows_used(self, sizes: np.ndarray) -> np.ndarray:
-        """How many of its rows each client can train on in a round at most, int64 [C], from its
-        number of rows, `sizes` int64 [C]; all of them where a batch is a share of them, or a rule
-        has `batch_sizes` or `step_counts` of its own, as the size of a chunk's batches is known by
-        them, and for a `train` of one's own.
+        """The rows that each client can train on in a round at most, int64 [C], of its `sizes`:
+        all where batches are shares, or a user-defined class has `batch_sizes`, `step_counts` or
+        `train`.
         """
         cls = type(self)
-        own = cls.batch_sizes is not Local.batch_sizes or cls.step_counts is not Local.step_counts
-        if own or self.trains or not isinstance(self.batch, int):
+        other = cls.batch_sizes is not Local.batch_sizes or cls.step_counts is not Local.step_counts
+        if other or self.trains or not isinstance(self.batch, int):
             return sizes
         return np.minimum(sizes, self.step_counts(sizes) * self.batch)
 
+    # --- the rule ---
+
     def fresh(self, x: torch.Tensor) -> Any:
-        """What the rule keeps from one step to the next, at a round's start.
-
-        Args:
-            x: float32 [..., P], the model, once for each client.
-
-        Returns:
-            Anything: nothing but `step` looks at it.
+        """The rule's state at a round's start, which only `step` looks at; `x` float32 [..., P] is
+        the model, once for each client.
         """
         return None
 
     def step(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
     ) -> tuple[torch.Tensor, Any]:
-        """One step, here x - lr g.
+        """One step, here x - lr g, of each client by itself. Arguments are not to be changed.
 
         Args:
-            x: float32 [..., P], the parameters of each client. The last axis holds all parameters
-                of one, in an order that may differ from way to backend; a rule that needs a
-                client's norm takes it along that axis. No client may depend on another.
+            x: float32 [..., P], the parameters of each client along the last axis, in an order that
+                may differ between backends.
             gradient: float32 [..., P], of each client's batch, at x or where `perturb` says:
-                clipped, noised and corrected.
+                clipped, noisy and corrected.
             state: as `fresh` made it and the steps before left it.
             at: the step, its learning rate and the round's model.
 
         Returns:
-            (the next x, float32 [..., P]; the next state). What was given is not to be changed.
+            (the next x, float32 [..., P]; the next state).
         """
         return x - at.lr * gradient, state
 
     def perturb(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
     ) -> torch.Tensor:
-        """Where the gradient that `step` is given is taken, float32 [..., P]; here x.
-
-        A class that gives this (`raydpfl.methods.local.sam`) has a second gradient of every batch:
-        that at x, which this is given as it is, and that at what this returns, which `step` is
-        given. The arguments are those of `step`, and are not to be changed.
+        """Where the gradient for `step` is taken, float32 [..., P]; here x. Arguments as for
+        `step`, but for the gradient, at x as it is. A class with this takes two of every batch.
         """
         return x
 
@@ -286,30 +278,27 @@ class Local(Schedule, Member):
     def train(
         self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """All of a client's training in a round, in the place of steps: any torch code.
-
-        A class that gives this is given clients one by one, and has no `step` beside it. It reads
-        fields of its own, and those of the base that it has a use for, such as `self.lr`.
+        """All of a client's training in a round, in the place of steps: any torch code. A class
+        that gives this has clients one by one, and no `step`.
 
         Args:
-            module: the client's own copy of the model, at the round's parameters and in training
-                mode; what its trainable parameters have become is what the client has trained to.
+            module: the client's copy of the model, at the round's parameters and in training mode;
+                its trainable parameters afterwards are what the client has trained to.
             x: [n, *shape], the client's rows.
             y: [n], or [n, ...], their targets.
-            generator: keyed by the client and the round, for what is drawn; so are torch's default
-                generator, `numpy.random` and `random` during the call.
+            generator: keyed by the client and the round; so are torch's default generator,
+                `numpy.random` and `random` during the call.
         """
         raise TypeError(f"{self.kind} trains by steps")
 
     @property
     def trains(self) -> bool:
-        """Whether it trains by a `train` of its own."""
+        """Whether it has a `train`."""
         return type(self).train is not Local.train
 
     def linear(self) -> LinearRule | None:
-        """The coefficients of `step`, if it is linear as `LinearRule` says, with one learning rate
-        in all steps of a round: some backends are fast because of that. None for any other rule,
-        and of itself for a class with a `step` of its own.
+        """The coefficients of `step` where it is as `LinearRule` says, with one learning rate in
+        all steps of a round: some backends are fast because of that. None for any other rule.
         """
         return None if self.within else LinearRule()
 
@@ -319,22 +308,31 @@ class Local(Schedule, Member):
         return 0.0
 
     def check(self, setting: Setting) -> None:
-        """Raises `ConfigError` where gradients of single samples are clipped and it has another use
-        for gradients, and for what a `train` of one's own leaves unread. A rule of personal models
-        clips none.
+        """Raises `ConfigError` for a rule that does not suit its section, or samples' gradients
+        that are clipped.
         """
         if self.trains:
             _check_train(self)
         if setting.section != "local":
             _check_personal(self, setting)
             return
-        _check_precision(self, setting)
-        if setting.per_sample_bound is not None and (self.perturbs or self.trains):
+        bounding, precision = setting.kinds["bounding"], setting.precision
+        if self.trains and precision == "bfloat16":
+            expected = f"float32 or tf32 with local.kind {self.kind}, whose train is its own"
+            raise ConfigError("client.precision", precision, expected)
+        if setting.per_sample_bound is None:
+            return
+        if precision != "float32":
+            expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
+            raise ConfigError(
+                "client.precision", precision, f"{expected} (bounding.kind {bounding})"
+            )
+        if self.perturbs or self.trains:
             expected = f"one that bounds what a client sends: local.kind {self.kind} "
             expected += "has its own gradients" if self.trains else "takes two of every batch"
-            raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
+            raise ConfigError("bounding.kind", bounding, expected)
 
-    # --- what clients and server keep of their rounds; vectors are torch's, [d] or [k, d] ---
+    # --- states of clients and server between rounds; vectors are torch's, [d] or [k, d] ---
 
     @property
     def stateful(self) -> bool:
@@ -347,7 +345,7 @@ class Local(Schedule, Member):
         return type(self).correction is not Local.correction
 
     def start(self, d: int) -> State:
-        """The server's part of the memory before the first round, float64 arrays by name."""
+        """The server's state before the first round, float64 arrays by name."""
         return {}
 
     def broadcast_state(self, state: State) -> State:
@@ -363,35 +361,17 @@ class Local(Schedule, Member):
         return torch.zeros_like(view.model)
 
     def next_state(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
-        """What clients keep for their next round, [k, d], where `view.state` is what they had.
-
-        `moved` float64 [k, d] is what each of them moved by: what it sent, bounded and noised, in
-        units of updates.
+        """The state of clients for their next round, [k, d], where it was `view.state` before.
+        `moved` float64 [k, d] is what each sent, bounded and noisy, in units of updates.
         """
         return None
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
-        """Takes up the mean update of a round, float64 [d], into `state`, the member's own."""
-
-
-def _check_precision(local: Local, setting: Setting) -> None:
-    """Raises `ConfigError` for products in less than float32 that nothing would take, or by which
-    a sample's gradient could be clipped to more than its bound.
-    """
-    precision = setting.precision
-    if local.trains and precision == "bfloat16":
-        expected = f"float32 or tf32 with local.kind {local.kind}, whose train is its own"
-        raise ConfigError("client.precision", precision, expected)
-    if setting.per_sample_bound is not None and precision != "float32":
-        expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
-        reason = f"{expected} (bounding.kind {setting.kinds['bounding']})"
-        raise ConfigError("client.precision", precision, reason)
+        """Adds the mean update of a round, float64 [d], to the server's `state`, in place."""
 
 
 def _check_personal(local: Local, setting: Setting) -> None:
-    """Raises `ConfigError` for a rule of variates, which no personal model has, and for what a
-    model of each client's own that is trained beside cannot be.
-    """
+    """Raises `ConfigError` for what a personal model, or one that is fine-tuned, cannot have."""
     if local.stateful or local.corrects:
         expected = "a rule without variates, as it is for one client's own model"
         raise ConfigError(f"{setting.section}.kind", local.kind, expected)

@@ -37,6 +37,5 @@ class Sam(Sgd):
     def perturb(
         self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
     ) -> torch.Tensor:
-        """See `Local.perturb`."""
         norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         return x + self.rho * gradient / norm.clamp(min=torch.finfo(norm.dtype).tiny)

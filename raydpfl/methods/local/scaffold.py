@@ -1,8 +1,8 @@
 """SGD with control variates.
 
 >>> local = Scaffold(steps=2, lr=0.1)
->>> own, told = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
->>> view = View(0, 0.1, None, torch.zeros(1), told, load_state=lambda: own)
+>>> variates, broadcast = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
+>>> view = View(0, 0.1, None, torch.zeros(1), broadcast, load_state=lambda: variates)
 >>> local.correction(view).ravel()
 tensor([ 1., -1.])
 >>> moved = torch.tensor([[-0.4], [-1.0]], dtype=torch.float64)
@@ -40,18 +40,16 @@ class Scaffold(Sgd):
         c+   = c - share (c + mean(sent) / (Q lr)) = c + share mean(c_i+ - c_i)
 
     c_i+ is the mean of the client's gradients, where nothing was bounded; the means in c+ are over
-    the cohort, whose share of the clients is r/N.
+    the cohort, whose share of the clients is r/N. lr is that of the round that was trained.
 
-    The second form makes c the mean of all c_i, round after round; the first needs nothing but the
-    sent updates, so what is released of them covers c too. With per-sample clipping and noise at
-    each step this is DP-SCAFFOLD (Noble, Bellet and Dieuleveut 2022; the DPSCAFFOLD of 002), whose
-    variates are made of noised gradients likewise. Weight decay counts as part of a client's loss,
-    so it is in the variates; momentum and a proximal term are refused, for with them -sent / (Q lr)
-    is no mean of gradients. So is noise that the server draws: the mean of what was sent would hold
-    it and no c_i, so that c would keep all of it for good, a random walk away from their mean.
+    The second form makes c the mean of all c_i; the first needs nothing but the sent updates, so
+    what is released of them covers c too. With per-sample clipping and noise at each step this is
+    DP-SCAFFOLD (Noble, Bellet and Dieuleveut 2022; the DPSCAFFOLD of 002). Weight decay counts as
+    part of a client's loss, so it is in the variates. Momentum and a proximal term are refused, for
+    with them -sent / (Q lr) is no mean of gradients; so is noise that the server draws, which would
+    be in c and in no c_i, so that c would walk away from their mean.
 
-    Nothing is rounded here: c is float64, and a c_i is rounded to float32 where it is kept. lr is
-    `learning_rate` of the round that was trained.
+    c is float64; a c_i is rounded to float32 where it is stored.
     """
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (

@@ -48,20 +48,16 @@ class Sgd(Local):
     def step(
         self, x: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor, at: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Local.step`. The backends take `linear` for it; a class derived from this one may
-        call it from a step of its own.
-        """
+        """The backends take `linear` for it; a subclass may call it."""
         pull = self.weight_decay * x + self.proximal * (x - at.model)
         velocity = self.momentum * state + gradient + pull
         return x - at.lr * velocity, velocity
 
     def linear(self) -> LinearRule | None:
-        """See `Local.linear`."""
         if self.within:
             return None
         return LinearRule(self.momentum, self.weight_decay, self.proximal)
 
     @property
     def l2(self) -> float:
-        """See `Local.l2`."""
         return self.weight_decay

@@ -86,7 +86,11 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
     high = float(pull.max())
     if high - low <= 2 * math.sqrt(pull @ unbiased):
         return _solution(unbiased, unbiased, cost, (low, high))
-    a, b = _levels(pull, unbiased, cost)
+    moves = _Moves(pull, unbiased, cost)
+    n = len(pull)
+    j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_to), n - 1)
+    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -moves.raised_to(k, j))
+    a, b = moves.meet(i, j)
     public = cost == 0
     with np.errstate(divide="ignore", invalid="ignore"):
         p = np.where(public, unbiased, np.minimum(np.maximum(unbiased, a / cost), b / cost))
@@ -94,15 +98,6 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
         share = unbiased[public] if unbiased[public].any() else np.ones(public.sum())
         p[public] += (unbiased - p).sum() * share / share.sum()
     return _solution(p, unbiased, cost, (a, b))
-
-
-def _levels(pull: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> tuple[float, float]:
-    """The levels (a, b) where p^u is not optimal."""
-    moves = _Moves(pull, unbiased, cost)
-    n = len(pull)
-    j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_to), n - 1)
-    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -moves.raised_to(k, j))
-    return moves.meet(i, j)
 
 
 class _Moves:
@@ -120,8 +115,8 @@ class _Moves:
         self.mass_above, self.width_above = (
             np.concatenate((np.cumsum(x[::-1])[::-1], [0.0])) for x in (u, w)
         )
-        # The mass that lifts the prefix to g[i], or that is freed by lowering the suffix to g[j].
-        # Both are sums of non-negative terms, so they are monotone and keep their precision.
+        # the mass that lifts the prefix to g[i], or that is freed by lowering the suffix to g[j]:
+        # sums of non-negative terms, so monotone and exact
         rise = np.diff(self.g)
         # infinite beyond the public clients, and where no mass is enough
         with np.errstate(invalid="ignore", over="ignore"):
@@ -189,17 +184,14 @@ def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray)
 def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
     """How far p is from the optimality conditions of 003 Problem 1; 0 where it is optimal.
 
-    It is the largest of |sum p - 1|, the most negative p_k, and the stationarity gap. The gap is
-    the distance between the bounds that clients put on nu (see the derivation), as a fraction of
-    the largest term in them, since costs may have any magnitude. It does not depend on levels or on
-    the solver. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
+    The largest of |sum p - 1|, the most negative p_k, and the stationarity gap: the distance
+    between the bounds that clients put on nu (see the derivation), as a fraction of the largest
+    term in them. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
     solutions, not those of iterative solvers. Where f is small (nearly all mass is on public
     clients), the rounding of p alone can make it 1e-16 / f.
 
     Args:
-        probabilities: p, float64 [N].
-        unbiased: p^u, float64 [N].
-        cost: c, float64 [N].
+        probabilities, unbiased, cost: p, p^u and c, float64 [N].
     """
     value = objective(probabilities, unbiased, cost)
     pull = cost * probabilities
@@ -224,8 +216,7 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     last value of t, give p to 1e-7 (1e-5 with public clients).
 
     Args:
-        unbiased: p^u, as for `solve`.
-        cost: c, as for `solve`, up to about 1e6.
+        unbiased, cost: as for `solve`; costs up to about 1e6.
     """
     unbiased, cost = _checked(unbiased, cost)
     import cvxpy  # takes a second, and only the reference needs it
@@ -237,37 +228,28 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     spread = cvxpy.hstack([distance, cvxpy.multiply(np.sqrt(cost), p)])
 
     def minimise(function: cvxpy.Expression, tolerance: float) -> None:
-        problem = cvxpy.Problem(
-            cvxpy.Minimize(function), [cvxpy.sum(gain) == cvxpy.sum(loss), p >= 0]
-        )
-        problem.solve(
-            solver=cvxpy.CLARABEL, tol_gap_abs=tolerance, tol_gap_rel=tolerance, tol_feas=tolerance
-        )
+        simplex = [cvxpy.sum(gain) == cvxpy.sum(loss), p >= 0]
+        tolerances = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), tolerance)
+        problem = cvxpy.Problem(cvxpy.Minimize(function), simplex)
+        problem.solve(solver=cvxpy.CLARABEL, **tolerances)
 
     minimise(distance + cvxpy.norm(spread, 2), 1e-10)
     for _ in range(4):
-        minimise(
-            float(np.linalg.norm(spread.value)) * distance + cvxpy.sum_squares(spread) / 2, 1e-12
-        )
+        t = float(np.linalg.norm(spread.value))
+        minimise(t * distance + cvxpy.sum_squares(spread) / 2, 1e-12)
     return p.value
 
 
 def _checked(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     unbiased = np.asarray(unbiased, np.float64)
     cost = np.asarray(cost, np.float64)
-    if (
-        unbiased.ndim != 1
-        or not len(unbiased)
-        or not (unbiased >= 0).all()
-        or not abs(unbiased.sum() - 1) <= 1e-9
-    ):
-        raise ConfigError(
-            "unbiased", unbiased, "a vector of probabilities: non-negative, with sum 1"
-        )
+    simplex = (unbiased >= 0).all() and abs(unbiased.sum() - 1) <= 1e-9
+    if unbiased.ndim != 1 or not simplex:
+        expected = "a vector of probabilities: non-negative, with sum 1"
+        raise ConfigError("unbiased", unbiased, expected)
     if cost.shape != unbiased.shape or not ((cost >= 0) & (cost <= 1e300)).all():
-        raise ConfigError(
-            "cost", cost, f"a vector of {len(unbiased)} costs from 0 to 1e300, one per client"
-        )
+        expected = f"a vector of {len(unbiased)} costs from 0 to 1e300, one per client"
+        raise ConfigError("cost", cost, expected)
     return unbiased, cost
 
 

@@ -8,10 +8,9 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.config.registry import Member
+from raydpfl.core.messages import State
 from raydpfl.errors import RunError
 from raydpfl.methods.schedules import Schedule
-
-State = dict[str, np.ndarray]
 
 
 class Server(Schedule, Member):
@@ -29,40 +28,22 @@ class Server(Schedule, Member):
         return self.lr_at(self.lr, t)
 
     def start(self, d: int) -> State:
-        """The state before the first round, for a model of `d` parameters.
-
-        Returns:
-            By names of the member's own choice, float64 arrays. A checkpoint whose state has other
-            names or shapes is refused.
+        """The state before the first round, for a model of `d` parameters: float64 arrays by name.
+        A checkpoint whose state has other names or shapes is refused.
         """
         return {}
 
     def direction(self, update: np.ndarray, state: State) -> np.ndarray:
-        """The direction of the step; the learning rate multiplies it.
+        """The direction of the step, float64 [d], which the learning rate multiplies.
 
-        Args:
-            update: float64 [d], the mean update of the round, noise included. Not to be changed.
-            state: as `start` made it and earlier rounds left it; to be changed in place.
-
-        Returns:
-            float64 [d].
+        `update` float64 [d] is the mean update of the round, noise included, not to be changed;
+        `state` is as earlier rounds left it, to be changed in place.
         """
         raise NotImplementedError
 
     def step(self, model: np.ndarray, update: np.ndarray, state: State, t: int) -> np.ndarray:
-        """The next model: x + eta_g(t) direction.
-
-        Args:
-            model: float64 [d].
-            update: float64 [d], the mean update of round t.
-            state: the member's own, changed in place.
-            t: the round, counted from 0.
-
-        Returns:
-            float32 [d].
-
-        Raises:
-            RunError: the next model is not finite.
+        """The next model x + eta_g(t) direction, float32 [d], of `model` and the mean `update` of
+        round t, float64 [d] each; changes `state` in place. Raises `RunError` unless it is finite.
         """
         with np.errstate(over="ignore"):  # an overflow is reported below
             moved = self.learning_rate(t) * self.direction(update, state)
@@ -76,6 +57,6 @@ class Server(Schedule, Member):
 
     def persistence(self) -> float:
         """beta, if the model moves along v <- beta v + u; 0 if an update has no effect after its
-        own round. Noise that is correlated over the rounds is fitted to it.
+        round. Noise that is correlated over the rounds is fitted to it.
         """
         return 0.0

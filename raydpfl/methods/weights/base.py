@@ -10,20 +10,13 @@ from raydpfl.config.registry import Member
 class Weights(Member):
     """Base of the family. A member gives `of`.
 
-    It is asked once, for all clients together. Weights are normalised over the population, never
-    over a round's cohort, so the largest weight that the accountants are told is that of any round.
+    Weights are normalised over the population, never over a round's cohort, so that the largest of
+    them, which accountants take, is that of any round.
     """
 
     def of(self, sizes: np.ndarray, samples: int, population: int) -> np.ndarray:
-        """The weights of all clients.
-
-        Args:
-            sizes: int64 [N], the samples of each client.
-            samples: of all clients together.
-            population: N.
-
-        Returns:
-            float64 [N], finite.
+        """The weights of all clients, float64 [N], finite: of `sizes` int64 [N], the samples of
+        each client, their sum `samples`, and N, `population`. Called once.
         """
         raise NotImplementedError
 
