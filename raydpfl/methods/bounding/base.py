@@ -248,15 +248,22 @@ def _of_one(self: Bounding, norm: float, bound: float) -> float:
 
 
 class ClosedForm(Bounding):
-    """Base of the members whose factors are those of `closed`."""
+    """Base of the members with a closed form, which give it by `form`; `closed` is none of a
+    subclass with other factors.
+    """
+
+    def form(self, bound: float) -> tuple[float, float, float]:
+        """See `Bounding.closed`."""
+        raise NotImplementedError
+
+    def closed(self, bound: float) -> tuple[float, float, float] | None:
+        return self.form(bound)
 
     def factor(self, norm: float, bound: float) -> float:
         return _of_one(self, norm, bound)
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        form = self.closed(bound)
-        assert form is not None
-        most, above, offset = form
+        most, above, offset = self.form(bound)
         divisors = offset + norms
         beyond = torch.where(divisors > 0, above / divisors, 0.0)
         return torch.where(norms <= most, 1.0, beyond)

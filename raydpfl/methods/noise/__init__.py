@@ -20,12 +20,12 @@ r clients that are simulated stand for R, of a `virtual_population` (by default 
 get r/R of the noise on the sum of those R, so that the mean has the noise that it would have there.
 The guarantee is that of the virtual cohort, and says so.
 
-Noise is a function of its key alone (`raydpfl.core.prng`): a round done again after a crash draws
-the same noise, so it is one release and not two. The key covers everything that the release depends
-on (`raydpfl.simulation.plan.Plan.noise_seed`). Two runs that differ in anything never have the same
-noise, which their difference would be free of. With `common: true` the key is the seed alone: runs
-with one seed then have the same noise, for comparisons in pairs (001 Figs 1 to 3), and no two of
-them may both be published.
+Noise is a function of its key alone (`raydpfl.core.prng`): a round repeated after a crash draws the
+same noise, so it is one release and not two. The key covers everything that the release depends on
+(`raydpfl.simulation.plan.Plan.noise_seed`), so that two runs that differ in anything never have the
+same noise, of which their difference would be free. With `common: true` the key is the seed alone:
+runs with one seed then have the same noise, for comparisons in pairs (001 Figs 1 to 3), and no two
+of them may both be published.
 
 **Banded noise** (`banded_gaussian`): the server's noise of one round takes back a part of the noise
 of the rounds before. The sum over the rounds has less noise, at the same privacy for clients that
@@ -37,8 +37,7 @@ The noise is for simulation: floating-point Gaussians from a non-cryptographic g
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.methods.noise.base import Noise, NoiseSource, Whitening
-from raydpfl.methods.noise.facts import RunFacts, SideQuery
+from raydpfl.methods.noise.base import Noise, NoiseSource, RunFacts, SideQuery, Whitening
 from raydpfl.methods.noise.gaussian import Gaussian
 
 __all__ = ["FAMILY", "Gaussian", "Noise", "NoiseSource", "RunFacts", "SideQuery", "Whitening"]

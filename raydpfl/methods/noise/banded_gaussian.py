@@ -42,20 +42,12 @@ class BandedGaussian(Gaussian):
 
     @model_validator(mode="after")
     def _banded(self) -> BandedGaussian:
-        if self.calibration != "rigorous":
-            raise ConfigError(
-                "noise.calibration",
-                self.calibration,
-                "rigorous: the papers have no formula for noise that is correlated over rounds",
-            )
-        if self.coefficients is not None and not (
-            len(self.coefficients) == self.bands and self.coefficients[0] > 0
-        ):
-            raise ConfigError(
-                "noise.coefficients",
-                self.coefficients,
-                f"{self.bands} numbers, one a band, the first above 0",
-            )
+        expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
+        self._refuse("calibration", expected, "rigorous")
+        c = self.coefficients
+        if c is not None and not (len(c) == self.bands and c[0] > 0):
+            expected = f"{self.bands} numbers, one a band, the first above 0"
+            raise ConfigError("noise.coefficients", c, expected)
         return self
 
     def source(self, seed: int, d: int) -> NoiseSource:
@@ -70,18 +62,15 @@ class BandedGaussian(Gaussian):
         return self.coefficients
 
     def resolved(self, setting: Setting, cohorts: Sampling) -> BandedGaussian:
-        """The same noise with `coefficients` of norm 1: those given, or the best for the run's
-        rounds and server. Raises `ConfigError` for more bands than rounds, or than rounds between
-        two participations of a client.
+        """`fitted` to the run. Raises `ConfigError` for more bands than rounds, or than rounds
+        between two participations of a client.
         """
         check(self.bands, cohorts, setting.min_separation)
         return self.fitted(setting.rounds, setting.momentum)
 
     def fitted(self, rounds: int, persistence: float = 0.0) -> BandedGaussian:
         """The same noise with `coefficients` of norm 1: those given, or the best for so many rounds
-        and a server of this persistence (`Server.persistence`).
-
-        Raises `ConfigError` for more bands than rounds.
+        and a server of this persistence. Raises `ConfigError` for more bands than rounds.
         """
         best = banded_toeplitz(self.bands, rounds, persistence)
         c = best if self.coefficients is None else np.array(self.coefficients)
@@ -114,9 +103,7 @@ class Correlated(NoiseSource):
         self._past: deque[np.ndarray] = deque(maxlen=len(self._later))  # the latest first
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
-        """The noise on the sum of round t, float64 [d]; `std` is that of z, noise multiplier x the
-        bound in force.
-        """
+        """See `NoiseSource.on_sum`; `std` is that of z."""
         if t != self._next:
             self._restart()
         while self._next <= t:

@@ -1,11 +1,11 @@
-"""The base of the noises: what a member draws, and what accountants know of it."""
+"""The base of the noises: what a member draws, and what accountants take of it."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from raydpfl.config.registry import Member
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
+from raydpfl.methods.local import Local
 from raydpfl.methods.noise import on_sums
-from raydpfl.methods.noise.facts import RunFacts, SideQuery
 from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise, survey_noise
 from raydpfl.privacy import Mechanism, Relation, Release, Sampling, Terms
 from raydpfl.privacy.types import Placement
@@ -23,11 +23,47 @@ from raydpfl.privacy.types import Placement
 DELTA = 1e-5
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """A run, as its noise is sized for it."""
+
+    setting: Setting  # of the other sections of its config
+    seed: int  # of the run
+    local: Local  # the local rule
+    sizes: np.ndarray  # int64 [N], samples of each client
+    rounds: int  # how many a guarantee composes
+    calibrated: int  # of these, the rounds that an epsilon is for
+    weight: float  # the largest weight of any client
+    clients_left: int  # the fewest clients that are left in any round
+    # gives whose participations noise at local steps is sized for, int64 arrays of clients, with
+    # repeats
+    draws: Callable[[], list[np.ndarray]]
+    surveys: int = 0  # histograms of all clients that a guarantee composes with the rounds
+    calibrated_surveys: int = 0  # of these, those that an epsilon is for
+    data_root: Path | None = None  # the folder of data sets; None: the default
+
+
+@dataclass(frozen=True)
+class SideQuery:
+    """A side query of one round (such as the count of an adaptive bound), as noise is drawn on its
+    sum.
+    """
+
+    name: str  # of the query
+    seed: int  # the run's seed of noise
+    t: int  # the round, from 0
+    std: float  # of the noise on the sum of the answers, in the units of an answer
+    clients: np.ndarray  # int64 [r], the cohort
+    # int64 [r], the index of each draw among its client's draws of the round, from 0
+    draws: np.ndarray
+    clients_left: int  # the fewest clients that any round keeps
+
+
 class NoiseSource:
     """The server's noise in one run: here independent over the rounds.
 
-    It may keep what later rounds need, as long as a round's noise is a function of the run's seed
-    and the round alone: after a resume, a new source is asked for the next round.
+    It may keep a state, as long as a round's noise is a function of the run's seed and the round
+    alone: after a resume, a new source is asked for the next round.
     """
 
     def __init__(self, seed: int, d: int):
@@ -35,14 +71,8 @@ class NoiseSource:
         self.d = d
 
     def on_sum(self, t: int, std: float) -> np.ndarray | None:
-        """The noise on the sum of round t.
-
-        Args:
-            t: the round, from 0.
-            std: of the noise on the sum, as accountants count it for the bound in force.
-
-        Returns:
-            float64 [d]; None: the server draws none.
+        """The noise on the sum of round t, from 0, float64 [d]; None: the server draws none. `std`
+        is that of the noise, as accountants count it for the bound in force.
         """
         return server_noise(self.seed, t, std, self.d)
 
@@ -55,9 +85,9 @@ class Silent(NoiseSource):
 
 
 class Whitening:
-    """Turns released sums, float64 [d] given one round after another, into sums whose noise is
-    independent over the rounds: multiplies by the banded Toeplitz matrix of `coefficients`, those
-    of a round's sum in the whitened sum of that round, of the next one, and so on.
+    """Turns released sums, float64 [d] round after round, into sums whose noise is independent over
+    the rounds: multiplies by the banded Toeplitz matrix of `coefficients`, those of a round's sum
+    in the whitened sum of that round, of the next one, and so on.
     """
 
     def __init__(self, coefficients: Sequence[float]):
@@ -77,10 +107,10 @@ class Noise(Member):
 
     A member gives `size`. By default the server draws independent Gaussian noise on the sum; with
     `drawn_by` "client" each client draws its part of that on what it sends. A member that draws
-    otherwise has `source` or `on_clients`. What is drawn must be Gaussian and have the std asked
-    for, as accountants assume: a run tests every draw of a user-defined class before it is released
+    otherwise has `source` or `on_clients`. Noise must be Gaussian and have the std asked for, as
+    accountants assume: a run tests every draw of a user-defined class before it is released
     (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`, if it
-    has one, else 1e-5; or `terms` says it.
+    has one, else 1e-5; or that of `terms`.
 
     >>> class Mine(Noise):
     ...     z: float = 2.0
@@ -104,29 +134,23 @@ class Noise(Member):
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
     ) -> np.ndarray | None:
-        """The noise that each of C clients adds to what it sends.
+        """The noise that each of C clients adds to what it sends, float64 [C, d], each row a
+        function of its client's key alone; None: they draw none.
 
         Args:
-            seed: the run's seed of noise.
-            t: the round.
+            seed, t: the run's seed of noise, and the round.
             clients: int64 [C].
             draws: int64 [C], the index of each draw among its client's draws this round, from 0.
             std: of one client's noise, as `client_std` gave it.
             d: parameters of the model.
-
-        Returns:
-            float64 [C, d], each row a function of its client's key alone; None: they draw none.
         """
         if self.drawn_by() != "client":
             return None
         return client_noise(seed, t, clients, draws, std, d)
 
     def client_std(self, std: float, clients_left: int) -> float:
-        """Std of one client's noise; 0: clients draw none.
-
-        Args:
-            std: that the noise on the sum is to have.
-            clients_left: the fewest clients that are left in any round.
+        """Std of one client's noise, for `std` on the sum where at least `clients_left` clients are
+        left in any round; 0: clients draw none.
         """
         return std / math.sqrt(clients_left) if self.drawn_by() == "client" else 0.0
 
@@ -136,41 +160,28 @@ class Noise(Member):
         return kind(seed, d)
 
     def on_query(self, query: SideQuery) -> float:
-        """The noise on the sum of the answers to a side query, drawn by whom that on updates is:
-        the server, or each client its part of std `client_std(query.std, clients_left)`.
-
-        Returns:
-            One draw, of std `query.std` on the sum; 0 where that std is 0, or noise is drawn at
-            local steps.
+        """The noise on the sum of the answers to a side query, of std `query.std`: drawn by the
+        server, or by each client its part of std `client_std(query.std, clients_left)`. 0 where
+        that std is 0, or noise is drawn at local steps.
         """
         if not query.std or self.drawn_by() == "step":
             return 0.0
         if self.drawn_by() == "server":
             return query_noise(query.seed, query.t, query.std, query=query.name)
         part = self.client_std(query.std, query.clients_left)
-        drawn = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
+        keys = zip(query.clients.tolist(), query.draws.tolist(), strict=True)
         # in client order, whichever worker trained them
         return sum(
             query_noise(query.seed, query.t, part, client, draw, query.name)
-            for client, draw in drawn
+            for client, draw in keys
         )
 
     def on_survey(self, seed: int, t: int, std: float, bins: int, clients: int) -> np.ndarray:
-        """The noise on the counts of a histogram over all clients, drawn by whom that on updates
-        is.
-
-        Args:
-            seed: of the survey's noise.
-            t: the round that it is released after.
-            std: of the noise on each count.
-            bins: of the histogram.
-            clients: who are asked.
-
-        Returns:
-            float64 [bins].
+        """The noise on the counts of a histogram over all clients after round t, float64 [bins] of
+        this std each, drawn by the server or by the `clients` together; `seed` is of the survey.
         """
-        drawn = clients if self.drawn_by() == "client" else None
-        return survey_noise(seed, t, std, bins, drawn)
+        by_clients = clients if self.drawn_by() == "client" else None
+        return survey_noise(seed, t, std, bins, by_clients)
 
     def min_separation(self) -> int:
         """The fewest rounds from one participation of a client to its next that the noise needs; 1:
@@ -179,9 +190,7 @@ class Noise(Member):
         return 1
 
     def whitening(self) -> tuple[float, ...]:
-        """The coefficients of `Whitening`, which makes the noise of released sums independent over
-        the rounds.
-        """
+        """The coefficients of `Whitening` for released sums."""
         return (1.0,)
 
     @property
@@ -193,50 +202,40 @@ class Noise(Member):
         """The fields that a release depends on, besides the size of the noise: part of the key."""
         return self.model_dump(mode="json")
 
-    # --- what accountants know ---
+    # --- what accountants take ---
 
     def private(self) -> bool:
         """Whether a run with it claims any privacy."""
         return True
 
     def terms(self, asked: str, natural: Relation) -> Terms:
-        """What guarantees are asked for: relation and delta.
+        """The relation and delta of guarantees: by default `natural`, which suits the selection's
+        cohorts, for `auto`, else `asked`; and the field `delta`, or 1e-5 of a class without it.
 
-        Args:
-            asked: the relation in the config, or `auto`.
-            natural: the relation that suits the selection's cohorts, for `auto`.
-
-        Returns:
-            By default `natural` for `auto`, else `asked`, and the field `delta`, or 1e-5 of a class
-            without it.
-
-        Raises:
-            ConfigError: delta is not above 0 and below 1.
+        Raises `ConfigError` for a delta that is not above 0 and below 1.
         """
         relation: Any = natural if asked == "auto" else asked
         return Terms(relation, getattr(self, "delta", DELTA))
 
     def terms_in(self, setting: Setting) -> Terms:
         """`terms` in this setting."""
-        natural: Relation = "add_remove" if setting.cohort_hidden else "replace_one"
-        return self.terms(setting.relation, natural)
+        return self.terms(
+            setting.relation, "add_remove" if setting.cohort_hidden else "replace_one"
+        )
 
     def target(self) -> float | None:
-        """The epsilon that all clients are promised; None: it follows from the noise, or differs
-        between clients.
+        """The epsilon of all clients that the noise is calibrated for; None: it follows from the
+        noise, or differs between clients.
         """
         return None
 
     def calibrated_over(self, rounds: int) -> int | None:
-        """How many rounds of a run of `rounds` its size is for; None: its size is the same however
-        many there are.
-        """
+        """The rounds of a run of `rounds` that its size is for; None: it is the same for all."""
         return None
 
     def extension(self, rounds: int) -> str | None:
-        """The override by which a run of `rounds` goes on for more of them with the noise as it is;
-        empty: it needs none. None: it cannot, as each client's noise is for the rounds that it is
-        in.
+        """The override by which a run of `rounds` continues for more of them with the same noise;
+        empty: none is needed. None: it cannot, as each client's noise is for its rounds.
         """
         calibrated = self.calibrated_over(rounds)
         if calibrated is None:
@@ -259,68 +258,41 @@ class Noise(Member):
         return ()
 
     def placed(self, per_sample: bool, cohort_hidden: bool) -> Noise:
-        """The same noise with `placement: auto` filled in.
-
-        Args:
-            per_sample: whether each sample's gradient is bounded.
-            cohort_hidden: whether the size of a cohort is a secret.
+        """The same noise with `placement: auto` filled in, by whether samples' gradients are
+        bounded, and whether the size of a cohort is a secret.
         """
         return self
 
     def resolved(self, setting: Setting, cohorts: Sampling) -> Noise:
-        """The same noise with what depends on the run filled in, as its config is written.
-
-        Args:
-            setting: of the other sections.
-            cohorts: the sampling scheme of its cohorts.
-
-        Raises:
-            ConfigError: it does not protect such cohorts.
+        """The same noise with all that depends on the run filled in, as its config is written.
+        Raises `ConfigError` where it does not protect such cohorts.
         """
         return self
 
     def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        """What the run releases at noise multiplier 1, as far as the config and the cohorts'
-        sampling scheme say.
-
-        Args:
-            setting: of the other sections.
-            cohorts: gives the sampling scheme of its cohorts.
-
-        Returns:
-            None: sums over cohorts have no noise.
-
-        Raises:
-            ConfigError: no rigorous accountant that was asked for covers it.
+        """What the run releases at noise multiplier 1, of what the config and the sampling scheme
+        of its cohorts say; None: sums over cohorts have no noise. Raises `ConfigError` where no
+        rigorous accountant that was asked for covers it.
         """
         if not self.private() or self.drawn_by() == "step":
             return None
-        drawn = cohorts()
+        scheme = cohorts()
         return on_sums.outline(
             setting,
-            self.sampling(drawn),
+            self.sampling(scheme),
             self.drawn_by(),
             self.terms_in(setting).relation,
-            (*on_sums.excluded(setting, self.of_seed), *self.exclusions(drawn)),
+            (*on_sums.excluded(setting, self.of_seed), *self.exclusions(scheme)),
         )
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all
-        queries of a round together.
-
-        Args:
-            outline: as `outline` gave it.
-            facts: of the run.
+        queries of a round together; `outline` is as the method gave it.
         """
         raise NotImplementedError
 
     def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
-        """What the run releases, with noise of the size asked for; None: nothing is claimed.
-
-        Args:
-            outline: as `outline` gave it.
-            facts: of the run.
-        """
+        """What the run releases, with noise of the size asked for; None: nothing is claimed."""
         if outline is None:
             return None
         if self.drawn_by() == "client" and not facts.clients_left:
@@ -332,16 +304,13 @@ class Noise(Member):
     def variances(
         self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
     ) -> np.ndarray | None:
-        """V_k of 003 eq. 7: the variance of each client's noise for one local step and a bound of
-        1.
+        """V_k of 003 eq. 7, float64 [N]: the variance of each client's noise for one local step and
+        a bound of 1; None: clients have no budgets.
 
         Args:
             seed: of the run.
             sizes: samples of each client, int64 [N].
             batches: rows of a batch of each client, int64 [N].
             root: the folder of data sets.
-
-        Returns:
-            float64 [N]; None: clients have no budgets of their own.
         """
         return None

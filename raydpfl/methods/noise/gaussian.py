@@ -15,8 +15,7 @@ from raydpfl import privacy
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
-from raydpfl.methods.noise.base import Noise
-from raydpfl.methods.noise.facts import RunFacts
+from raydpfl.methods.noise.base import Noise, RunFacts
 from raydpfl.privacy import (
     LocalSteps,
     Mechanism,
@@ -32,17 +31,9 @@ from raydpfl.privacy.types import Placement
 
 # the fields that determine how large the noise is
 SIZES = {
-    "epsilon",
-    "rounds",
-    "multiplier",
-    "std",
-    "delta",
-    "calibration",
-    "v",
-    "virtual_cohort",
-    "virtual_population",
-    "common",
-}
+    "epsilon", "rounds", "multiplier", "std", "delta", "calibration", "v", "virtual_cohort",
+    "virtual_population", "common",
+}  # fmt: skip
 
 
 class Gaussian(Noise):
@@ -122,40 +113,32 @@ class Gaussian(Noise):
     @classmethod
     def _law(cls, value: Any) -> Any:
         if isinstance(value, bool):
-            raise ConfigError(
-                "noise.epsilon", value, "a positive number, or a distribution of budgets"
-            )
+            expected = "a positive number, or a distribution of budgets"
+            raise ConfigError("noise.epsilon", value, expected)
         return budgets.parse(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _one_size(self) -> Gaussian:
-        given = [
+        sizes = [
             name for name in ("epsilon", "multiplier", "std") if getattr(self, name) is not None
         ]
-        if len(given) != 1:
-            raise ConfigError("noise", given or None, "exactly one of epsilon, multiplier and std")
-        if self.rounds is not None and self.epsilon is None:
-            raise ConfigError("noise.rounds", self.rounds, "none without noise.epsilon for them")
-        if self.calibration != "rigorous" and self.epsilon is None:
-            raise ConfigError(
-                "noise.calibration",
-                self.calibration,
-                "rigorous, unless noise.epsilon is what is given",
-            )
-        if self.virtual_population is not None and self.virtual_cohort is None:
-            raise ConfigError(
-                "noise.virtual_population",
-                self.virtual_population,
-                "none without noise.virtual_cohort",
-            )
-        if self.virtual_cohort is not None and self.std is not None:
-            raise ConfigError(
-                "noise.std",
-                self.std,
-                "none with noise.virtual_cohort, which scales the noise; "
-                "give noise.multiplier or noise.epsilon",
-            )
+        if len(sizes) != 1:
+            raise ConfigError("noise", sizes or None, "exactly one of epsilon, multiplier and std")
+        if self.epsilon is None:
+            self._refuse("rounds", "none without noise.epsilon for them")
+            expected = "rigorous, unless noise.epsilon is what is given"
+            self._refuse("calibration", expected, "rigorous")
+        if self.virtual_cohort is None:
+            self._refuse("virtual_population", "none without noise.virtual_cohort")
+        else:
+            expected = "none with noise.virtual_cohort, which scales the noise; "
+            self._refuse("std", f"{expected}give noise.multiplier or noise.epsilon")
         return self
+
+    def _refuse(self, field: str, expected: str, default: Any = None) -> None:
+        """Raises `ConfigError` for a field that is not at this default."""
+        if getattr(self, field) != default:
+            raise ConfigError(f"noise.{field}", getattr(self, field), expected)
 
     # --- who draws it ---
 
@@ -164,9 +147,6 @@ class Gaussian(Noise):
         return self.placement
 
     def placed(self, per_sample: bool, cohort_hidden: bool) -> Gaussian:
-        """`auto` is at local steps if samples' gradients are bounded, by the server if the size of
-        a cohort is a secret, and by the clients otherwise.
-        """
         if self.placement != "auto":
             return self
         placement = "step" if per_sample else "server" if cohort_hidden else "client"
@@ -195,12 +175,9 @@ class Gaussian(Noise):
         return None if self.epsilon is None else self.rounds or rounds
 
     def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        def checked() -> Sampling:
-            sampling = cohorts()
-            self._check_virtual(sampling, setting.kinds["selection"])
-            return sampling
-
-        return super().outline(setting, checked)
+        if self.virtual_cohort is not None:
+            self._check_virtual(cohorts(), setting.kinds["selection"])
+        return super().outline(setting, cohorts)
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         if self.multiplier is not None:
@@ -225,10 +202,8 @@ class Gaussian(Noise):
         terms = self.terms_in(setting)
         accountants = on_sums.covering(setting, outline, terms.relation)
         if not accountants:
-            expected = (
-                "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: paper"
-            )
-            raise ConfigError("privacy.accountants", list(setting.accountants), expected)
+            expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
+            raise ConfigError("privacy.accountants", list(setting.accountants), f"{expected}paper")
         release = replace(outline, rounds=rounds).asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
@@ -242,17 +217,16 @@ class Gaussian(Noise):
         if self.drawn_by() != "step":
             return super().calibrated(outline, facts)
         setting = facts.setting
+        excluded = on_sums.excluded(setting, self.of_seed, at_steps=True)
+        steps = facts.local.step_counts(facts.sizes)
         what: dict[str, Any] = {
             "samples": facts.sizes,
             "batch": _batch(facts),
-            "steps": _steps(facts),
+            "steps": int(steps[0]) if (steps == steps[0]).all() else steps,
             "bound": setting.per_sample_bound,
             "delta": self.delta,
             "sampling": facts.local.sampling,
-            "exclusions": (
-                *setting.sample_exclusions,
-                *on_sums.excluded(setting, self.of_seed, at_steps=True),
-            ),
+            "exclusions": (*setting.sample_exclusions, *excluded),
             "side_query": setting.loss_query,
         }
         if self.epsilon is not None:
@@ -310,9 +284,8 @@ class Gaussian(Noise):
         return self.virtual_population or scaled
 
     def check_audit(self) -> None:
-        if self.virtual_cohort is not None:
-            expected = "none: the clients that it stands for do not run, and cannot be audited"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
+        expected = "none: the clients that it stands for do not run, and cannot be audited"
+        self._refuse("virtual_cohort", expected)
 
     def sampling(self, cohorts: Sampling) -> Sampling:
         if self.virtual_cohort is None:
@@ -329,8 +302,7 @@ class Gaussian(Noise):
 
     def _check_virtual(self, cohorts: Sampling, selection: str) -> None:
         """Raises `ConfigError` for cohorts that cannot stand for the virtual one."""
-        if self.virtual_cohort is None:
-            return
+        assert self.virtual_cohort is not None
         if cohorts.by_participation or cohorts.rule or cohorts.p_max:
             expected = f"none with selection.kind {selection}; uniform, poisson or full scale to it"
             raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
@@ -341,20 +313,15 @@ class Gaussian(Noise):
         exact = cohorts.everyone and virtual != self.virtual_cohort
         if exact or virtual < self.virtual_cohort:
             size = "exactly" if cohorts.everyone else "at least"
-            expected = (
-                f"{size} noise.virtual_cohort, {self.virtual_cohort}, with selection.kind "
-                f"{selection}"
-            )
-            raise ConfigError("noise.virtual_population", virtual, expected)
+            expected = f"{size} noise.virtual_cohort, {self.virtual_cohort}, with selection.kind "
+            raise ConfigError("noise.virtual_population", virtual, f"{expected}{selection}")
 
     # --- what it refuses ---
 
     def check(self, setting: Setting) -> None:
         if setting.bound is None and setting.per_sample_bound is None:
-            expected = (
-                "none without a bound; set bounding.kind to clip, normalize, ... with a bound"
-            )
-            raise ConfigError("noise.kind", self.kind, expected)
+            expected = "none without a bound; set bounding.kind to clip, normalize, ... with a "
+            raise ConfigError("noise.kind", self.kind, f"{expected}bound")
         if self.rounds is not None and self.rounds > setting.rounds:
             expected = f"at most the {setting.rounds} rounds of the run"
             raise ConfigError("noise.rounds", self.rounds, expected)
@@ -379,12 +346,9 @@ class Gaussian(Noise):
                 "per_sample_clip"
             )
             raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], expected)
-        if self.std is not None and setting.adaptive_bound:
-            expected = (
-                "none with an adaptive bound, with which the noise moves; give noise.multiplier or "
-                "noise.epsilon"
-            )
-            raise ConfigError("noise.std", self.std, expected)
+        if setting.adaptive_bound:
+            expected = "none with an adaptive bound, with which the noise moves; give "
+            self._refuse("std", f"{expected}noise.multiplier or noise.epsilon")
 
     def _check_steps(self, setting: Setting) -> None:
         """Raises `ConfigError` for settings that noise at local steps rules out."""
@@ -406,17 +370,10 @@ class Gaussian(Noise):
         if setting.uncounted is not None and self.epsilon is None:
             expected = f"a budget to size the noise for, where {setting.uncounted}"
             raise ConfigError("noise.epsilon", None, expected)
-        for name, default, reason in (
-            ("rounds", None, "a client's noise is for the rounds that it is in"),
-            ("v", 4.0, "whose formulas have no such constant"),
-            ("virtual_cohort", None, "each client's noise is its own"),
-        ):
-            value = getattr(self, name)
-            if value != default:
-                sign = "," if name == "v" else ":"
-                raise ConfigError(
-                    f"noise.{name}", value, f"none with placement step{sign} {reason}"
-                )
+        expected = "none with placement step"
+        self._refuse("rounds", f"{expected}: a client's noise is for the rounds that it is in")
+        self._refuse("v", f"{expected}, whose formulas have no such constant", 4.0)
+        self._refuse("virtual_cohort", f"{expected}: each client's noise is its own")
         if setting.relation not in ("auto", "replace_one"):
             expected = "replace_one (of a sample), for noise at local steps"
             raise ConfigError("privacy.relation", setting.relation, expected)
@@ -430,24 +387,16 @@ class Gaussian(Noise):
 
 def _batch(facts: RunFacts) -> int | np.ndarray | None:
     """Rows of a batch: one number, of which a smaller client uses all its rows, one for each
-    client, int64 [N], or None for all of them. Raises `ConfigError` for a user-defined rule whose
-    batches are no part of a client's rows.
+    client, int64 [N], or None for all of them. Raises `ConfigError` for other `batch_sizes`.
     """
-    local = facts.local
-    sizes = facts.sizes
-    taken = np.asarray(local.batch_sizes(sizes))
-    counts = taken.shape == sizes.shape and taken.dtype.kind in "iu"
-    if not counts or (taken < np.minimum(sizes, 1)).any() or (taken > sizes).any():
+    local, sizes = facts.local, facts.sizes
+    rows = np.asarray(local.batch_sizes(sizes))
+    counts = rows.shape == sizes.shape and rows.dtype.kind in "iu"
+    if not counts or (rows < np.minimum(sizes, 1)).any() or (rows > sizes).any():
         expected = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
         raise ConfigError("local.kind", local.kind, expected)
-    if local.batch == "full" and np.array_equal(taken, sizes):
+    if local.batch == "full" and np.array_equal(rows, sizes):
         return None
-    if isinstance(local.batch, int) and np.array_equal(taken, np.minimum(sizes, local.batch)):
+    if isinstance(local.batch, int) and np.array_equal(rows, np.minimum(sizes, local.batch)):
         return local.batch
-    return taken
-
-
-def _steps(facts: RunFacts) -> int | np.ndarray:
-    """Steps of a participation: one number, or one for each client, int64 [N]."""
-    counts = facts.local.step_counts(facts.sizes)
-    return int(counts[0]) if (counts == counts[0]).all() else counts
+    return rows

@@ -26,22 +26,10 @@ def client_noise(
     std: float,
     d: int,
 ) -> np.ndarray:
-    """The noise of C clients on their updates.
-
-    Args:
-        seed: the run's seed of noise.
-        t: the round.
-        clients: [C].
-        draws: [C], the index of each draw among its client's draws this round, from 0.
-        std: of one client's noise.
-        d: parameters of the model.
-
-    Returns:
-        float64 [C, d].
+    """The noise of C clients on their updates, float64 [C, d]. Arguments as for
+    `Noise.on_clients`.
     """
-    who = np.asarray(clients).tolist()
-    which = np.asarray(draws).tolist()
-    drawn = clients_normals(seed, Purpose.CLIENT_NOISE, d, t=t, clients=who, draws=which)
+    drawn = clients_normals(seed, Purpose.CLIENT_NOISE, d, t=t, clients=clients, draws=draws)
     return _scaled(drawn, std)
 
 
@@ -53,8 +41,8 @@ def server_noise(seed: int, t: int, std: float, d: int) -> np.ndarray:
 def query_noise(
     seed: int, t: int, std: float, client: int = 0, draw: int = 0, query: str = "count"
 ) -> float:
-    """The noise on the number that one client gives in a side query of round t, or the server's
-    noise on the sum of all (client 0), of this std. `query` is its name, and all of it counts.
+    """The noise, of this std, on the number that one client gives in the side query of this name in
+    round t, or the server's noise on the sum of all (client 0).
     """
     key = {"t": t, "client": client, "draw": draw}
     if query in QUERIES:
@@ -67,15 +55,8 @@ def query_noise(
 def survey_noise(
     seed: int, t: int, std: float, bins: int, clients: int | None = None
 ) -> np.ndarray:
-    """The noise on the counts of a histogram after round t, float64 [bins] of this std each.
-
-    Args:
-        seed: of the survey's noise.
-        t: the round.
-        std: of the noise on each count.
-        bins: of the histogram.
-        clients: how many draw their part of it, each std / sqrt(clients) of its own; None: the
-            server draws it.
+    """The noise on the counts of a histogram after round t, float64 [bins] of this std each: of
+    `clients` that each draw std / sqrt(clients), or, with None, of the server.
     """
     if clients is None:
         return _scaled(normals(seed, Purpose.SURVEY_NOISE, bins, t=t), std)

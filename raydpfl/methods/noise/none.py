@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
-from raydpfl.methods.noise.base import Noise
-from raydpfl.methods.noise.facts import RunFacts
+from raydpfl.methods.noise.base import Noise, RunFacts
 from raydpfl.privacy import Mechanism
 
 

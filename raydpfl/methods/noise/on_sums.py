@@ -42,26 +42,17 @@ T = TypeVar("T")
 
 
 def queries(setting: Setting, z: float) -> tuple[Query, ...]:
-    """The sums of a round: the updates, and what bounding and selection also ask for.
+    """The sums of a round: the updates, and what bounding and selection also ask for, with bounds
+    and stds per unit of the bound in force.
 
-    Args:
-        setting: of the run.
-        z: the noise multiplier, std of the sum / bound, of all queries together but for those
-            `apart`.
-
-    Returns:
-        Queries whose bound and std are per unit of the bound in force.
-
-    Raises:
-        ConfigError: two queries have one name, by which their noise is drawn.
+    `z` is the noise multiplier, std of the sum / bound, of all queries together but the losses.
+    Raises `ConfigError` for two queries of one name, by which their noise is keyed.
     """
     asked = setting.queries
     names = [query.name for query in asked]
     if len({*names, *RESERVED}) < len(names) + len(RESERVED):
-        expected = (
-            f"a class whose queries have names that differ, none of them "
-            f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
-        )
+        expected = "a class whose queries have names that differ, none of them "
+        expected += f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
         raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
     rest = 1 - sum(query.share for query in asked)
     sums = [Query("updates", 1.0, z / math.sqrt(rest))]
@@ -70,12 +61,8 @@ def queries(setting: Setting, z: float) -> tuple[Query, ...]:
 
 
 def excluded(setting: Setting, common: bool, at_steps: bool = False) -> tuple[str, ...]:
-    """What no accountant counts, in words: the `exclusions` of a guarantee.
-
-    Args:
-        setting: of the run.
-        common: whether all runs with one seed have the same noise.
-        at_steps: whether noise is drawn at local steps.
+    """What no accountant counts, in words: the `exclusions` of a guarantee. `common`: whether all
+    runs with one seed have the same noise; `at_steps`: whether it is drawn at local steps.
     """
     declared = [*(AT_STEPS if at_steps else ON_SUMS).items()]
     if setting.loss_query is not None:
@@ -99,18 +86,8 @@ def outline(
     relation: Relation,
     exclusions: tuple[str, ...],
 ) -> Mechanism:
-    """The sums of a run at noise multiplier 1.
-
-    Args:
-        setting: of the run.
-        sampling: the scheme of its cohorts.
-        placement: who draws the noise.
-        relation: the neighbouring relation of its guarantees.
-        exclusions: what no accountant counts, in words.
-
-    Raises:
-        ConfigError: nothing that clients send is bounded, or no rigorous accountant that was asked
-            for covers it.
+    """The sums of a run at noise multiplier 1. Raises `ConfigError` where nothing that clients send
+    is bounded, or no rigorous accountant that was asked for covers it.
     """
     if setting.bound is None:
         expected = "one that bounds what a client sends, as clip with a bound: noise "
@@ -127,10 +104,8 @@ def outline(
         survey=setting.survey,
     )
     if is_user_defined(type(sampling.scheme)):
-        losses = (
-            f"privacy losses above those declared by {type(sampling.scheme).__name__} {DECLARED}"
-        )
-        exclusions = (losses, *exclusions)
+        name = type(sampling.scheme).__name__
+        exclusions = (f"privacy losses above those declared by {name} {DECLARED}", *exclusions)
     if mechanism.unproved:
         exclusions += (mechanism.unproved,)
     mechanism = replace(mechanism, exclusions=exclusions)
