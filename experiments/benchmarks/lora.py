@@ -121,7 +121,7 @@ class Engine(Side):
         backend = resolve(self.module, shape.local, shape.form, self.backend)
         task = shape.form.task
         self.trainer = Trainer(
-            self.module, shape.local, backend=backend, seed=SEED, own=True, task=task
+            self.module, shape.local, backend=backend, seed=SEED, user_defined=True, task=task
         )
 
     def chunk(self, clients: np.ndarray, t: int) -> torch.Tensor:

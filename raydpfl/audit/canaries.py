@@ -124,7 +124,7 @@ class CanaryTraining(ChunkTraining):
         planted = [client in places for client in members.tolist()]
         others = np.where(planted, -1, members)
         blocks = super().train(actor, chunk, others, clipped) if (others >= 0).any() else ()
-        trained = (single for block in blocks for single in block.apart())
+        trained = (single for block in blocks for single in block.singles())
         for slot in np.flatnonzero(members >= 0).tolist():
             yield self._canary(actor, chunk, slot) if planted[slot] else next(trained)
 
@@ -152,7 +152,7 @@ class ObservedContribution(Contribution):
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
         """See `Contribution.add`."""
-        for single in block.apart():
+        for single in block.singles():
             expected = self._expected(state, single)
             sent = torch.zeros_like(total)
             self.observed.add(state, single, sent)

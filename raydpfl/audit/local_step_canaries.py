@@ -168,7 +168,7 @@ class ObservedSteps(Contribution):
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
         """See `Contribution.add`."""
-        for single in block.apart():
+        for single in block.singles():
             sent = torch.zeros_like(total)
             self.observed.add(state, single, sent)
             total += sent
@@ -271,7 +271,13 @@ class StepRecord:
         backend = e.client.backend
         bound = _sample_bound(self.plan)
         self.trainer = Trainer(
-            module, e.local, backend=backend, seed=e.seed, clip=bound, own=True, task=e.data.task
+            module,
+            e.local,
+            backend=backend,
+            seed=e.seed,
+            clip=bound,
+            user_defined=True,
+            task=e.data.task,
         )
         self.trainer.noise_seed = self.plan.noise_seed
 

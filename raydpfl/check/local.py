@@ -14,7 +14,7 @@ from raydpfl.core.prng import keyed_globals
 from raydpfl.methods.local.base import Step
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import BACKENDS, REFERENCE
+from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
 from raydpfl.training.trainer import Trainer
 from raydpfl.training.validation import check_rule
 
@@ -81,7 +81,7 @@ def training(case: Example) -> str:
     y = torch.arange(24).view(2, 12) % 3
     results = []
     for clients in ([3, -1], [7, 3]):
-        trainer = Trainer(module, member, backend=REFERENCE, seed=1, own=True)
+        trainer = Trainer(module, member, backend=REFERENCE, seed=1, user_defined=True)
         mine = clients.index(3)
         order = [0, 1] if mine == 0 else [1, 0]
         rows = x[order], y[order], [12, 12]
@@ -99,8 +99,8 @@ def every_backend(case: Example) -> str:
     if case.member.trains:
         return "trains by itself"
     for clip in (None, 1.0):
-        for backend, kind in BACKENDS.items():
-            if backend == REFERENCE or kind.lacks(case.member, clip):
+        for backend in BACKENDS:
+            if backend == REFERENCE or lacking(backend, case.member, clip):
                 continue
             module, form = _suited(backend)
             wrong = mismatch(module, case.member, form, backend, clip)

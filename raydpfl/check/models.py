@@ -32,8 +32,8 @@ from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import BACKENDS, REFERENCE
-from raydpfl.training.validation import check_apart, drawn_from
+from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
+from raydpfl.training.validation import check_no_mixing, drawn_from
 
 ROWS = 3  # of a client, about
 TEST = 6
@@ -186,7 +186,7 @@ def every_backend_with_clipping(case: Example) -> str:
     """The same where every sample's gradient is clipped."""
     module, form = _built(case)
     try:
-        check_apart(module, form)
+        check_no_mixing(module, form)
     except ConfigError as error:
         return f"none: expected {error.expected}"
     return _compared(case, 0.5)
@@ -200,7 +200,7 @@ def _compared(case: Example, clip: float | None) -> str:
     fits = {REFERENCE: REFERENCE}
     others: dict[str, list[str]] = {}
     for backend, kind in BACKENDS.items():
-        if backend == REFERENCE or kind.lacks(local, clip):
+        if backend == REFERENCE or lacking(backend, local, clip):
             continue
         result = _difference(module, steps, backend)
         if drawn and not kind.one_by_one:

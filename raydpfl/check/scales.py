@@ -18,7 +18,7 @@ from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.local import Sgd
 from raydpfl.models import flatten
 from raydpfl.models.tasks.regression import Regression
-from raydpfl.training.backends import BACKENDS
+from raydpfl.training.backends import BACKENDS, lacking
 from raydpfl.training.trainer import Trainer
 
 EXPONENTS = range(-30, 31, 3)
@@ -57,7 +57,7 @@ def _keeps(case: Example, bound: float | None) -> bool:
     if member.initial_bound is not None:
         _hold_vectors(member, most)
     else:
-        for backend in (name for name, kind in BACKENDS.items() if not kind.lacks(Sgd(), most)):
+        for backend in (name for name in BACKENDS if not lacking(name, Sgd(), most)):
             hold_samples(backend, most)
     return True
 

@@ -42,9 +42,6 @@ class Activation:
     forward: Callable[[torch.Tensor], torch.Tensor]
     kernel: Any
     settings: tuple[Any, ...] = ()
-    # whether a value's bits may depend on its place in the tensor, as the last ones, which fill no
-    # vectors of the processor, are rounded otherwise
-    placed: bool = False
 
     def backward(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """The gradient by the input, from `g` by the output and the output `a`."""
@@ -76,7 +73,7 @@ class Layer:
 
 RELU = Activation("relu", torch.relu_, aten.threshold_backward, (0,))
 TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
-SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward, placed=True)
+SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
 
 
 def _leaky(slope: float) -> Activation:
@@ -152,31 +149,6 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
         node = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(node, fx.Node):
         raise NoStack("it is more than layers one after another")
-
-
-# what computes a number in the same bits wherever it lies in a tensor, and its gradient likewise
-ANYWHERE = (nn.Linear, nn.LayerNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh)
-CALLS = {"add", "sub", "mul", "neg", "relu", "tanh", "flatten", "view", "reshape", "linear"}
-
-
-def is_placed(module: nn.Module) -> bool:
-    """Whether the bits of what a module computes may depend on the place in a tensor (see
-    `Activation.placed`), as far as is known of all that it calls.
-    """
-    if any(map(_hooked, module.modules())):
-        return True
-    try:
-        graph = fx.Tracer().trace(nn.Sequential(module))
-    except RAISED:  # as for `backwards`
-        return True
-    layers = dict(nn.Sequential(module).named_modules())
-    for node in graph.nodes:
-        if node.op == "call_module" and type(layers[str(node.target)]) not in ANYWHERE:
-            return True
-        called = node.op in ("call_function", "call_method")
-        if called and getattr(node.target, "__name__", node.target) not in CALLS:
-            return True
-    return False
 
 
 def _sequence(module: nn.Module) -> list[nn.Module] | None:

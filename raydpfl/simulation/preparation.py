@@ -30,7 +30,6 @@ from raydpfl.training.validation import check_counts
 log = logging.getLogger("raydpfl")
 
 CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
-KNOWN: set[bytes] = set()  # backends that this process has compared with the loop
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ def _backend(experiment: Experiment, module: nn.Module, form: Form) -> str:
         clip=experiment.bounding.sample_bound,
         gpu=client.num_gpus > 0,
         precision=client.precision,
-        known=KNOWN,
     )
 
 

@@ -31,20 +31,23 @@ from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
-from raydpfl.models.linear_stack import Layer, NoStack, stack
+from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 from raydpfl.training.backend_check import mismatch
 from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
-from raydpfl.training.backends.compiled import Compiled, unfit
+from raydpfl.training.backends.compiled import unfit
 from raydpfl.training.backends.convolutional import links, unpooled
-from raydpfl.training.validation import check_apart, check_loss, check_rule, drawn_from
+from raydpfl.training.validation import check_loss, check_no_mixing, check_rule, drawn_from
 
 log = logging.getLogger("raydpfl")
 UNFIT = "this backend does not fit the model"
-SAID = "clients are trained by %s; %s does not fit the model: %s"
+NEXT = "clients are trained by %s; %s does not fit the model: %s"
 SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
 CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
+
+Asked = tuple[Local, float | None, Precision, ParameterSplit]
+"""What `lacking` is called with, after the backend."""
 
 
 def resolve(
@@ -55,87 +58,76 @@ def resolve(
     clip: float | None = None,
     gpu: bool = False,
     precision: Precision = "float32",
-    known: set[bytes] | None = None,
 ) -> str:
     """The backend to train `module` on samples of this form.
 
-    With `backend` auto it is a function of all that is given and of whether there is a C compiler,
-    never of timing; see the module. `gpu`: whether clients train on one. `known`: see `mismatch`.
+    Args:
+        module: the model; it stays as it is.
+        local: the local rule.
+        form: of a sample.
+        backend: "auto", or the name of one.
+        clip: the bound on each sample's gradient, if any.
+        gpu: whether training is on a GPU.
+        precision: of products.
 
     Raises:
-        ConfigError: for a backend that does not fit and was asked for by name; for a module that
-            has BatchNorm or changes its buffers or parameters, with `clip`; for a loss that is none
-            for its outputs (`raydpfl.training.validation.check_loss`); for a rule that is none
-            (`check_rule`).
+        ConfigError: a rule, a loss or a module that cannot be trained as asked, or a backend that
+            does not fit.
     """
-    _check_device(backend, gpu)
+    if gpu and backend == "compiled":
+        expected = "auto, or another backend; compiled code is for the CPU"
+        raise ConfigError("client.backend", backend, expected)
     check_rule(local)
     check_loss(module, form)
     if clip is not None:
-        check_apart(module, form)
+        check_no_mixing(module, form)
     asked = (local, clip, precision, ParameterSplit.of(module))
-    look = backend in ("auto", REFERENCE)
-    suited = _suited(module, local, form, clip, gpu) if look else []
-    choices = _choices(suited, asked, clip) if backend == "auto" else [backend]
+    suited = _suited(module, local, form, clip, gpu) if backend in ("auto", REFERENCE) else []
+    candidates = _candidates(suited, asked) if backend == "auto" else [backend]
     drawn = drawn_from(module, form)
-    if drawn:
-        choices = [_one_by_one(backend, drawn)]
-    for choice in choices:
-        check_backend(choice, *asked)
-    chosen, slow = _first_that_fits(module, local, form, backend, clip, choices, known)
-    if chosen == REFERENCE:
-        log.warning(SLOW, *(slow or _hindrance(module, suited, asked, drawn)))
-    return chosen
-
-
-def _first_that_fits(
-    module: nn.Module,
-    local: Local,
-    form: Form,
-    backend: str,
-    clip: float | None,
-    choices: list[str],
-    known: set[bytes] | None,
-) -> tuple[str, tuple[str, str] | None]:
-    """The first of `choices` that fits the module, else the loop; then why the others do not, and
-    what would be faster than the loop, in words (None: none was tried). Raises `ConfigError` for a
-    `backend` that was asked for by name.
-    """
-    slow = None
-    for chosen, other in pairwise([*choices, REFERENCE]):
-        if chosen == REFERENCE:
-            return chosen, slow
-        reason = mismatch(module, local, form, chosen, clip, known)
-        if reason is None:
-            return chosen, None
-        if backend != "auto":
-            raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {UNFIT}: {reason}")
-        if other != REFERENCE:
-            log.warning(SAID, other, chosen, reason)
-        slow = f"{chosen} does not fit the model: {reason}", _without(module, chosen)
-    return REFERENCE, slow
-
-
-def _without(module: nn.Module, backend: str) -> str:
-    """A model that a backend fits which does not fit this one, in words."""
-    if any(isinstance(each, _DropoutNd) and each.p for each in module.modules()):
-        return "a model without dropout"
-    return f"a model that {backend} fits"
+    if drawn and backend in BACKENDS and not BACKENDS[backend].one_by_one:
+        reason = f"the module draws from {drawn}, which has to be client by client"
+        raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {reason}")
+    if drawn and backend == "auto":
+        candidates = [REFERENCE]
+    for name in candidates:
+        check_backend(name, *asked)
+    unlike = {}  # why backends do not fit
+    others = [name for name in candidates if name != REFERENCE]
+    for name, following in pairwise([*others, REFERENCE]):
+        unlike[name] = mismatch(module, local, form, name, clip)
+        if unlike[name] is None:
+            return name
+        if backend == "auto" and following != REFERENCE:
+            log.warning(NEXT, following, name, unlike[name])
+    if backend not in ("auto", REFERENCE):
+        expected = f"auto or {REFERENCE}; {UNFIT}: {unlike[backend]}"
+        raise ConfigError("client.backend", backend, expected)
+    log.warning(SLOW, *_hindrance(module, suited, asked, drawn, unlike))
+    return REFERENCE
 
 
 def _hindrance(
     module: nn.Module,
     suited: list[str],
-    asked: tuple[Local, float | None, Precision, ParameterSplit],
+    asked: Asked,
     drawn: str | None,
+    unlike: dict[str, str | None],
 ) -> tuple[str, str]:
-    """Why the loop trains, where no other backend was tried, and what would be faster, in words.
+    """Why the loop trains, and what would be faster, in words.
 
     Args:
+        module: the model.
         suited: see `_suited`.
-        asked: what `lacking` is called with.
+        asked: see `Asked`.
         drawn: the generator that the module draws from, other than torch's.
+        unlike: why the backends that were tried do not fit.
     """
+    if unlike:
+        name, reason = list(unlike.items())[-1]
+        drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in module.modules())
+        faster = "a model without dropout" if drops else f"a model that {name} fits"
+        return f"{name} does not fit the model: {reason}", faster
     if drawn:
         return f"the module draws from {drawn}", "a module that draws nothing"
     able = [backend for backend in suited if not lacking(backend, *asked)]
@@ -147,21 +139,13 @@ def _hindrance(
         return f"{suited[0]} cannot do {lacks}", faster
     if ParameterSplit.of(module).buffers:
         return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
-    recurrent = [type(each).__name__ for each in module.modules() if isinstance(each, nn.RNNBase)]
+    recurrent = [
+        type(layer).__name__ for layer in module.modules() if isinstance(layer, nn.RNNBase)
+    ]
     if recurrent:
         return f"{recurrent[0]} is recurrent", "a model without recurrent layers, as transformer"
     reason = f"convolutional does not fit the model: {_unlinked(module)}"
     return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
-
-
-def _one_by_one(backend: str, drawn: str) -> str:
-    """The backend for a module that draws from a generator of the process. Raises `ConfigError`."""
-    if backend == "auto":
-        return REFERENCE
-    if backend in BACKENDS and not BACKENDS[backend].one_by_one:
-        reason = f"the module draws from {drawn}, which has to be client by client"
-        raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {reason}")
-    return backend
 
 
 def _unlinked(module: nn.Module) -> str | None:
@@ -173,64 +157,45 @@ def _unlinked(module: nn.Module) -> str | None:
     return None
 
 
-def _clipped_by_hand(module: nn.Module) -> bool:
-    return _unlinked(module) is None and unpooled(links(module)) is None
-
-
-def _check_device(backend: str, gpu: bool) -> None:
-    """Raises `ConfigError` for a backend that is none for the device."""
-    if gpu and backend == "compiled":
-        raise ConfigError(
-            "client.backend", backend, "auto, or another backend; compiled code is for the CPU"
-        )
-
-
-def _choices(
-    suited: list[str],
-    asked: tuple[Local, float | None, Precision, ParameterSplit],
-    clip: float | None,
-) -> list[str]:
+def _candidates(suited: list[str], asked: Asked) -> list[str]:
     """The backends to try before the loop, the best first: of those that suit the module, those
-    that can do what is asked of them; only the best where samples are not clipped and none are
+    that can do what is asked of them; only the best where samples are not clipped and no parameters
     frozen.
     """
     able = [backend for backend in suited if not lacking(backend, *asked)]
     lacks = lacking(suited[0], *asked)
     if lacks and able and suited[0] != REFERENCE:
         log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
-    return able[: None if clip is not None or able[:1] == ["one_batch"] else 1] or [REFERENCE]
+    all_of_them = asked[1] is not None or able[:1] == ["one_batch"]
+    return (able if all_of_them else able[:1]) or [REFERENCE]
 
 
 def _suited(
     module: nn.Module, local: Local, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
     """The backends that suit the module, the best first, able to do what is asked or not."""
-    if ParameterSplit.of(
-        module
-    ).buffers:  # which no other backend keeps, and a forward may put anew
+    if ParameterSplit.of(module).buffers:  # which no other backend keeps
         return [REFERENCE]
     try:
         layers = stack(module)
     except NoStack:
-        recurs = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
+        kinds = list(module.modules())
+        recurs = any(isinstance(layer, nn.RNNBase) for layer in kinds)
         frozen = any(not parameter.requires_grad for parameter in module.parameters())
-        shared = ["one_batch"] if frozen else []
+        first = ["one_batch"] if frozen else []
         if clip is not None:
-            by_hand = ["convolutional"] if not gpu and _clipped_by_hand(module) else []
-            return [*shared, *by_hand, "layerwise", "loop" if recurs else "vmap"]
-        if not recurs and (gpu or not any(isinstance(each, _ConvNd) for each in module.modules())):
-            return [*shared, "vmap"]
-        return [*shared, "loop" if _unlinked(module) else "convolutional"]
+            by_hand = not gpu and not _unlinked(module) and not unpooled(links(module))
+            first += ["convolutional"] if by_hand else []
+            return [*first, "layerwise", REFERENCE if recurs else "vmap"]
+        if not recurs and (gpu or not any(isinstance(layer, _ConvNd) for layer in kinds)):
+            return [*first, "vmap"]
+        return [*first, REFERENCE if _unlinked(module) else "convolutional"]
+    layerwise = ["layerwise"] if clip is not None else []
     if form.task.closed() is None:
-        return ["vmap"] if clip is None else ["layerwise", "vmap"]
-    able = Compiled.lacks(local, clip) is None
-    compiled = _compiled(layers) if able and not gpu else []
-    return [*compiled, "fused", *(["layerwise"] if clip is not None else []), "vmap"]
-
-
-def _compiled(layers: tuple[Layer, ...]) -> list[str]:
-    """`compiled`, where it fits; a warning where a compiler alone is lacking."""
+        return [*layerwise, "vmap"]
+    if gpu or lacking("compiled", local, clip):
+        return ["fused", *layerwise, "vmap"]
     reason = unfit(layers)
     if reason is not None and reason == native.found():
         log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
-    return ["compiled"] if reason is None else []
+    return [*(["compiled"] if reason is None else []), "fused", *layerwise, "vmap"]

@@ -81,7 +81,7 @@ def check_loss(module: nn.Module, form: Form) -> None:
         raise ConfigError("data.task.kind", task.kind, f"{expected}; {reason}")
 
 
-def check_apart(module: nn.Module, form: Form) -> None:
+def check_no_mixing(module: nn.Module, form: Form) -> None:
     """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
     another path than the noised parameters.
     """

@@ -122,7 +122,7 @@ def test_noise_that_leaves_clients(tmp_path):
         began = actor.begin(Broadcast(np.zeros(plan.d, np.float32)), work)
         state = ChunkRound(began, chunk, torch.zeros(31, 0))
         for block in actor.training.blocks(state):
-            for single in block.apart():
+            for single in block.singles():
                 sent = torch.zeros(plan.d, dtype=torch.float64)
                 actor.contribution(state).add(state, single, sent)
                 rows.append(sent.numpy() / std)

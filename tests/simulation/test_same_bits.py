@@ -859,8 +859,8 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
 
 
-@pytest.mark.parametrize(("backend", "joined"), [("fused", 2), ("compiled", 1)])
-def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(backend, joined):
+@pytest.mark.parametrize("backend", ["fused", "compiled"])
+def test_chunks_of_unequal_clients_are_joined_for_the_threads_of_compiled_code(backend):
     method = METHODS["lognormal sizes, fused"]
     plan = Plan.make(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))
     sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
@@ -870,9 +870,8 @@ def test_chunks_of_unequal_clients_are_trained_together_where_the_bits_allow_it(
     together = np.concatenate([chunk.clients for chunk in found])
     assert np.array_equal(np.sort(together[together >= 0]), clients)
     assert all((sizes[chunk.members[chunk.members >= 0]] <= chunk.rows).all() for chunk in found)
-    rows = {chunk.rows for chunk in cut}
-    # fused takes clients whose batch is all of their rows otherwise, and apart
-    assert len(rows) > 4 and len(found) == (joined or len(rows))
+    assert len({chunk.rows for chunk in cut}) > 4
+    assert len(found) == (1 if backend == "compiled" else len(cut))
 
 
 def test_sums_are_exact_in_any_order_and_grouping():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from raydpfl.methods.local import Sgd
 from raydpfl.training.backends.fused import _Loss, _target
 from raydpfl.training.process_settings import single_thread
-from raydpfl.training.trainer import Trainer
 
 single_thread()
 
@@ -57,25 +53,3 @@ def test_bits_of_a_client_do_not_depend_on_how_many_columns_there_are(batch):
             alone, alone_sums = of(slice(first, last))
             assert torch.equal(alone, every[first:last])
             assert torch.equal(alone_sums, sums[first:last])
-
-
-@pytest.mark.parametrize("batch", [3, 7])
-def test_chunks_trained_together_have_the_bits_of_each_alone(batch):
-    """Where the columns of a chunk fill no vectors; with clipped samples."""
-    module = nn.Sequential(nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 10))
-    local = Sgd(steps=3, batch=batch)
-    trainer = Trainer(module, local, backend="fused", seed=0, clip=0.5)
-    parameters = torch.randn(125, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(12, 7, 12, generator=torch.Generator().manual_seed(1))
-    y = torch.randint(10, (12, 7), generator=torch.Generator().manual_seed(2))
-    sizes = np.array([7, 5, 7, 7, 6, 7, 7, 7, 0, 3, 7, 7])
-
-    def of(some: np.ndarray, width: int) -> torch.Tensor:
-        keys = {"t": 0, "clients": some, "draws": [0] * len(some), "width": width}
-        blocks = trainer.chunk(parameters, x[some], y[some], sizes[some], **keys)
-        return torch.cat([block.updates for block in blocks])
-
-    every = of(np.arange(12), 3)
-    for first in range(0, 12, 3):
-        alone = np.arange(first, first + 3)
-        assert torch.equal(of(alone, 3), every[alone])

@@ -517,88 +517,6 @@ def test_blocks_hold_the_clients_in_order_and_no_more_than_fits(backend, monkeyp
         assert bool(update.any()) == (sizes[slot] > 0)
 
 
-MERGED = {
-    "compiled": ("softmax", "relu mlp"),
-    "fused": ("softmax", "mlp"),
-    "vmap": ("mlp", "residual"),
-}
-
-
-@pytest.mark.parametrize("method", ["plain", "both", "corrected", "clipped"])
-@pytest.mark.parametrize(
-    "backend,name", [(backend, name) for backend in MERGED for name in MERGED[backend]]
-)
-def test_chunks_trained_together_have_the_bits_of_each_alone(backend, name, method):
-    more = {}
-    clip = 0.5 if method == "clipped" and backend != "compiled" else None
-    local = LOCALS["plain" if method == "plain" else "both"]
-    if backend != "compiled" and method == "corrected":
-        local = CORRECTED["all"]
-    if clip is not None:
-        more["stds"] = np.linspace(0.0, 0.1, 12)
-    module = made(name)
-    d = models.parameter_count(module)
-    sizes = np.array([13, 4, 0, 9, 5, 6, 13, 13, 2, 0, 13, 7])
-    clients = [5, 6, -1, 7, 8, 9, 9, 10, 11, 12, 30, 31]
-    draws = [0] * 6 + [1] + [0] * 5
-    x, y = rows(sizes)
-    trainer = Trainer(module, local, backend=backend, seed=4, clip=clip)
-    assert trainer.together(4, 13, 36) > 100
-    if local.corrects:
-        more["corrections"] = corrected(clients, d)
-
-    def trained(slots: slice, width: int | None) -> list[tuple]:
-        clipped = np.zeros(slots.stop - slots.start)
-        parts = {key: part[slots] for key, part in more.items()}
-        blocks = list(
-            trainer.chunk(
-                models.flatten(module), x[slots], y[slots], sizes[slots], t=2, width=width,
-                clients=clients[slots], draws=draws[slots], clipped=clipped, **parts,
-            )
-        )  # fmt: skip
-        if width is not None:
-            assert all(len({*(block.slots // width)}) == 1 for block in blocks)
-        return [
-            (slots.start + slot, delta.numpy().tobytes(), loss, clipped[slot])
-            for slot, delta, loss in each(blocks)
-        ]
-
-    together = trained(slice(0, 12), 4)
-    apart = [client for first in (0, 4, 8) for client in trained(slice(first, first + 4), None)]
-    assert [slot for slot, *_ in together] == [0, 1, *range(3, 12)]
-    for one, other in zip(together, apart, strict=True):
-        np.testing.assert_equal(one, other)
-
-
-@pytest.mark.parametrize("backend", ["compiled", "fused", "vmap"])
-@pytest.mark.parametrize("kind,batch", [("softmax", 10), ("softmax", 3), ("mlp", 10)])
-def test_chunks_of_images_trained_together_have_the_bits_of_each_alone(backend, kind, batch):
-    module = models.build(models.parse({"kind": kind}), form((1, 28, 28)), seed=0)
-    trainer = Trainer(module, Sgd(steps=3, batch=batch, weight_decay=1e-4), backend=backend, seed=1)
-    generator = np.random.default_rng(0)
-    x = generator.random((75, 20, 1, 28, 28), dtype=np.float32)
-    y = generator.integers(10, size=(75, 20))
-
-    def trained(slots: slice, width: int | None) -> list[bytes]:
-        everyone = np.arange(75)[slots]
-        name = {"t": 0, "clients": everyone, "draws": np.zeros_like(everyone), "width": width}
-        sizes = np.where(everyone % 7, 20, 17)
-        blocks = trainer.chunk(models.flatten(module), x[slots], y[slots], sizes, **name)
-        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
-
-    apart = [trained(slice(first, first + 25), None) for first in (0, 25, 50)]
-    assert trained(slice(0, 75), 25) == [delta for chunk in apart for delta in chunk]
-
-
-def test_backends_that_train_one_by_one_or_convolve_train_every_chunk_by_itself():
-    for backend, name in (("loop", "mlp"), ("vmap", "cnn")):
-        assert Trainer(made(name), Sgd(), backend=backend, seed=0).together(4, 13, 36) == 1
-    trainer = Trainer(made("softmax"), Sgd(), backend="fused", seed=0)
-    # of a chunk's size alone, and never none
-    assert trainer.together(25, 12, 36) > trainer.together(50, 12, 36) > 1
-    assert trainer.together(25, 100_000, 36) == 1
-
-
 def test_an_update_that_is_handed_out_is_not_written_to_again():
     module = made("relu mlp")
     x, y = rows()
@@ -1066,7 +984,7 @@ class Normed(nn.Module):
             "convolutions, activ.*GPU",
         ),
         (Noised, Sgd(), "auto", "the module draws from np.random", "a module that draws nothing"),
-        (lambda: made("mlp"), Trained(), "auto", "a train of one's own", "a step in its place"),
+        (lambda: made("mlp"), Trained(), "auto", "a user-defined train", "a step in its place"),
         (
             lambda: made("mlp"),
             Sgd(),
@@ -1138,49 +1056,15 @@ def test_a_way_that_leaves_out_the_proximal_term_is_noticed(backend, monkeypatch
 
 @pytest.mark.parametrize("always", [False, True])
 def test_a_maximum_that_rounds_the_other_way_on_some_rows_is_no_mismatch(always, monkeypatch):
-    def flipped(*given):
-        ours, theirs = steps(*given)
-        ours[0 if always else given[-1]] *= 1.01
+    def flipped(self, backend):
+        ours, theirs = by(self, backend)
+        ours[0 if always else self.seed] *= 1.01
         return ours, theirs
 
-    steps = backend_check.first_steps
-    monkeypatch.setattr(backend_check, "first_steps", flipped)
+    by = backend_check.FirstSteps.by
+    monkeypatch.setattr(backend_check.FirstSteps, "by", flipped)
     reason = backend_check.mismatch(made("mlp"), Sgd(), form(SHAPE), "fused", None)
     assert reason == ("its first step is off by 1.0e-02 of the loop's" if always else None)
-
-
-def test_what_was_compared_and_agreed_is_not_compared_again_and_nothing_else_is_taken_for_it(
-    monkeypatch,
-):
-    def counted(*given):
-        seen.append(given)
-        return steps(*given)
-
-    def asked(module, local=None, backend="fused", clip=None):
-        before = len(seen)
-        backend_check.mismatch(module, local or Sgd(), form(SHAPE), backend, clip, known)
-        return len(seen) > before
-
-    class Own(nn.Sequential):
-        """Of the user's own, which may be another by the same name."""
-
-        def __init__(self):
-            super().__init__(*made("mlp"))
-
-    steps = backend_check.first_steps
-    seen = []
-    known = set()
-    monkeypatch.setattr(backend_check, "first_steps", counted)
-    assert asked(made("mlp")) and not asked(made("mlp")) and not asked(copy.deepcopy(made("mlp")))
-    other = made("mlp")
-    with torch.no_grad():
-        next(other.parameters())[0, 0] += 1e-6
-    assert asked(other)
-    assert asked(made("mlp"), Sgd(lr=0.2)) and asked(made("mlp"), backend="vmap")
-    assert asked(made("mlp"), clip=1.0) and not asked(made("mlp"), clip=1.0)
-    assert all(asked(Own()) for _ in range(2))
-    # what does not fit, however often
-    assert all(asked(OTHERS["batch norm"](), backend="vmap") for _ in range(2))
 
 
 @pytest.mark.parametrize("backend", [Fused, Vmap])

@@ -24,7 +24,6 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import ghost_clipping, vmap
-from raydpfl.training.backends.base import ChunkData
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
@@ -742,32 +741,6 @@ def test_a_bound_beyond_all_gradients_clips_none_one_below_them_all_and_none_tha
     if backend != "layerwise":
         train(backend, module, local, None, *rows(), clipped=clipped)
         assert np.isnan(clipped).all()
-
-
-def test_factors_of_all_rows_are_counted_as_often_as_a_batch_holds_the_row():
-    index = np.array([[[3, 0, 3], [1, 1, 3]], [[2, 0, 0], [1, 0, 0]]])
-    factors = torch.ones(2, 2, 4)
-    # [steps, clients, rows]
-    factors[0, 0, 3] = factors[1, 0, 1] = factors[0, 1, 0] = factors[1, 1, 1] = 0.5
-    x = torch.zeros(2, 4, 1)
-    y = torch.zeros(2, 4)
-    sizes = np.array([4, 3])
-    batch_sizes = np.array([3, 1])
-    chunk = ChunkData(
-        x,
-        y,
-        sizes,
-        index,
-        np.full(2, index.shape[1]),
-        batch_sizes,
-        [0, 1],
-        0.1,
-        lambda slot: torch.Generator(),
-        clip=1.0,
-        clipped=np.empty(2),
-    )
-    chunk.count_clipped(list(factors))
-    np.testing.assert_array_equal(chunk.clipped, [4 / 6, 1 / 2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

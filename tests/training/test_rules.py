@@ -248,26 +248,6 @@ def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(bac
         assert torch.equal(alone[slot][0], delta) and alone[slot][1] == loss
 
 
-@pytest.mark.parametrize("backend", ["fused", "vmap"])
-def test_chunks_trained_together_under_a_rule_of_ones_own_have_the_bits_of_each_alone(backend):
-    module = made("mlp")
-    sizes = [13, 4, 0, 9, 13, 5, 2, 6]
-    clients = [5, 6, -1, 7, 8, 9, 10, 11]
-    x, y = rows(sizes)
-    trainer = Trainer(module, RULES["adam"], backend=backend, seed=4, clip=0.5)
-    assert trainer.together(4, 13, 36) > 1
-    assert trainer.together(3, 13, 36) == 1  # whose products would begin elsewhere than alone
-
-    def chunks(slots: slice, width: int | None) -> list[bytes]:
-        name = {"t": 2, "clients": clients[slots], "draws": [0] * len(clients[slots])}
-        given = (x[slots], y[slots], sizes[slots])
-        blocks = trainer.chunk(models.flatten(module), *given, width=width, **name)
-        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
-
-    apart = chunks(slice(0, 4), None) + chunks(slice(4, 8), None)
-    assert chunks(slice(0, 8), 4) == apart
-
-
 class Kept:
     """What nobody else can look into."""
 
@@ -361,36 +341,6 @@ def test_the_last_clients_of_a_chunk_that_vmap_leaves_have_one_set_of_bits(model
     for slot, delta in whole.items():
         assert torch.equal(chunk("vmap", [slot])[slot], delta)
         torch.testing.assert_close(delta, theirs[slot], rtol=1e-4, atol=1e-5)
-
-
-def test_a_chunk_some_of_whose_clients_are_trained_by_themselves_joins_no_other():
-    found = {}
-    for backend in ("vmap", "fused"):
-        trainer = Trainer(made("mlp"), Sgd(), backend=backend, seed=4)
-        chunks = ([5, 5, 5, 2], [5, 5, 2, 2], [5, 2, 2, 2], [5, 2])
-        found[backend] = [trainer.joins(np.array(steps)) for steps in chunks]
-    expected = {"vmap": [True, False, False, False], "fused": [True, True, False, False]}
-    assert found == expected
-
-
-@pytest.mark.parametrize("backend", ["fused", "vmap"])
-def test_chunks_are_trained_together_where_no_value_depends_on_its_place(backend):
-    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Sigmoid(), nn.Linear(20, 4))
-    trainer = Trainer(module, Sgd(steps=3, batch=10, lr=0.5), backend=backend, seed=4)
-    assert trainer.together(5, 13, 36) == 1  # 5 times 10 times 20 numbers fill no vectors
-    assert trainer.together(1, 13, 36) == 1  # a product of one matrix
-    assert trainer.together(16, 13, 36) > 1
-    sizes = [13] * 32
-    x, y = rows(sizes)
-
-    def chunks(slots: slice, width: int | None) -> list[bytes]:
-        who = {"t": 2, "clients": range(32)[slots], "draws": [0] * len(sizes[slots])}
-        given = (x[slots], y[slots], sizes[slots])
-        blocks = trainer.chunk(models.flatten(module), *given, width=width, **who)
-        return [delta.numpy().tobytes() for _, delta, _ in each(blocks)]
-
-    apart = chunks(slice(0, 16), None) + chunks(slice(16, 32), None)
-    assert chunks(slice(0, 32), 16) == apart
 
 
 def test_sgds_own_step_is_what_its_coefficients_say():

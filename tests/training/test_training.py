@@ -24,6 +24,7 @@ from raydpfl.methods.local import Adam, AdamW, Local, Sam, Sgd
 from raydpfl.methods.schedules import Schedule
 from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
 from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backends import lacking
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
 
@@ -56,9 +57,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def able(backend: str, local: Local) -> bool:
-    from raydpfl.training.backends import BACKENDS as known
-
-    return known[backend].lacks(local, None) is None
+    return lacking(backend, local, None) is None
 
 
 PAIRS = [

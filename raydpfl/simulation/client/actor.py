@@ -44,6 +44,10 @@ from raydpfl.simulation.user_code import in_training
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
 
+# numbers of rows that joined chunks may take, and of padding that joining another may cost
+JOINED = 1 << 22
+PADDING = 1 << 17
+
 
 class ClientActor:
     """Trains chunks of clients. Raises `ClientError` naming a client whose training failed or gave
@@ -89,7 +93,7 @@ class ClientActor:
             seed=experiment.seed,
             device=self.device,
             clip=experiment.bounding.sample_bound,
-            own=in_training(experiment),
+            user_defined=in_training(experiment),
             task=self.form.task,
             precision=client.precision,
         )
@@ -97,7 +101,7 @@ class ClientActor:
         self.training = self.training_class(experiment, self.shards, self.rows, *parts)
         self._contributions: dict[type[Contribution], Contribution]
         self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
-        self._watch = UserCodeWatch(self.training) if self.trainer.own else None
+        self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
 
     def contribution(self, state: ChunkRound) -> Contribution:
         """What adds up a chunk; an audit observes it."""
@@ -164,7 +168,7 @@ class ClientActor:
         model = copied(broadcast.model)
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
-        count = native.threads() if self.trainer.adds else 1
+        count = native.threads() if self.trainer.threads else 1
         return ActorRound(
             work,
             self.experiment.local.learning_rate(work.t),
@@ -220,23 +224,24 @@ class ClientActor:
         )
 
     def joined(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """The chunks, joined where the trainer takes them at once and padding hardly grows."""
+        """The chunks in the order of their rows; joined, where the threads of compiled code train
+        them and padding hardly grows.
+        """
         features = math.prod(self.shards.shape)
-        alike: dict[tuple[int, ...], list[Chunk]] = {}
+        group: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: chunk.rows):
-            steps = self.experiment.local.step_counts(self.training.sizes(chunk.clients))
-            if chunk.slot is not None or not self.trainer.joins(steps):
+            if chunk.slot is not None or not self.trainer.threads:
                 yield chunk
                 continue
-            same = alike.setdefault(self.trainer.alike(chunk.width, chunk.rows), [])
-            if same:
-                padded = len(same) * (chunk.rows - same[-1].rows)
-                most = self.trainer.together(chunk.width, chunk.rows, features)
-                if len(same) >= most or padded * chunk.width * features > self.trainer.padding:
-                    yield Chunk.joined(same)
-                    same.clear()
-            same.append(chunk)
-        yield from map(Chunk.joined, filter(None, alike.values()))
+            if group:
+                row = chunk.width * features
+                padding = len(group) * (chunk.rows - group[-1].rows) * row
+                if padding > PADDING or (len(group) + 1) * chunk.rows * row > JOINED:
+                    yield Chunk.joined(group)
+                    group = []
+            group.append(chunk)
+        if group:
+            yield Chunk.joined(group)
 
     @contained()
     def losses(
@@ -264,7 +269,7 @@ class ClientActor:
 
     def _keyed(self, t: int, client: int) -> AbstractContextManager[None]:
         """Keys what user-defined code draws from the process's generators."""
-        if not self.trainer.own:
+        if not self.trainer.user_defined:
             return nullcontext()
         return keyed_globals(self.experiment.seed, t=t, client=client, step=3)
 

@@ -23,7 +23,7 @@ class ActorRound:
     lr: float  # of all local steps of the round
     model: torch.Tensor  # float32 [d]
     broadcast: Mapping[str, Mapping[str, torch.Tensor]]  # broadcast state, by member
-    # float64 [threads, d or more], see `raydpfl.training.backends.base.Sum.found`: compiled code
+    # float64 [threads, d or more], see `raydpfl.training.backends.base.Sum.totals`: compiled code
     # adds up in a row per thread, all else in the first
     totals: torch.Tensor
     on_error: str  # `client.on_error`

@@ -78,7 +78,6 @@ class ChunkTraining:
             corrections=self.personal.corrections(self.local.correction(view)),
             drawn=(index, batch_sizes, self.local.step_counts(sizes)),
             clipped=clipped,
-            width=chunk.width,
             starts=starts,
             planned=self.local.step_counts(self.sizes(chunk.clients)),
             into=into,
@@ -110,7 +109,7 @@ class ChunkTraining:
         done = 0
         try:
             for block in self._within_memory(state, chunk.members):
-                if self.trainer.own and actor.sample is None:
+                if self.trainer.user_defined and actor.sample is None:
                     actor.sample = chunk, int(block.slots[0]), block.updates[0].clone()
                 yield block
                 done = int(block.slots[-1]) + 1
@@ -131,7 +130,7 @@ class ChunkTraining:
         others = chunk.members
         others[list(details)] = -1
         trained = (
-            single for block in self._within_memory(state, others) for single in block.apart()
+            single for block in self._within_memory(state, others) for single in block.singles()
         )
         for slot in state.members.tolist():
             if slot in details:

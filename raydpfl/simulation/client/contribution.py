@@ -52,10 +52,10 @@ class Contribution:
     def add_chunk(self, state: ChunkRound) -> None:
         """Trains the clients of a chunk and adds what they send to the actor's total."""
         for trained in self.training.blocks(state):
-            if trained.own is not None:
-                state.local_parameters[state.index(trained.slots)] = trained.own
+            if trained.local is not None:
+                state.local_parameters[state.index(trained.slots)] = trained.local
             # what user-defined code computes or draws for a client must not depend on others
-            for block in trained.apart() if self.bounding.is_user_defined else (trained,):
+            for block in trained.singles() if self.bounding.is_user_defined else (trained,):
                 self.add(state, block, state.actor.total)
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class Contribution:
             "client": int(state.chunk.clients[first]),
             "draw": int(state.chunk.draws[first]),
         }
-        keyed = self.training.trainer.own
+        keyed = self.training.trainer.user_defined
         with keyed_globals(work.seed, **key, step=2) if keyed else nullcontext():
             # a copy, as user-defined code may write to it
             bound = math.inf if work.bound is None else work.bound
@@ -363,8 +363,8 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
         return Explicit
     clients = state.chunk.clients[state.members]
     in_kernel = (
-        training.trainer.adds
-        and not (training.trainer.own or training.personal.count)
+        training.trainer.threads
+        and not (training.trainer.user_defined or training.personal.count)
         and (state.work.client_std == 0 or not noise.is_user_defined)
         and len(clients)
         and training.shards.sizes[clients].all()

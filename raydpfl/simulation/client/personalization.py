@@ -5,7 +5,7 @@
 >>> local = LocalParameters(net)
 >>> chunk = Chunk(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
 >>> _, starts = local.starts(torch.zeros(4), chunk)
->>> starts.begun[1]
+>>> starts.initial[1]
 tensor([0., 0., 0., 0., 1.])
 """
 
@@ -85,8 +85,8 @@ class LocalParameters:
         if starts is None:
             return block
         updates = self.split.shared(block.updates)
-        ended = starts.ended[device.index(block.slots, starts.ended.device)]
-        local = self.split.kept(ended)
+        final = starts.final[device.index(block.slots, starts.final.device)]
+        local = self.split.kept(final)
         updates[~local.isfinite().all(1)] = math.nan
         return Block(block.slots, updates, block.losses, local)
 
@@ -121,7 +121,7 @@ class Ditto(LocalParameters):
         self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
     ) -> torch.Tensor | None:
         """See `LocalParameters.train`."""
-        starts = Starts.at(self.before(chunk, np.arange(len(chunk.clients))), drawn=True)
+        starts = Starts.at(self.before(chunk, np.arange(len(chunk.clients))), to_model=True)
         personal = replace(chunk, draws=chunk.draws + PERSONAL)
         return self.training.train(model, personal, members, starts, t, seed)
 
@@ -160,7 +160,7 @@ class PersonalTraining:
             backend=able[0] if able else REFERENCE,
             seed=experiment.seed,
             device=next(module.parameters()).device,
-            own=in_training(experiment),
+            user_defined=in_training(experiment),
             task=experiment.data.task,
             precision=client.precision,
         )
@@ -187,7 +187,7 @@ class PersonalTraining:
         parts = []
         for first in range(0, len(chunk.clients), chunk.width):
             part = slice(first, first + chunk.width)
-            started = starts and Starts.at(starts.begun[part], starts.drawn)
+            started = starts and Starts.at(starts.initial[part], starts.to_model)
             who = chunk.clients[part], members[part], chunk.draws[part]
             parts.append(self._chunk(model, *who, started, t))
         return torch.cat(parts)
@@ -224,7 +224,7 @@ class PersonalTraining:
         )
         updates = {int(slot): update for block in trained for slot, update, _ in block.clients()}
         if starts is not None:
-            return starts.ended
+            return starts.final
         still = torch.zeros_like(model)
         return torch.stack([model + updates.get(slot, still) for slot in range(len(clients))])
 

@@ -8,6 +8,7 @@ from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local.base import Local
 from raydpfl.models.shared_and_local import ParameterSplit
+from raydpfl.training.backends import base
 from raydpfl.training.backends.base import Backend
 from raydpfl.training.backends.compiled import Compiled
 from raydpfl.training.backends.convolutional import Convolutional
@@ -27,40 +28,77 @@ BACKENDS: dict[str, type[Backend]] = {
     "loop": Loop,
 }
 REFERENCE = "loop"  # trains any module by any rule
+WEIGHTS = 16  # samples whose products take as long as reading and writing the weights does
 
 
 def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> np.ndarray | None:
-    """See `Backend.costs`. On a GPU a step of a chunk takes as long as that of its largest
-    client.
+    """By what chunks are cut, float64 [3, r]: the steps of each client; the cost of the calls of a
+    chunk of which it is the largest; and the cost of a step of any client of that chunk. The latter
+    two in products of a row with a weight: `calls` for each of the largest client's steps, and for
+    a step what a batch of its rows takes, and the weights, which are read and written.
+
+    Args:
+        backend: its name.
+        local: the rule.
+        sizes: rows of r clients, int64 [r].
+        d: parameters of the model.
+        gpu: where a step of a chunk takes as long as that of its largest client.
+
+    Returns:
+        None for a backend that trains clients one by one.
     """
-    costs = BACKENDS[backend].costs(local, sizes, d)
-    if costs is not None and gpu:
-        costs[2] = 0.0
-    return costs
+    kind = BACKENDS[backend]
+    if kind.threads or kind.one_by_one:
+        return None
+    steps = local.step_counts(sizes)
+    step = np.zeros(len(sizes)) if gpu else (local.batch_sizes(sizes) + WEIGHTS) * d
+    return np.stack([steps, steps * kind.calls, step]).astype(np.float64)
 
 
 def lacking(
-    backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
+    backend: str,
+    local: Local,
+    clip: float | None,
+    precision: Precision = "float32",
+    split: ParameterSplit | None = None,
 ) -> str | None:
-    """What of what is asked of it a backend cannot do, in words; see `Backend.lacks`."""
-    kind = BACKENDS[backend]
-    if (split.own and not kind.starts) or (split.buffers and not kind.buffers):
-        return "parts of the model that are clients' own"
-    if precision == "bfloat16" and not kind.half:
-        return "products in bfloat16"
-    return kind.lacks(local, clip)
+    """What of what is asked of it a backend cannot do, in words; None: it can do all.
+
+    Args:
+        backend: its name.
+        local: the rule.
+        clip: the bound on each sample's gradient, if any.
+        precision: of products.
+        split: which parameters and buffers are local.
+    """
+    asked = {
+        base.LOCAL_PARAMETERS: split is not None and split.own,
+        base.LOCAL_BUFFERS: split is not None and split.buffers,
+        base.BFLOAT16: precision == "bfloat16",
+        base.UNCLIPPED: clip is None,
+        base.CLIPPED: clip is not None,
+        base.CORRECTIONS: local.corrects,
+        base.TRAIN: local.trains,
+        base.PERTURBED: local.perturbs and clip is None,
+        f"{base.PERTURBED}, clipped": local.perturbs and clip is not None,
+        base.ANY_RULE: local.linear() is None,
+    }
+    can = BACKENDS[backend].can
+    return next((need for need, wanted in asked.items() if wanted and need not in can), None)
 
 
 def check_backend(
-    backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
+    backend: str,
+    local: Local,
+    clip: float | None,
+    precision: Precision = "float32",
+    split: ParameterSplit | None = None,
 ) -> None:
-    """Raises `ConfigError` for a backend that is none, or that lacks what is asked of it."""
+    """Raises `ConfigError` for an unknown backend, or one that lacks what is asked of it."""
     asked = (local, clip, precision, split)
     lacks = lacking(backend, *asked) if backend in BACKENDS else None
     if backend in BACKENDS and not lacks:
         return
     names = ", ".join(name for name in BACKENDS if not lacking(name, *asked))
-    reason = ""
-    if lacks:
-        reason = f" (local.kind {local.kind}: {backend} cannot do {lacks})"
+    reason = f" (local.kind {local.kind}: {backend} cannot do {lacks})" if lacks else ""
     raise ConfigError("client.backend", backend, f"auto or one of {names}{reason}")

@@ -1,10 +1,9 @@
-"""What a backend promises: the same mathematics as a plain loop, and bits that depend on
-the client alone.
+"""The contract of a backend: the mathematics of a plain loop, and bits that depend on the client
+alone.
 
-A backend trains a chunk of C clients. What it gives for a client depends on that client's rows,
-batches and key, on its slot, on the shapes of the chunk and on how many steps each of its clients
-makes (`ChunkData.planned`), never on what else stands in the other slots: so a client alone in its
-chunk, the others empty, gets the same bits.
+A backend trains a chunk of C clients. A client's update depends on its rows, batches and key, on
+its slot, on the shapes of the chunk and on the step counts of its clients (`ChunkData.planned`),
+never on what else stands in the other slots: a client alone in its chunk has the same bits.
 """
 
 from __future__ import annotations
@@ -31,12 +30,6 @@ from raydpfl.models.tasks import Task
 
 BLOCK = 1 << 18  # numbers of updates in a block
 ALIGNED = 64  # bytes: where torch's own tensors begin
-# bytes; seen on an AMD EPYC (Zen 5): a product has other bits where a matrix begins 4 bytes beyond
-# a multiple of 16, the same where it begins at one
-BEGINS = 16
-# numbers: torch takes two of the processor's widest vectors at a time
-VECTORS = 32
-WEIGHTS = 16  # samples whose products take as long as reading and writing the weights does
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 """The rows and the shares of every step; see `ChunkData.batches`."""
@@ -44,27 +37,25 @@ Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Block:
-    """What consecutive clients of a chunk have trained to, in their order.
-
-    `updates` is not written to again by whoever trained it, and may be by whoever is given it.
+    """The updates of consecutive clients of a chunk, in their order; the reader may overwrite
+    `updates`.
     """
 
     slots: np.ndarray  # int64 [k], ascending
     updates: torch.Tensor  # float32 [k, d], on the device; [0, d] where `ChunkData.into` has them
     losses: np.ndarray  # float64 [k]: the mean over the steps of the batches' losses
-    own: torch.Tensor | None = None  # float32 [k, own]: what stays with them, if anything does
-    # float64 [k]: the L2 norms of the updates (`native.norms`), where they are known already
-    norms: np.ndarray | None = None
+    local: torch.Tensor | None = None  # float32 [k, count]: local parameters, if there are any
+    norms: np.ndarray | None = None  # float64 [k]: `native.norms` of the updates, if computed
 
-    def part(self, some: slice, further: int = 0) -> Block:
-        """Some of its clients, at slots that are so much further on."""
-        own = None if self.own is None else self.own[some]
-        norms = None if self.norms is None else self.norms[some]
-        parts = (self.updates[some], self.losses[some], own, norms)
-        return Block(self.slots[some] + further, *parts)
+    def part(self, span: slice, offset: int = 0) -> Block:
+        """The clients of a slice, with `offset` added to their slots."""
+        local = None if self.local is None else self.local[span]
+        norms = None if self.norms is None else self.norms[span]
+        slots = self.slots[span] + offset
+        return Block(slots, self.updates[span], self.losses[span], local, norms)
 
-    def apart(self) -> Iterator[Block]:
-        """A block of each of its clients alone."""
+    def singles(self) -> Iterator[Block]:
+        """A block for each client."""
         for place in range(len(self.slots)):
             yield self.part(slice(place, place + 1))
 
@@ -73,38 +64,37 @@ class Block:
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
 
 
-def spans(first: int, end: int, d: int, most: int | None = None) -> Iterator[slice]:
-    """The slots from `first` to `end` in parts whose updates, of `d` numbers, are a block, of
-    `most` numbers (None: `BLOCK`) unless one client has more.
+def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
+    """The slots from 0 to `end` in parts whose updates, of `d` numbers, are at most `most` numbers
+    (None: `BLOCK`), or one client.
     """
-    together = max(1, (most or BLOCK) // d)
-    for start in range(first, end, together):
-        yield slice(start, min(start + together, end))
+    width = max(1, (most or BLOCK) // d)
+    for start in range(0, end, width):
+        yield slice(start, min(start + width, end))
 
 
 @dataclass(frozen=True)
 class Starts:
-    """Where each client of a chunk begins, and what it has trained to (`raydpfl.models.trained`).
+    """The parameters with which each client of a chunk starts and ends (`raydpfl.models.trained`).
 
-    `begun` is float32 [C, D + b]; `ended` likewise, of which a backend writes a slot's row by the
-    time that it gives the slot. `drawn`: rules pull a client to the round's model and not to where
-    it began.
+    A backend writes a slot's row of `final` by the time that it gives the slot. `to_model`: rules
+    pull a client to the round's model, not to where it started.
     """
 
-    begun: torch.Tensor
-    ended: torch.Tensor
-    drawn: bool = False
+    initial: torch.Tensor  # float32 [C, D + b]
+    final: torch.Tensor  # likewise
+    to_model: bool = False
 
     @classmethod
-    def at(cls, begun: torch.Tensor, drawn: bool = False) -> Starts:
-        """Clients that begin here, and have not trained yet."""
-        return cls(begun, begun.clone(), drawn)
+    def at(cls, initial: torch.Tensor, to_model: bool = False) -> Starts:
+        """Clients that have not trained yet."""
+        return cls(initial, initial.clone(), to_model)
 
 
 @dataclass(frozen=True)
 class StepNoise:
-    """What the noise on the steps of a chunk's clients is drawn by. Called with some slots and a
-    step, it gives that of all parameters, float32 [slots, d].
+    """The key of the noise on the steps of a chunk's clients. Called with slots and a step, it
+    gives the noise on all parameters, float32 [slots, d].
     """
 
     seed: int
@@ -129,7 +119,7 @@ class StepNoise:
         return sent(drawn, self.device)
 
     def of_one(self, step: int, count: int) -> np.ndarray:
-        """So many numbers of the one client that there is, at a step: float64 [count]."""
+        """The first `count` numbers of the only client at a step: float64 [count]."""
         key = {"client": int(self.clients[0]), "draw": int(self.draws[0]), "step": step}
         drawn = prng.normals(self.seed, Purpose.STEP_NOISE, count, t=self.t, **key)
         return drawn.double().numpy() * float(self.stds[0])
@@ -137,59 +127,50 @@ class StepNoise:
 
 @dataclass(frozen=True)
 class Sum:
-    """Where a backend in `threads` adds up updates as soon as they are trained, while they are in
-    the cache, as `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its
-    client's noise. An update that is not finite counts as 0.
+    """Where a backend in `threads` adds up updates while they are in the cache, as
+    `raydpfl.core.exact_sum.add` does: each times its factor and weight, with its client's noise. An
+    update that is not finite counts as 0.
     """
 
-    closed: tuple[
-        float, float, float
-    ]  # the factors, see `raydpfl.methods.bounding.Bounding.closed`
+    closed: tuple[float, float, float]  # see `raydpfl.methods.bounding.Bounding.closed`
     weights: np.ndarray  # float64 [C]
     std: float  # of `raydpfl.methods.noise.keyed_noise.client_noise` on each; 0: none
-    seed: int  # of that, and the round, the clients and their draws, int64 [C]
+    seed: int  # of that noise, and the round, the clients and their draws, int64 [C]
     t: int
     clients: np.ndarray
     draws: np.ndarray
     grid: Grid
-    # float64 [threads, d]: what each of the threads has added up, where d is rounded up to a
-    # multiple of `raydpfl.core.native.VECTOR`, so that rows lie alike
-    found: np.ndarray
-    # float64 [C], of those that have trained
-    factors: np.ndarray
-    # bool [1]: none of those that have trained is out of the grid's range
-    fits: np.ndarray
+    # float64 [threads, d]: the sum of each thread, with d rounded up to a multiple of
+    # `raydpfl.core.native.VECTOR`
+    totals: np.ndarray
+    factors: np.ndarray  # float64 [C], of those that have trained
+    fits: np.ndarray  # bool [1]: all of them are in the grid's range
 
 
 @dataclass(frozen=True)
 class ChunkData:
-    """What the clients of a chunk train on, on the way's device."""
+    """What the clients of a chunk train on, on the backend's device."""
 
     # float32 or int64 [C, n, *shape]; rows from sizes[i] on are padding, and may hold anything
     x: torch.Tensor
-    y: torch.Tensor  # int64 or float32 [C, n, *target], what the task holds outputs against
+    y: torch.Tensor  # int64 or float32 [C, n, *target]
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
     index: np.ndarray  # int64 [C, Q, B], rows of each batch; Q of the client with most steps
-    steps: np.ndarray  # int64 [C], how many of the Q are the client's own
+    steps: np.ndarray  # int64 [C], how many of the Q each client makes
     batch_sizes: np.ndarray  # int64 [C], how many of the B are real
     slots: Sequence[int]  # the slots to train, none of them empty
     lr: float  # of the round
     generator: Callable[[int], torch.Generator]  # of a slot's client, for what its module draws
-    # the bound on the L2 norm of one sample's gradient; None: gradients are taken as they are
-    clip: float | None = None
-    # float32 [C, d]: what is added to every gradient of the client
-    corrections: torch.Tensor | None = None
+    clip: float | None = None  # the bound on the L2 norm of one sample's gradient
+    corrections: torch.Tensor | None = None  # float32 [C, d], added to every gradient
     noise: StepNoise | None = None  # on the mean gradients of the steps
     # float64 [C], which the backend fills: the share of a slot's (sample, step) pairs with a clip
     # factor below 1
     clipped: np.ndarray | None = None
-    # of each of the chunks that the C clients make up one after another, whose shape alone decides
-    # how it is trained; None: C
-    width: int | None = None
-    within: Schedule | None = None  # by which the learning rate goes on from step to step
-    starts: Starts | None = None  # None: all begin at the round's model
-    # int64 [C]: steps of all clients of the chunk, those that do not train here among them, which
-    # settle how many slots a step takes (`active`); None: nobody knows of the others
+    within: Schedule | None = None  # of the learning rate from step to step
+    starts: Starts | None = None  # None: all start at the round's model
+    # int64 [C]: steps of all clients of the chunk, also those that do not train here (`active`);
+    # None: those of the clients here
     planned: np.ndarray | None = None
     into: Sum | None = None  # where updates are added up; None: they are given
 
@@ -197,13 +178,12 @@ class ChunkData:
         """The learning rate of step k."""
         return self.lr if self.within is None else self.within.lr_at(self.lr, k)
 
-    def begins(self, parameters: torch.Tensor, slot: int) -> torch.Tensor:
-        """Where a client begins, float32 [D + b]; `parameters`: the round's model, [D]."""
-        return parameters if self.starts is None else self.starts.begun[slot]
+    def start(self, parameters: torch.Tensor, slot: int) -> torch.Tensor:
+        """Where a client starts, float32 [D + b]; `parameters`: the round's model, [D]."""
+        return parameters if self.starts is None else self.starts.initial[slot]
 
     @cached_property
     def _active(self) -> list[int]:
-        """See `active`, of every step."""
         most = self.index.shape[1]
         planned = self.planned
         if planned is None:
@@ -212,48 +192,36 @@ class ChunkData:
         return np.searchsorted(-later, -np.arange(most)).tolist()
 
     def active(self, k: int) -> int:
-        """How many slots step k takes, the first ones: up to the last whose client makes it. All
-        clients of the chunk settle that, whoever of them trains here, as the bits of a product may
-        depend on the number of matrices. It never grows from step to step.
+        """How many slots step k takes, the first ones, up to the last whose client makes it: a
+        function of all clients of the chunk, as the bits of a product may depend on the number of
+        matrices. It never grows from step to step.
         """
         return self._active[k]
 
     @cached_property
-    def _still(self) -> list[np.ndarray]:
-        """See `done`, of every step."""
+    def _done(self) -> list[np.ndarray]:
         slots = np.asarray(self.slots, np.int64)
         ends = self.steps[slots]
-        last = [slots < active for active in self._active]
-        return [slots[(ends <= k) & within] for k, within in enumerate(last)]
+        return [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self._active)]
 
     def done(self, k: int) -> torch.Tensor | None:
-        """Those of the slots that step k takes whose client does not make it, int64 [m], where
-        there are any: they are to stand still.
-        """
-        found = self._still[k]
-        return self._there(torch.from_numpy(found)) if len(found) else None
+        """The slots that step k takes and whose client does not make it, int64 [m]; None: none."""
+        slots = self._done[k]
+        return self._on_device(torch.from_numpy(slots)) if len(slots) else None
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the CPU where the client's rows are."""
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return sent(tensor, self.y.device)
-
-    @property
-    def chunks(self) -> list[slice]:
-        """The slots of each chunk."""
-        width = self.width or len(self.sizes)
-        return [slice(first, first + width) for first in range(0, len(self.sizes), width)]
 
     def blocks(self, d: int, most: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """For each block of updates of `d` numbers (see `spans`): the slots that it spans, and
-        those of them to train, int64 [k], at least one. All of them are of one chunk.
+        those of them to train, int64 [k], at least one.
         """
-        wanted = np.asarray(self.slots, dtype=np.int64)
+        slots = np.asarray(self.slots, dtype=np.int64)
         numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the chunk as one
-        for chunk in self.chunks:
-            for span in spans(chunk.start, chunk.stop, numbers, most):
-                given = wanted[(wanted >= span.start) & (wanted < span.stop)]
-                if len(given):
-                    yield span, given
+        for span in spans(len(self.sizes), numbers, most):
+            trained = slots[(slots >= span.start) & (slots < span.stop)]
+            if len(trained):
+                yield span, trained
 
     def step_noise(self, step: int) -> torch.Tensor | None:
         """The noise on the mean gradients of a step, float32 [c, d] of the c slots that it takes, 0
@@ -266,68 +234,68 @@ class ChunkData:
         active = self.active(step)
         if len(drawn) == active:
             return drawn
-        return drawn.new_zeros(active, drawn.shape[1]).index_copy_(
-            0, sent(torch.tensor(slots), drawn.device), drawn
-        )
+        noise = drawn.new_zeros(active, drawn.shape[1])
+        return noise.index_copy_(0, sent(torch.tensor(slots), drawn.device), drawn)
 
-    def rows(self, picked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y with zeros for padding, to be read alone. x is copied where it has other padding
-        or is not aligned as torch does it, on which the bits of a product may depend.
+    @property
+    def _whole(self) -> bool:
+        """Whether a batch is all rows."""
+        return self.index.shape[2] == self.y.shape[1]
 
-        With `picked`, x as it is, for a backend that works on copies of a batch's rows (`take`),
-        none of which is padding.
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y. What is padding is 0 in y, and in x where a batch is all rows, which x is then
+        aligned for, as the bits of a product may depend on it; else backends `take` copies.
         """
-        aligned = self.x.is_contiguous() and self.x.data_ptr() % ALIGNED == 0
-        if (picked or aligned) and (self.sizes == self.y.shape[1]).all():
-            return self.x, self.y
-        padding = torch.from_numpy(np.arange(self.y.shape[1]) >= self.sizes[:, None])
-        padding = self._there(padding)
-        y = self.y.masked_fill(padding.view(*padding.shape, *[1] * (self.y.dim() - 2)), 0)
-        if not picked and self.x.device.type != "cpu":  # which a look at the rows would wait for
-            shape = (*padding.shape, *[1] * (self.x.dim() - 2))
-            return self.x.masked_fill(padding.view(shape), 0), y
-        if picked or (aligned and not self.x[padding].any()):
-            return self.x, y
-        x = self.x.clone(memory_format=torch.contiguous_format)
-        x[padding] = 0
-        return x, y
+        x, y = self.x, self.y
+        full = (self.sizes == y.shape[1]).all()
+        aligned = x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+        if self._whole and not (full and aligned):
+            x = x.clone(memory_format=torch.contiguous_format)
+        if full:
+            return x, y
+        padding = np.arange(y.shape[1]) >= self.sizes[:, None]
+        of_y = self._on_device(torch.from_numpy(padding).view(*padding.shape, *[1] * (y.dim() - 2)))
+        if self._whole:
+            x.masked_fill_(of_y.view(*padding.shape, *[1] * (x.dim() - 2)), 0)
+        return x, y.masked_fill(of_y, 0)
 
-    def batches(self, whole: bool = False) -> Batches:
+    def batches(self) -> Batches:
         """For each step, of the c slots that it takes (`active`), its rows, int64 [c B] into `rows`
         and the share of each in its client's mean over the batch, float32 [c, 1, B].
 
-        With `whole`, and wherever a batch is all rows, the rows are None, for all of them in their
-        order, and the shares are [c, 1, n]: what a row outside of the batch has is 0, as has a
-        place that a smaller batch leaves empty, and every row of a client that is done.
+        Where a batch is all rows, the rows are None, for all of them in their order, and the shares
+        are [c, 1, n]. The share of padding, of a place that a smaller batch leaves empty, and of a
+        client that is done, is 0.
         """
         clients, n = self.y.shape[:2]
         steps, width = self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[:, None]
-        shares = torch.from_numpy(
-            (real / np.maximum(self.batch_sizes, 1)[:, None]).astype(np.float32)
-        )[:, None]
+        means = real / np.maximum(self.batch_sizes, 1)[:, None]
+        shares = torch.from_numpy(means.astype(np.float32))[:, None]
         index = torch.from_numpy(self.index)
-        if whole or width == n:
+        # float32 [Q, C, 1]: 1 where a client makes the step
+        making = np.arange(steps)[:, None, None] < self.steps[:, None]
+        going = torch.from_numpy(making.astype(np.float32))
+        still = any(map(len, self._done))
+        if self._whole:
             placed = torch.zeros(clients, steps, n)
             placed.scatter_add_(2, index, shares.expand(clients, steps, width))
             placed = placed.transpose(0, 1).contiguous()
-            if any(map(len, self._still)):
-                placed *= self._going()
-            every = self._there(placed[:, :, None]).unbind()
-            return [(None, each[: self.active(k)]) for k, each in enumerate(every)]
+            if still:
+                placed *= going
+            every = self._on_device(placed[:, :, None]).unbind()
+            return [(None, part[:count]) for part, count in zip(every, self._active, strict=True)]
         rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
-        shares = self._there(shares)
-        at = [each[: self.active(k) * width] for k, each in enumerate(self._there(rows))]
-        if not any(map(len, self._still)):
-            first = {count: shares[:count] for count in set(self._active)}
-            return [(each, first[self.active(k)]) for k, each in enumerate(at)]
-        going = (self._there(self._going())[..., None] * shares).unbind()
-        return [(each, going[k][: self.active(k)]) for k, each in enumerate(at)]
-
-    def _going(self) -> torch.Tensor:
-        """1 where a client makes the step, else 0: float32 [Q, C, 1]."""
-        going = np.arange(self.index.shape[1])[:, None] < self.steps
-        return torch.from_numpy(going.astype(np.float32))[:, :, None]
+        shares = self._on_device(shares)
+        cut = [
+            part[: count * width]
+            for part, count in zip(self._on_device(rows), self._active, strict=True)
+        ]
+        if still:
+            each = (self._on_device(going)[..., None] * shares).unbind()
+            return [(part, each[k][: self.active(k)]) for k, part in enumerate(cut)]
+        first = {count: shares[:count] for count in set(self._active)}
+        return [(part, first[self.active(k)]) for k, part in enumerate(cut)]
 
     def means(self, sums: torch.Tensor) -> np.ndarray:
         """The clients' mean losses, float64 [C], from the sums over their steps, float32 [C]."""
@@ -340,26 +308,25 @@ class ChunkData:
         """
         if self.clipped is None or self.clip is None:
             return
-        each = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
-        for at, found in zip(each, factors, strict=True):
-            at[: len(found)] = found.flatten(1)
-        below = each.lt(1).transpose(0, 1).cpu().numpy()
-        if below.shape[2] == self.y.shape[1]:  # of all rows, whose order a batch need not keep
+        every = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
+        for row, factor in zip(every, factors, strict=True):
+            row[: len(factor)] = factor.flatten(1)
+        below = every.lt(1).transpose(0, 1).cpu().numpy()
+        if self._whole:  # of all rows, whose order a batch need not keep
             below = np.take_along_axis(below, self.index, 2)
         slots = list(self.slots)
         steps, width = self.index.shape[1:]
-        own = self.steps[slots, None]
-        real = np.arange(width) < self.batch_sizes[slots, None]
-        made = np.arange(steps) < own
-        counted = below[slots] & real[:, None] & made[:, :, None]
-        self.clipped[slots] = counted.sum((1, 2)) / (own[:, 0] * self.batch_sizes[slots])
+        made = self.steps[slots, None]
+        batch = self.batch_sizes[slots]
+        real = (np.arange(steps) < made)[:, :, None] & (np.arange(width) < batch[:, None])[:, None]
+        self.clipped[slots] = (below[slots] & real).sum((1, 2)) / (made[:, 0] * batch)
 
 
 class Rule:
     """Any local rule, carried out on the parameters of a chunk's clients as one matrix."""
 
     def __init__(self, local: Local, model: torch.Tensor, chunk: ChunkData):
-        """`model` is x_t, float32 [D]; where clients begin elsewhere it may be [C, D]."""
+        """`model` is x_t, float32 [D]."""
         self.local = local
         self.model = model
         self.chunk = chunk
@@ -367,8 +334,8 @@ class Rule:
         self.x = model.expand(len(chunk.sizes), -1).clone()  # float32 [c, d]
         self.left: list[torch.Tensor] = []  # of slots that steps took before, the last ones first
         if chunk.starts is not None:
-            self.x = chunk.starts.begun[:, : len(model)].clone()
-            self.model = model if chunk.starts.drawn else self.x.clone()
+            self.x = chunk.starts.initial[:, : len(model)].clone()
+            self.model = model if chunk.starts.to_model else self.x.clone()
         self.state = local.fresh(self.x)
 
     @torch.no_grad()
@@ -391,27 +358,31 @@ class Rule:
     @torch.no_grad()
     def perturbed(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
         """Where the gradient of the k-th step is to be taken, float32 [c, d], from that at x."""
-        given = self._narrowed(gradient)
-        moved = self.local.perturb(self.x, given, self.state, self._at(k))
-        return moved[: len(gradient)].contiguous()
+        count = len(gradient)
+        gradient = self._narrowed(gradient)
+        moved = self.local.perturb(self.x, gradient, self.state, self._at(k))
+        return moved[:count].contiguous()
 
-    def ended(self) -> torch.Tensor:
+    def final(self) -> torch.Tensor:
         """x after the last step, of all slots, float32 [C, d]."""
         return torch.cat([self.x, *reversed(self.left)]) if self.left else self.x
 
     def _narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradients for as many slots as the rule goes on with: those that they are of, [c, d],
-        or all before, with 0, where nobody knows what of the state is each client's.
+        """The gradients of the slots that the rule goes on with: [c, d], or all before, with 0,
+        where the state may not be cut by clients.
         """
         count = len(gradient)
         more = len(self.x) - count
         if not more:
             return gradient
-        if not all(_of_clients(leaf, len(self.x)) for leaf in tree_leaves(self.state)):
+        if not all(_by_client(part, len(self.x)) for part in tree_leaves(self.state)):
             return torch.cat([gradient, gradient.new_zeros(more, gradient.shape[1])])
         self.left.append(self.x[count:].clone())
         self.x = self.x[:count]
-        self.state = tree_map(lambda each: _first(each, count), self.state)
+        self.state = tree_map(
+            lambda part: part[:count] if isinstance(part, torch.Tensor) and part.dim() else part,
+            self.state,
+        )
         if self.corrections is not None:
             self.corrections = self.corrections[:count]
         if self.model.dim() == 2:
@@ -422,18 +393,11 @@ class Rule:
         return Step(k, self.chunk.rate(k), self.model)
 
 
-def _of_clients(part: Any, count: int) -> bool:
-    """Whether a part of what a rule keeps is a matrix with a row for each of `count` clients, or
-    one number for all.
-    """
+def _by_client(part: Any, count: int) -> bool:
+    """Whether a part of a rule's state is a matrix with a row for each client, or one number."""
     if isinstance(part, torch.Tensor):
         return part.dim() == 0 or (part.dim() > 1 and len(part) == count)
     return part is None or isinstance(part, (int, float))
-
-
-def _first(part: Any, count: int) -> Any:
-    """A part of what a rule keeps (see `_of_clients`), of the first clients."""
-    return part[:count] if isinstance(part, torch.Tensor) and part.dim() else part
 
 
 def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -458,36 +422,36 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     return (bound / norms).clamp(max=1).add(norms, alpha=0)
 
 
-class Backend:
-    """Carries out a local rule. Made once from the module, which it never changes."""
+# what may be asked of a backend, in the words in which it is refused
+LOCAL_PARAMETERS = "local parameters of clients"
+LOCAL_BUFFERS = "local buffers of clients"
+BFLOAT16 = "products in bfloat16"
+CLIPPED = "clipping of each sample"
+UNCLIPPED = "samples that are not clipped"
+CORRECTIONS = "corrections of the gradients"
+TRAIN = "a user-defined train"
+PERTURBED = "a second gradient in a step"
+ANY_RULE = "a rule that is not linear"
 
-    # whether it clips each sample's gradient and adds the step's noise; None: it can do both
-    private: ClassVar[bool | None] = None
-    corrects: ClassVar[bool] = True  # whether it adds `ChunkData.corrections`
-    linear: ClassVar[bool] = False  # whether it carries out linear rules alone (`Local.linear`)
-    # whether a client's bits may depend on how many rows it is padded to, beyond a batch's
-    padded: ClassVar[bool] = True
+ALL = {LOCAL_PARAMETERS, BFLOAT16, CLIPPED, UNCLIPPED, CORRECTIONS, PERTURBED, ANY_RULE}
+
+
+class Backend:
+    """Carries out a local rule. Made once from the module, which it never changes. Raises
+    `raydpfl.models.linear_stack.NoStack`, or whatever the module does, where it does not fit.
+    """
+
+    can: ClassVar[frozenset[str]]  # of what may be asked, see above
     # products of a row with a weight that take as long as the calls of a chunk's step
     calls: ClassVar[int] = 1 << 21
-    # where a step takes no more than these of a chunk's clients, as the others have made theirs,
-    # each is trained by itself, with other bits: such a chunk is not trained together with others
-    few: ClassVar[int] = 0
-    twice: ClassVar[bool] = False  # whether it can take two gradients a step (`Local.perturb`)
-    trains: ClassVar[bool] = False  # whether it can leave training to `Local.train`
     # whether a slot is trained when it is asked for, and not before
     one_by_one: ClassVar[bool] = False
-
-    # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients, each by
-    # itself: a client's bits depend on its own rows, batches and steps alone, and updates can be
-    # added up as they are trained (`ChunkData.into`)
+    # whether the threads of compiled code (`raydpfl.core.native.use`) train its clients: a client's
+    # bits depend on its own rows, batches and steps alone, and updates can be added up as they are
+    # trained (`ChunkData.into`)
     threads: ClassVar[bool] = False
-    half: ClassVar[bool] = False  # whether it can take products in bfloat16
-    # whether clients can begin at `ChunkData.starts`; and with buffers of their own too
-    starts: ClassVar[bool] = False
-    buffers: ClassVar[bool] = False
 
-    # the working copy of the module, where its own code is run
-    module: nn.Module | None = None
+    module: nn.Module | None = None  # the working copy, where its own code is run
     # of products; TF32 is a setting of the process (`raydpfl.core.device.settle`)
     precision: Precision = "float32"
 
@@ -496,80 +460,12 @@ class Backend:
         self.device = device
         self.task = task
 
-    def low(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Where the module's own code is run, in the precision that is asked for."""
         if self.precision != "bfloat16":
             return nullcontext()
         # without a cache: parameters change from step to step
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-
-    @classmethod
-    def lacks(cls, local: Local, clip: float | None) -> str | None:
-        """What of the rule, the corrections and the clipping of each sample (`clip`) that are asked
-        for it cannot carry out, in words; None: it can.
-        """
-        if cls.private is not None and cls.private != (clip is not None):
-            return "clipping of each sample" if clip is not None else "samples that are not clipped"
-        if local.corrects and not cls.corrects:
-            return "corrections of the gradients"
-        if local.trains and not cls.trains:
-            return "a train of one's own"
-        if local.perturbs and not (cls.twice and clip is None):
-            return "a second gradient in a step" + (", clipped" if clip is not None else "")
-        if cls.linear and local.linear() is None:
-            return "a rule that is not linear"
-        return None
-
-    @classmethod
-    def costs(cls, local: Local, sizes: np.ndarray, d: int) -> np.ndarray | None:
-        """By what chunks are cut, float64 [3, r], for clients that have so many rows: the steps
-        that each makes; what the calls of a chunk cost of which it is the largest; and what a step
-        of any client of that chunk costs. The latter two in products of a row with a weight:
-        `calls` for each of the largest client's steps, and for a step what a batch of its rows
-        takes, and the weights, which are read and written.
-
-        Args:
-            local: the rule.
-            sizes: rows of r clients, int64 [r].
-            d: parameters of the model.
-
-        Returns:
-            None for a backend that trains clients one by one.
-        """
-        if cls.threads or cls.one_by_one:
-            return None
-        steps = local.step_counts(sizes)
-        rows = local.batch_sizes(sizes)
-        return np.stack([steps, steps * cls.calls, (rows + WEIGHTS) * d]).astype(np.float64)
-
-    def fits(self, clip: float | None) -> None:
-        """Raises `raydpfl.models.linear_stack.NoStack` where it can clip each sample of other
-        models, and not of this one.
-        """
-        return
-
-    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """How many numbers of each array it keeps at once for a client, by which chunks are trained
-        together: as many as fit, and where every chunk's part of every array is aligned.
-
-        Args:
-            rows: the client's, after padding.
-            features: numbers of a row.
-            batch: rows of a batch.
-            clip: whether each sample's gradient is clipped.
-
-        Returns:
-            None for a backend that trains every chunk by itself, because it gains nothing or would
-            give other bits.
-        """
-        return None
-
-    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """How many numbers of a client each array has whose values' bits may depend on their place
-        in it: chunks are trained together where each chunk's part fills vectors of the processor.
-        Arguments as for `arrays`.
-        """
-        return ()
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
         """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to the
@@ -588,8 +484,7 @@ class Backend:
         one by one, else as `ChunkData.blocks` says.
 
         `parameters` is the model, float32 [D], all that is trained in the order of the module's
-        parameters; so are the updates. A diverged update is passed on as it is. A backend that
-        clips fills a slot of `chunk.clipped` by the time that it gives it, as does one that takes
-        `chunk.starts` theirs.
+        parameters; so are the updates. A diverged update is passed on as it is. A slot of
+        `chunk.clipped` and of `chunk.starts` is filled by the time that it is given.
         """
         raise NotImplementedError

@@ -36,6 +36,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,11 +44,19 @@ from torch import nn
 
 from raydpfl.core import native
 from raydpfl.core.prng import Purpose
-from raydpfl.methods.local.base import LinearRule, Local
+from raydpfl.methods.local.base import Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import Backend, Block, ChunkData, StepNoise, Sum
-from raydpfl.training.backends.fused import step_factors
+from raydpfl.training.backends.base import (
+    CLIPPED,
+    UNCLIPPED,
+    Backend,
+    Block,
+    ChunkData,
+    StepNoise,
+    Sum,
+)
+from raydpfl.training.backends.fused import closed_form, step_factors
 from raydpfl.training.span_noise import lengths, responses, step_noises
 
 CHUNKS = 16  # numbers of a vector
@@ -58,33 +67,33 @@ MOST = 64  # layers
 ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of linear.c
 
 
+def _fields(**names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a struct, in the order of the types."""
+    kinds = {"i": ctypes.c_int64, "u": ctypes.c_uint64, "f": ctypes.c_float, "d": ctypes.c_double}
+    kinds["p"] = ctypes.c_void_p
+    return tuple((name, kinds[key[0]]) for key, part in names.items() for name in part.split())
+
+
 class _Job(ctypes.Structure):
     """Job of linear.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "p", "steps", "batch", "d", "layers")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("inputs", "outputs", "weights", "biases", "activations")
-        ),
-        *((name, ctypes.c_void_p) for name in ("model", "columns", "responses", "lengths")),
-        *((name, ctypes.c_int64) for name in ("squares", "noised")),
-        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
-        *((name, ctypes.c_float) for name in ("keep", "step", "decay", "proximal")),
-        *((name, ctypes.c_float) for name in ("momentum", "lr", "clip")),
+    _fields_ = _fields(
+        i1="n p steps batch d layers",
+        p="inputs outputs weights biases activations model columns responses lengths",
+        i2="squares noised",
+        u="seed purpose round",
+        f="keep step decay proximal momentum lr clip",
     )
 
 
 class _Sum(ctypes.Structure):
     """Sum of chunk.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("most", "above", "beside")),
-        *((name, ctypes.c_double) for name in ("step", "largest", "std")),
-        *((name, ctypes.c_uint64) for name in ("seed", "purpose", "round")),
-        *((name, ctypes.c_void_p) for name in ("clients", "draws", "weights", "factors", "found")),
-        ("threads", ctypes.c_int64),
-        ("fits", ctypes.c_longlong),
+    _fields_ = _fields(
+        d="most above beside step largest std",
+        u="seed purpose round",
+        p="clients draws weights factors found",
+        i="threads fits",
     )
 
 
@@ -93,9 +102,7 @@ class Compiled(Backend):
     between them, and where nothing can be compiled.
     """
 
-    linear = True
-    corrects = False
-    padded = False
+    can = frozenset({CLIPPED, UNCLIPPED})
     threads = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -104,78 +111,69 @@ class Compiled(Backend):
         reason = unfit(self.layers)
         if device.type != "cpu":
             reason = "compiled code is for the CPU"
-        if task.closed() is None:
-            reason = f"the gradient of the loss of task {task.kind} is not written out here"
         if reason:
             raise NoStack(reason)
-        facts = np.array([_facts(layer) for layer in self.layers], np.int64)
-        self._facts = np.ascontiguousarray(facts.T)
+        self.squares = closed_form(task) == "squares"
+        linear = local.linear()
+        assert linear is not None  # as it can do no other rule
+        self.linear = linear
+        # rows of _Job: inputs, outputs, weights, biases, activations
+        self._facts = np.array(
+            [
+                [layer.inputs for layer in self.layers],
+                [layer.outputs for layer in self.layers],
+                [layer.weight for layer in self.layers],
+                [-1 if layer.bias is None else layer.bias for layer in self.layers],
+                [ACTIVATIONS.index(layer.activation) for layer in self.layers],
+            ],
+            np.int64,
+        )
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         """See `raydpfl.training.backends.base.Backend`."""
-        compiled = native.library()
-        linear = self.local.linear()
-        assert compiled is not None and linear is not None  # as the backend says
         first = self.layers[0]
+        _check(chunk, first.inputs, self.layers[-1].outputs, self.squares)
         columns = np.zeros((first.inputs + 1, -(-first.outputs // CHUNKS) * CHUNKS), np.float32)
-        weight, *bias = (view.numpy() for view in first.views(parameters))
+        weight, *bias = (part.numpy() for part in first.views(parameters))
         columns[:-1, : first.outputs] = weight.T
         columns[-1, : first.outputs] = bias[0][0] if bias else 0
-        shrinks, answers = responses(linear, chunk.lr, chunk.index.shape[1])
-        gammas = np.array(shrinks, np.float32)[chunk.steps]
-        given = (chunk.x, chunk.y, chunk.sizes, chunk.index, chunk.batch_sizes, chunk.steps, gammas)
-        arrays = [_plain(each) for each in (*given, *_drawn_by(chunk.noise))]
-        clipped = chunk.clipped if chunk.clip is not None else None
-        job, kept = self._job(parameters, chunk, linear, columns, np.array(answers))
-        _check(chunk, first.inputs, self.layers[-1].outputs, bool(job.squares))
-        most = BLOCK if chunk.into is None else ADDED
-        blocks = [slots for _, slots in chunk.blocks(parameters.numel(), most)]
-        training = _Training(job, blocks, [*arrays, clipped])
-        yield from training.given() if chunk.into is None else training.added(chunk.into)
-        del kept
-
-    def _job(
-        self,
-        parameters: torch.Tensor,
-        chunk: ChunkData,
-        linear: LinearRule,
-        columns: np.ndarray,
-        answers: np.ndarray,
-    ) -> tuple[_Job, Sequence[object]]:
-        """The job, and what it points to."""
         steps, batch = chunk.index.shape[1:]
+        shrinks, answers = responses(self.linear, chunk.lr, steps)
         model = parameters.contiguous().numpy()
+        shared = (model, columns, np.array(answers, np.float32), lengths(answers))
         noise = chunk.noise
-        given = (model, columns, answers.astype(np.float32), lengths(answers))
         key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
+        linear = self.linear
         job = _Job(
-            *(chunk.y.shape[1], self.layers[0].inputs, steps, batch, len(model), len(self.layers)),
-            *(_at(row).value for row in self._facts),
-            *(_at(array).value for array in given),
-            *(int(self.task.closed() == "squares"), int(noise is not None), *key),
+            *(chunk.y.shape[1], first.inputs, steps, batch, len(model), len(self.layers)),
+            *(_at(array).value for array in (*self._facts, *shared)),
+            *(int(self.squares), int(noise is not None), *key),
             *step_factors(linear, chunk.lr),
             *(linear.decay, linear.proximal, linear.momentum, chunk.lr, chunk.clip or 0),
         )
-        return job, given
+        drawn_by: tuple[np.ndarray, ...] = (np.zeros(0),) * 3  # not looked at
+        if noise is not None:  # empty slots have the client -1
+            names = noise.clients.astype(np.uint64), noise.draws.astype(np.uint64)
+            drawn_by = (noise.stds.astype(np.float32), *names)
+        gammas = np.array(shrinks, np.float32)[chunk.steps]
+        of_chunk = (chunk.x.numpy(), chunk.y.numpy(), chunk.sizes, chunk.index, chunk.batch_sizes)
+        arrays = [*map(np.ascontiguousarray, (*of_chunk, chunk.steps, gammas, *drawn_by))]
+        clipped = None if chunk.clip is None else chunk.clipped
+        most = BLOCK if chunk.into is None else ADDED
+        blocks = [slots for _, slots in chunk.blocks(parameters.numel(), most)]
+        training = _Training(job, blocks, (*arrays, clipped), shared)
+        yield from training.separate() if chunk.into is None else training.added(chunk.into)
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
         """See `raydpfl.training.backends.base.Backend`."""
-        linear = self.local.linear()
-        assert linear is not None  # as the backend says
-        answers = responses(linear, lr, steps)[1]
-        batch = int(self.local.batch_sizes(np.array([len(x)]))[0])
+        answers = responses(self.linear, lr, steps)[1]
+        batch = self.local.batch_size(len(x))
         return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
-
-    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Backend`. Wherever a client's rows lie, it has
-        the same bits.
-        """
-        return (-(-rows * features // 4) * 4,)
 
 
 class _Training:
     """The clients of a chunk in training, at the slots of these blocks. `arrays`: what
-    raydpfl_begin is given of the chunk.
+    raydpfl_begin takes of the chunk; `shared`: what the job points to.
     """
 
     def __init__(
@@ -183,77 +181,78 @@ class _Training:
         job: _Job,
         blocks: Sequence[np.ndarray],
         arrays: Sequence[np.ndarray | None],
+        shared: Sequence[np.ndarray],
     ):
         self._job = job
         self._blocks = blocks
         self._arrays = arrays
+        self._shared = shared  # alive as long as the job
         self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
         self._count = sum(map(len, blocks))
         self._places = np.zeros(self._count, np.uintp)
         self._losses, self._norms = np.empty((2, self._count))
 
-    def given(self) -> Iterator[Block]:
+    def separate(self) -> Iterator[Block]:
         """The blocks, of which threads train some ahead of what is asked for."""
         ahead = 2 * native.threads() - 1
         d = self._job.d
-        room: deque[torch.Tensor] = deque()  # of this block and those ahead
-        with self._begun(None) as train:
+        updates: deque[torch.Tensor] = deque()  # of this block and those ahead
+        with self._started(None) as train:
             for k, slots in enumerate(self._blocks):
-                for each in range(k + len(room), min(k + ahead, len(self._blocks))):
-                    some = len(self._blocks[each])
-                    end = self._ends[each]
-                    room.append(torch.empty(some, d))
-                    first = room[-1].data_ptr()
-                    self._places[end - some : end] = first + 4 * d * np.arange(some)
-                train(self._ends[k], self._ends[k + len(room) - 1])
-                yield self._block(k, slots, room.popleft())
+                for later in range(k + len(updates), min(k + ahead, len(self._blocks))):
+                    count = len(self._blocks[later])
+                    end = self._ends[later]
+                    updates.append(torch.empty(count, d))
+                    first = updates[-1].data_ptr()
+                    self._places[end - count : end] = first + 4 * d * np.arange(count)
+                train(self._ends[k], self._ends[k + len(updates) - 1])
+                yield self._block(k, slots, updates.popleft())
 
     def added(self, into: Sum) -> Iterator[Block]:
         """The blocks without their updates, which are added up."""
-        who = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
-        arrays = (*who, into.weights, into.factors, into.found)
+        names = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
+        arrays = (*names, into.weights, into.factors, into.totals)
         key = (into.seed, Purpose.CLIENT_NOISE, into.t)
+        limits = into.grid.step, into.grid.most
         places = (_at(array).value for array in arrays)
-        grid = into.grid
-        limits = grid.step, grid.most
-        called = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.found), 1)
+        summing = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.totals), 1)
         nothing = torch.empty(0, self._job.d)
-        with self._begun(called) as train:
+        with self._started(summing) as train:
             for k, slots in enumerate(self._blocks):
                 train(self._ends[k], self._count)
-                into.fits[0] = bool(called.fits)
+                into.fits[0] = bool(summing.fits)
                 yield self._block(k, slots, nothing)
 
     @contextmanager
-    def _begun(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
-        """What has the first so many clients trained, and those below a limit where threads are
-        free.
+    def _started(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
+        """A function that has the first so many clients trained, and those below a limit where
+        threads are free.
         """
         compiled = native.library()
         assert compiled is not None  # as the backend says
         done = np.zeros(self._count, np.uint8)
         slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
-        given = (slots, *self._arrays, self._places, self._losses, self._norms, done)
+        arrays = (slots, *self._arrays, self._places, self._losses, self._norms, done)
         count = ctypes.c_int64(self._count)
         added = None if into is None else ctypes.byref(into)
         compiled.raydpfl_begin.restype = ctypes.c_void_p
-        begun = compiled.raydpfl_begin(ctypes.byref(self._job), count, *map(_at, given), added)
-        if not begun:
+        running = compiled.raydpfl_begin(ctypes.byref(self._job), count, *map(_at, arrays), added)
+        if not running:
             raise MemoryError("no memory for the outputs of a client's rows")
 
         def train(end: int, limit: int) -> None:
-            nonlocal begun
+            nonlocal running
             bounds = ctypes.c_int64(end), ctypes.c_int64(limit)
-            compiled.raydpfl_train(ctypes.c_void_p(begun), *bounds)
+            compiled.raydpfl_train(ctypes.c_void_p(running), *bounds)
             if end == self._count:  # the threads are free to add up the last block
-                compiled.raydpfl_end(ctypes.c_void_p(begun))
-                begun = None
+                compiled.raydpfl_end(ctypes.c_void_p(running))
+                running = None
 
         try:
             yield train
         finally:
-            if begun is not None:
-                compiled.raydpfl_end(ctypes.c_void_p(begun))
+            if running is not None:
+                compiled.raydpfl_end(ctypes.c_void_p(running))
 
     def _block(self, k: int, slots: np.ndarray, updates: torch.Tensor) -> Block:
         here = slice(self._ends[k] - len(slots), self._ends[k])
@@ -269,12 +268,6 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
         return f"{others[0]} is not compiled"
     reason = native.found()
     return reason if isinstance(reason, str) else None
-
-
-def _facts(layer: Layer) -> tuple[int, ...]:
-    bias = -1 if layer.bias is None else layer.bias
-    kind = ACTIVATIONS.index(layer.activation)
-    return layer.inputs, layer.outputs, layer.weight, bias, kind
 
 
 def _check(chunk: ChunkData, inputs: int, outputs: int, squares: bool) -> None:
@@ -294,19 +287,6 @@ def _check(chunk: ChunkData, inputs: int, outputs: int, squares: bool) -> None:
     real = y[np.arange(y.shape[1]) < chunk.sizes[:, None]]
     if len(real) and not (real.min() >= 0 and real.max() < outputs):
         raise RuntimeError(f"a target is not one of the model's {outputs} classes")
-
-
-def _plain(array: torch.Tensor | np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array.numpy() if isinstance(array, torch.Tensor) else array)
-
-
-def _drawn_by(noise: StepNoise | None) -> tuple[np.ndarray, ...]:
-    """Each client's std and key, or numbers that are not looked at."""
-    if noise is None:
-        return (np.zeros(0),) * 3
-    stds = noise.stds.astype(np.float32)
-    # empty slots have the client -1
-    return stds, noise.clients.astype(np.uint64), noise.draws.astype(np.uint64)
 
 
 def _at(array: np.ndarray | None) -> ctypes.c_void_p:

@@ -20,14 +20,14 @@ raydpfl.models.linear_stack.NoStack: Dropout is not supported
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from raydpfl.core import native
 from raydpfl.methods.local.base import Local
@@ -47,6 +47,8 @@ from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.layers.pooled_convolution import Filters, Window
 
 aten = torch.ops.aten
+MIXED = "it is more than convolutions, and linear layers after them"
+POOLING = ("kernel_size", "stride", "padding", "dilation")
 
 
 @dataclass(frozen=True)
@@ -68,92 +70,83 @@ class Parameter:
         return self.of(flat).permute(self.axes)
 
 
-def _add_product(
-    to: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
-) -> None:
-    """to <- beta to + alpha a @ b, for float32 `to` and a, b in float32 or bfloat16; with beta 0
-    whatever `to` holds.
-    """
-    if a.dtype == to.dtype:
-        to.addmm_(a, b, beta=beta, alpha=alpha)
-    else:
-        (to.mul_(beta) if beta else to.zero_()).add_(a @ b, alpha=alpha)
-
-
 @dataclass(frozen=True)
 class Gradients:
-    """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`.
-    `low` is `flat` in the precision of products.
-    """
+    """What becomes of a gradient: the step of `flat` is made with it, or it is written to `out`."""
 
     flat: torch.Tensor
-    low: torch.Tensor
     out: torch.Tensor
     descent: Descent | None
 
     def product(self, parameter: Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
-        """The gradient by a parameter, as a matrix, is a @ b."""
+        """The gradient by a parameter, as a matrix, is a @ b, in float32 or bfloat16."""
         if self.descent is None:
-            _add_product(parameter.of(self.out).view(len(a), -1), a, b, beta=0, alpha=1)
-            return
-        now = parameter.of(self.flat).view(len(a), -1)
-        _add_product(now, a, b, beta=self.descent.shrink, alpha=-self.descent.lr)
+            to, beta, alpha = self.out, 0.0, 1.0
+        else:
+            to, beta, alpha = self.flat, self.descent.shrink, -self.descent.lr
+        now = parameter.of(to).view(len(a), -1)
+        if a.dtype == now.dtype:
+            now.addmm_(a, b, beta=beta, alpha=alpha)
+        else:
+            (now.mul_(beta) if beta else now.zero_()).add_(a @ b, alpha=alpha)
 
     def add(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         """`gradient` is in the order of `raydpfl.models.flatten`."""
         if self.descent is None:
             parameter.outside(self.out).copy_(gradient)
             return
-        now = parameter.of(self.flat)
         if self.descent.shrink != 1:
-            now.mul_(self.descent.shrink)
+            parameter.of(self.flat).mul_(self.descent.shrink)
         parameter.outside(self.flat).sub_(gradient, alpha=self.descent.lr)
 
 
-class Apart:
-    """The gradients of single samples by a link's parameters."""
-
-    def squares(self) -> torch.Tensor:
-        """Their squared norms, float32 [B]."""
-        raise NotImplementedError
-
-    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
-        """What becomes of their sum, weighted by `factors`, float32 [B]."""
-        raise NotImplementedError
-
-    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient by the link's input."""
-        raise NotImplementedError
-
-
 class Link:
-    """A layer of the chain."""
+    """A layer of the chain. `saved` is what `forward` and `backward` keep of a pass."""
 
     parameters: tuple[Parameter, ...] = ()
 
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """Its output, and what `backward` needs of the pass."""
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Its output, and what is saved, from its input and all parameters."""
         raise NotImplementedError
 
     def backward(
-        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
         """The gradient by its input from `g`, that by its output; anything for the first link."""
         raise NotImplementedError
 
-    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart | None:
-        """The gradients of single samples, from `g`, that by its output; None: no parameters."""
-        return None
+    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
+        """The squared norms of single samples' gradients by its parameters, float32 [B]."""
+        raise NotImplementedError
+
+    def total(
+        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
+    ) -> None:
+        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Convolution(Link):
+class LayerLink(Link):
+    """A link with parameters."""
+
+    weight: Parameter
+    bias: Parameter | None
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def _bias(self, flat: torch.Tensor) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.of(flat)
+
+
+@dataclass(frozen=True)
+class Convolution(LayerLink):
     """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
     operators for them.
     """
 
-    weight: Parameter
-    bias: Parameter | None
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
@@ -161,88 +154,89 @@ class Convolution(Link):
     pool: tuple[Any, ...] | None = None
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    @property
     def compiled(self) -> bool:
         """Whether it is for compiled code, with its pooling, in float32 on the CPU."""
         return self.pool is not None and self.groups == 1 and list(self.dilation) == [1, 1]
 
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """See `Link`."""
-        bias = None if self.bias is None else self.bias.of(flat)
+        bias = self._bias(flat)
         if self.compiled and a.device.type == "cpu" and a.dtype == torch.float32:
             assert self.pool is not None
             window = Window(self.weight.shape[1:3], self.stride, self.padding, self.pool)
             filters = Filters(a, self.weight.shape[0], window)
-            return filters.maxima(self.weight.of(flat), bias), (filters,)
+            return filters.maxima(self.weight.of(flat), bias), [filters]
         weight = self.weight.outside(flat)
         z = F.conv2d(a, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if self.pool is None:
-            return z, (a, None, None)
+            return z, [a, None, None]
         maxima, where = aten.max_pool2d_with_indices(z, *self.pool)
-        return maxima, (a, z, where)
+        return maxima, [a, z, where]
 
     def backward(
-        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
         """See `Link`."""
-        if self.bias is not None:
-            gradients.add(self.bias, g.sum((0, 2, 3)))
-        if len(kept) == 1:
-            part = self.apart(g, kept)
-            by_input = g if first else part.by_input(gradients.low)
-            part.add(gradients)
-            return by_input
-        a, z, where = kept
-        weight = self.weight.outside(gradients.low)
+        if len(saved) == 1:
+            saved[0].follow(g)
+            return g if first else saved[0].by_images(self.weight.of(flat))
+        a, z, where = saved
+        weight = self.weight.outside(flat)
         if self.pool is not None:
             scatter = aten.max_pool2d_with_indices_backward.grad_input
             g = scatter(g, z, *self.pool, where, grad_input=z)  # z is no longer needed
         geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
         wanted = (not first, True, False)
         by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, wanted)
-        gradients.add(self.weight, by_weight)
+        saved[:] = [by_weight, None]
         return by_input
 
-    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> _Filtered:
+    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
         """See `Link`."""
-        (filters,) = kept
-        filters.follow(g)
-        return _Filtered(self, g, filters)
+        squares = saved[0].squares()
+        return squares if self.bias is None else squares + g.sum((2, 3)).square().sum(1)
+
+    def total(
+        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
+    ) -> None:
+        """See `Link`."""
+        if self.bias is not None:
+            to.add(self.bias, g.sum((0, 2, 3)) if factors is None else factors @ g.sum((2, 3)))
+        if len(saved) == 1:
+            by_weight = saved[0].total(factors).view(self.weight.shape).permute(self.weight.axes)
+        else:
+            by_weight = saved[0]
+        to.add(self.weight, by_weight)
 
 
 @dataclass(frozen=True)
-class _Filtered(Apart):
-    link: Convolution
-    g: torch.Tensor
-    filters: Filters
+class Dense(LayerLink):
+    """A linear layer."""
 
-    def squares(self) -> torch.Tensor:
-        """See `Apart`."""
-        found = self.filters.squares()
-        if self.link.bias is None:
-            return found
-        return found + self.g.sum((2, 3)).square().sum(1)
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """See `Link`."""
+        return F.linear(a, self.weight.of(flat).flatten(1), self._bias(flat)), [a]
 
-    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
-        """See `Apart`."""
-        self.add(gradients, factors)
-        if self.link.bias is not None:
-            gradients.add(self.link.bias, factors @ self.g.sum((2, 3)))
+    def backward(
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+    ) -> torch.Tensor:
+        """See `Link`."""
+        return g @ self.weight.of(flat).flatten(1)
 
-    def add(self, gradients: Gradients, factors: torch.Tensor | None = None) -> None:
-        """What becomes of the sum, or of that weighted by `factors`, of the gradients by the
-        filters.
-        """
-        weight = self.link.weight
-        found = self.filters.total(factors).view(weight.shape)
-        gradients.add(weight, found.permute(weight.axes))
+    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
+        """See `Link`."""
+        (a,) = saved
+        inputs = a.square().sum(1) + ((self.bias is not None) + LOST * a.shape[1])
+        return inputs * (g.square().sum(1) + LOST * g.shape[1])
 
-    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
-        """See `Apart`."""
-        return self.filters.by_images(self.link.weight.of(flat))
+    def total(
+        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
+    ) -> None:
+        """See `Link`."""
+        g = g if factors is None else g * factors[:, None]
+        to.product(self.weight, g.T, *saved)
+        if self.bias is not None:
+            to.add(self.bias, g.sum(0))
 
 
 @dataclass(frozen=True)
@@ -251,88 +245,32 @@ class Pointwise(Link):
 
     activation: Activation
 
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """See `Link`."""
         a = self.activation.forward(a)
-        return a, (a,)
+        return a, [a]
 
     def backward(
-        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
         """See `Link`."""
-        return self.activation.backward_(g, *kept)
+        return self.activation.backward_(g, *saved)
 
 
 @dataclass(frozen=True)
 class Flat(Link):
     """An image as a row, channels last."""
 
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """See `Link`."""
         images = a.permute(0, 2, 3, 1)
-        return images.reshape(len(a), -1), (images.shape,)
+        return images.reshape(len(a), -1), [images.shape]
 
     def backward(
-        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
         """See `Link`."""
-        return g.view(*kept).permute(0, 3, 1, 2)
-
-
-@dataclass(frozen=True)
-class Dense(Link):
-    """A linear layer."""
-
-    weight: Parameter
-    bias: Parameter | None
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """See `Link`."""
-        weight = self.weight.of(flat).flatten(1)
-        return F.linear(a, weight, None if self.bias is None else self.bias.of(flat)), (a,)
-
-    def backward(
-        self, g: torch.Tensor, kept: tuple[Any, ...], gradients: Gradients, first: bool
-    ) -> torch.Tensor:
-        """See `Link`."""
-        (a,) = kept
-        by_input = g @ self.weight.of(gradients.low).flatten(1)
-        gradients.product(self.weight, g.T, a)
-        if self.bias is not None:
-            gradients.add(self.bias, g.sum(0))
-        return by_input
-
-    def apart(self, g: torch.Tensor, kept: tuple[Any, ...]) -> Apart:
-        """See `Link`."""
-        return _Products(self, g, *kept)
-
-
-@dataclass(frozen=True)
-class _Products(Apart):
-    link: Dense
-    g: torch.Tensor
-    a: torch.Tensor
-
-    def squares(self) -> torch.Tensor:
-        """See `Apart`."""
-        ones = self.link.bias is not None
-        inputs = self.a.square().sum(1) + (ones + LOST * self.a.shape[1])
-        return inputs * (self.g.square().sum(1) + LOST * self.g.shape[1])
-
-    def total(self, factors: torch.Tensor, gradients: Gradients) -> None:
-        """See `Apart`."""
-        scaled = self.g * factors[:, None]
-        gradients.product(self.link.weight, scaled.T, self.a)
-        if self.link.bias is not None:
-            gradients.add(self.link.bias, scaled.sum(0))
-
-    def by_input(self, flat: torch.Tensor) -> torch.Tensor:
-        """See `Apart`."""
-        return self.g @ self.link.weight.of(flat).flatten(1)
+        return g.view(*saved).permute(0, 3, 1, 2)
 
 
 def unpooled(chain: Sequence[Link]) -> str | None:
@@ -342,11 +280,8 @@ def unpooled(chain: Sequence[Link]) -> str | None:
             return "samples are clipped by hand where one max-pooling follows each convolution"
         if isinstance(link, Convolution) and list(link.dilation) != [1, 1]:
             return "a dilated convolution's samples are not clipped by hand"
-    found = native.found()
-    return found if isinstance(found, str) else None
-
-
-MIXED = "it is more than convolutions, and linear layers after them"
+    library = native.found()
+    return library if isinstance(library, str) else None
 
 
 @dataclass(frozen=True)
@@ -363,129 +298,108 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     """
     places = places_of(module)
     chain: list[Link] = []
-    for each in reversed([_found(places, call) for call in backwards(module)]):
-        if isinstance(each, _Pool):
-            _attach(each, chain)
-        elif isinstance(each, Pointwise) and chain and isinstance(chain[-1], Pointwise):
+    for link in reversed([_link(places, call) for call in backwards(module)]):
+        if isinstance(link, _Pool):
+            _attach(link, chain)
+        elif isinstance(link, Pointwise) and chain and isinstance(chain[-1], Pointwise):
             raise NoStack("an activation follows another")
-        elif each is not None:
-            chain.append(each)
+        elif link is not None:
+            chain.append(link)
     kinds = [type(link) for link in chain]
     if places or kinds.count(Flat) != 1:
         raise NoStack(MIXED)
     flat = kinds.index(Flat)
-    images = {Convolution, Pointwise}
-    rows = {Dense, Pointwise}
     begins = kinds[0] is Convolution and kinds[flat + 1 : flat + 2] == [Dense]
-    if not begins or set(kinds[:flat]) - images or set(kinds[flat + 1 :]) - rows:
+    mixed = set(kinds[:flat]) - {Convolution, Pointwise} or set(kinds[flat + 1 :]) - {
+        Dense,
+        Pointwise,
+    }
+    if not begins or mixed:
         raise NoStack(MIXED)
+    # the first linear layer has its columns in the order of images with channels last
+    dense = chain[flat + 1]
+    assert isinstance(dense, Dense)
+    outputs, inputs = dense.weight.shape
     channels = [link.weight.shape[0] for link in chain if isinstance(link, Convolution)][-1]
-    chain[flat + 1] = _channels_last(chain[flat + 1], channels)
+    if inputs % channels:
+        raise NoStack("its first linear layer does not take the images")
+    shape = (outputs, inputs // channels, channels)
+    chain[flat + 1] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
     return tuple(chain)
 
 
 def _attach(pool: _Pool, chain: list[Link]) -> None:
-    """Gives the pooling to the convolution before it, from which an activation may part it."""
-    place = len(chain) - 1
-    if chain and isinstance(chain[place], Pointwise):
-        place -= 1
+    """Gives the pooling to the convolution before it, behind an activation or not."""
+    place = len(chain) - (2 if chain and isinstance(chain[-1], Pointwise) else 1)
     before = chain[place] if place >= 0 else None
     if not isinstance(before, Convolution) or before.pool is not None:
         raise NoStack("max-pooling that follows no convolution is not supported")
     chain[place] = replace(before, pool=pool.arguments)
 
 
-def _channels_last(dense: Link, channels: int) -> Dense:
-    """The layer after the images are made rows, with its columns in their order."""
-    assert isinstance(dense, Dense)
-    outputs, inputs = dense.weight.shape
-    if inputs % channels:
-        raise NoStack("its first linear layer does not take the images")
-    shape = (outputs, inputs // channels, channels)
-    return replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
-
-
-def _found(places: dict[int, int], call: nn.Module | Call) -> Link | _Pool | None:
+def _link(places: dict[int, int], call: nn.Module | Call) -> Link | _Pool | None:
     """What a layer or a call is; None for what changes nothing."""
     if type(call) is nn.Conv2d:
-        return _convolution(places, call)
+        check_unhooked(call)
+        if isinstance(call.padding, str) or call.padding_mode != "zeros":
+            raise NoStack("a convolution whose padding is not so many zeros is not supported")
+        outputs, inputs, height, width = call.weight.shape
+        place, of_bias = taken(places, call.weight, call.bias)
+        weight = Parameter(place, (outputs, height, width, inputs), (0, 3, 1, 2))
+        bias = _bias(of_bias, outputs)
+        return Convolution(weight, bias, call.stride, call.padding, call.dilation, call.groups)
     if type(call) is nn.MaxPool2d:
-        return _pool(call)
+        check_unhooked(call)
+        return _pooling(vars(call))
     if isinstance(call, Call) and call.node.target is F.max_pool2d:
-        return _pool_function(call.node)
+        bound = inspect.signature(F.max_pool2d_with_indices).bind(
+            *call.node.args, **call.node.kwargs
+        )
+        bound.apply_defaults()
+        return _pooling(bound.arguments)
     step = step_of(call)
     if step is None:
         idle = isinstance(call, nn.Module) and not isinstance(call, nn.Flatten)
         return None if idle else Flat()
     if isinstance(step, Activation):
         return Pointwise(step)
-    weight, bias = step
-    place, of_bias = taken(places, weight, bias)
-    return Dense(Parameter(place, tuple(weight.shape), (0, 1)), _bias(of_bias, len(weight)))
+    matrix, vector = step
+    place, of_bias = taken(places, matrix, vector)
+    return Dense(Parameter(place, tuple(matrix.shape), (0, 1)), _bias(of_bias, len(matrix)))
 
 
 def _bias(place: int | None, outputs: int) -> Parameter | None:
     return None if place is None else Parameter(place, (outputs,), (0,))
 
 
-def _convolution(places: dict[int, int], layer: nn.Conv2d) -> Convolution:
-    check_unhooked(layer)
-    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        raise NoStack("a convolution whose padding is not so many zeros is not supported")
-    outputs, inputs, height, width = layer.weight.shape
-    place, of_bias = taken(places, layer.weight, layer.bias)
-    return Convolution(
-        Parameter(place, (outputs, height, width, inputs), (0, 3, 1, 2)),
-        _bias(of_bias, outputs),
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.groups,
-    )
-
-
-def _pool(layer: nn.MaxPool2d) -> _Pool:
-    check_unhooked(layer)
-    return _pooling(
-        layer.kernel_size,
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.ceil_mode,
-        layer.return_indices,
-    )
-
-
-def _pool_function(node: fx.Node) -> _Pool:
-    named = inspect.signature(F.max_pool2d_with_indices).bind(*node.args, **node.kwargs)
-    named.apply_defaults()
-    return _pooling(*list(named.arguments.values())[1:])
-
-
-def _pooling(
-    kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, indices: bool
-) -> _Pool:
-    if indices:
+def _pooling(arguments: Mapping[str, Any]) -> _Pool:
+    """From the arguments of `F.max_pool2d_with_indices` by name."""
+    if arguments["return_indices"]:
         raise NoStack("max-pooling that gives its indices is not supported")
-    pairs = (_pair(each) for each in (kernel, stride or kernel, padding, dilation))
-    return _Pool((*pairs, ceil))
-
-
-def _pair(value: int | Sequence[int]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+    kernel, stride, *others = (arguments[name] for name in POOLING)
+    pairs = (
+        [value, value] if isinstance(value, int) else list(value)
+        for value in (kernel, stride or kernel, *others)
+    )
+    return _Pool((*pairs, arguments["ceil_mode"]))
 
 
 class Convolutional(OneByOne):
-    """See the module. Raises `NoStack` for a net that `links` does not know."""
+    """See the module. Raises `NoStack` for a net that `links` does not know, and when it is to clip
+    the samples of one that is `unpooled`.
+    """
 
     channels_last = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.links = links(module)
         pooled = any(isinstance(link, Convolution) and link.compiled for link in self.links)
-        found = native.found()
-        if pooled and device.type == "cpu" and isinstance(found, str):
-            raise NoStack(found)
+        library = native.found()
+        if pooled and device.type == "cpu" and isinstance(library, str):
+            raise NoStack(library)
+        self.unclipped = unpooled(self.links)  # why samples are not clipped
+        if device.type != "cpu":
+            self.unclipped = self.unclipped or "compiled code is for the CPU"
         parameters = [parameter for link in self.links for parameter in link.parameters]
         self.parameters = sorted(parameters, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]
@@ -494,61 +408,43 @@ class Convolutional(OneByOne):
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [parameter.outside(flat) for parameter in self.parameters]
 
-    def fits(self, clip: float | None) -> None:
-        """See `raydpfl.training.backends.base.Backend`."""
-        reason = unpooled(self.links) if clip is not None else None
-        if reason:
-            raise NoStack(reason)
-        if clip is not None and self.device.type != "cpu":
-            raise NoStack("compiled code is for the CPU")
-
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        return self._pass(x, y, None) if clip is None else self._clipped(x, y, clip)
-
-    @torch.no_grad()
-    def _clipped(self, x: torch.Tensor, y: torch.Tensor, clip: float) -> torch.Tensor:
-        """As `_pass`, with each sample's gradient scaled to the bound."""
-        gradients = Gradients(self.flat, self.flat, self.gradient, None)
-        a = x
-        kept = []
-        for link in self.links:
-            a, of_pass = link.forward(a, self.flat)
-            kept.append(of_pass)
-        loss, g = self._of_loss(a, y)
-        g = g * len(x)
-        parts = []
-        for place in reversed(range(len(self.links))):
-            link = self.links[place]
-            part = link.apart(g, kept[place])
-            if part is None:
-                g = link.backward(g, kept[place], gradients, first=False)
-                continue
-            parts.append(part)
-            if place:
-                g = part.by_input(self.flat)
-        norms = torch.stack([part.squares() for part in parts]).sum(0).sqrt()
-        self.factors.append(clip_factors(norms, clip))
-        for part in parts:
-            part.total(self.factors[-1] / len(x), gradients)
-        return loss
+        if clip is not None and self.unclipped:
+            raise NoStack(self.unclipped)
+        return self._pass(x, y, clip, None)
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
-        return self._pass(x, y, descent)
+        return self._pass(x, y, None, descent)
 
     @torch.no_grad()
-    def _pass(self, x: torch.Tensor, y: torch.Tensor, descent: Descent | None) -> torch.Tensor:
-        dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
-        low = self.flat.to(dtype)
-        gradients = Gradients(self.flat, low, self.gradient, descent)
+    def _pass(
+        self, x: torch.Tensor, y: torch.Tensor, clip: float | None, descent: Descent | None
+    ) -> torch.Tensor:
+        low = self.precision == "bfloat16" and clip is None
+        dtype = torch.bfloat16 if low else torch.float32
+        flat = self.flat.to(dtype)
+        gradients = Gradients(self.flat, self.gradient, descent)
         a = x.to(dtype)
-        kept = []
+        passes = []
         for link in self.links:
-            a, of_pass = link.forward(a, low)
-            kept.append(of_pass)
+            a, saved = link.forward(a, flat)
+            passes.append(saved)
         loss, g = self._of_loss(a.float(), y)
-        g = g.to(dtype)
+        g = g.to(dtype) if clip is None else g * len(x)
+        layers = []
         for place in reversed(range(len(self.links))):
-            g = self.links[place].backward(g, kept.pop(), gradients, first=place == 0)
+            link, saved = self.links[place], passes.pop()
+            by_input = link.backward(g, saved, flat, first=place == 0)
+            if link.parameters and clip is None:
+                link.total(g, saved, None, gradients)
+            elif link.parameters:
+                layers.append((link, g, saved))
+            g = by_input
+        if clip is not None:
+            norms = torch.stack([link.squares(g, saved) for link, g, saved in layers])
+            self.factors.append(clip_factors(norms.sum(0).sqrt(), clip))
+            for link, g, saved in layers:
+                link.total(g, saved, self.factors[-1] / len(x), gradients)
         return loss
 
     def _of_loss(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,12 +181,6 @@ class OneBatch(Vmap):
                 return _Adapted(layer, scale, [names[id(half)] for half in halves], self.at)
         return None
 
-    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Backend`. The bits of what is one product for all
-        clients may depend on their number.
-        """
-        return None
-
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         draws = {slot: self._generator(chunk, slot) for slot in chunk.slots} if self.drops else {}
         return partial(self._step, chunk, draws)
@@ -271,7 +265,7 @@ class OneBatch(Vmap):
         self.at.clients = clients
         self.at.samples = clients * batch
         self.at.now = named
-        with self.low():
+        with self.autocast():
             return self.module(x.flatten(0, 1)).float()
 
     def _bounded(

@@ -28,7 +28,11 @@ from raydpfl.models.linear_stack import Layer, NoStack, aten, stack
 from raydpfl.models.tasks import Task
 from raydpfl.models.tasks.base import Closed
 from raydpfl.training.backends.base import (
+    ANY_RULE,
+    CLIPPED,
+    CORRECTIONS,
     LOST,
+    UNCLIPPED,
     Backend,
     Batches,
     Block,
@@ -46,7 +50,8 @@ class _Layer:
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]: `whole` those of all
     slots, `now` of the slots that still make steps. `start` are the initial ones of all clients.
 
-    `x`, of the first layer alone, are the rows [C, n, in] that batches are taken from.
+    Of a linear rule the step is made inside the backward product; of any other it is given `now`,
+    views of the rule's parameters.
     """
 
     inputs: torch.Tensor  # of the last forward pass
@@ -55,26 +60,41 @@ class _Layer:
         self,
         layer: Layer,
         parameters: torch.Tensor,
-        now: list[torch.Tensor],
-        x: torch.Tensor | None = None,
+        chunk: ChunkData,
+        linear: LinearRule | None,
+        now: torch.Tensor | None,
     ):
         self.layer = layer
         self.start = layer.views(parameters)
-        self.whole = self.now = now
-        self.x = x
+        if linear is None:
+            assert now is not None
+            self.follow(now)
+            return
+        self.linear = linear
+        self.lr = chunk.lr
+        clients = len(chunk.sizes)
+        self.whole = self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
+        # What a step adds to the gradient that stays the same throughout: the correction, and of
+        # proximal (x - start) the start's part.
+        self.constant: list[torch.Tensor] = []
+        if chunk.corrections is not None:
+            self.constant = [part.contiguous() for part in layer.views(chunk.corrections)]
+        if linear.proximal:
+            pull = [part[None] * -linear.proximal for part in self.start]
+            if self.constant:
+                pull = [a + b for a, b in zip(self.constant, pull, strict=True)]
+            self.constant = pull
+        self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
 
-    def forward(self, inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs [C, B, out] before the activation, which lie in memory as [C, out, B], from
-        the inputs, float32 [C, B, in]; for the first layer, from the batch's rows (see `take`).
+        the inputs, float32 [C, B, in].
         """
-        if self.x is not None:
-            inputs = take(self.x, inputs)
-        assert inputs is not None
         self.inputs = inputs
         weight, *bias = self.now
         if bias:
-            return torch.baddbmm(bias[0].mT, weight, self.inputs.mT).mT
-        return torch.bmm(weight, self.inputs.mT).mT
+            return torch.baddbmm(bias[0].mT, weight, inputs.mT).mT
+        return torch.bmm(weight, inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
         """The gradient by the inputs, laid out as they are, from that by the outputs, [C, B, out].
@@ -105,49 +125,9 @@ class _Layer:
         """Takes `parameters` [C, d], which a rule has stepped to."""
         self.whole = self.now = self.layer.views(parameters)
 
-    def narrow(self, count: int) -> None:
-        """Goes on with the first slots alone."""
-        self.now = [part[:count] for part in self.now]
-        if self.x is not None:
-            self.x = self.x[:count]
-
-    def delta(self, slots: slice, out: torch.Tensor) -> None:
-        """Writes the layer's part of the slots' updates into `out` [slots, d]."""
-        for part, now, start in zip(self.layer.views(out), self.whole, self.start, strict=True):
-            torch.sub(now[slots], start, out=part)
-
-
-class _LinearLayer(_Layer):
-    """A layer whose step, of a linear rule, is made inside the backward product."""
-
-    def __init__(
-        self,
-        layer: Layer,
-        parameters: torch.Tensor,
-        chunk: ChunkData,
-        linear: LinearRule,
-        x: torch.Tensor | None = None,
-    ):
-        start = layer.views(parameters)
-        now = [part.expand(len(chunk.sizes), *part.shape).clone() for part in start]
-        super().__init__(layer, parameters, now, x)
-        self.linear = linear
-        self.lr = chunk.lr
-        # What a step adds to the gradient that stays the same throughout: the correction, and of
-        # proximal (x - start) the start's part.
-        self.constant: list[torch.Tensor] = []
-        if chunk.corrections is not None:
-            self.constant = [part.contiguous() for part in layer.views(chunk.corrections)]
-        if linear.proximal:
-            pull = [part[None] * -linear.proximal for part in start]
-            if self.constant:
-                pull = [a + b for a, b in zip(self.constant, pull, strict=True)]
-            self.constant = pull
-        self.velocity = [torch.zeros_like(part) for part in now if linear.momentum]
-
     def step(self, g: torch.Tensor, noise: torch.Tensor | None, done: torch.Tensor | None) -> None:
-        """Makes the step from the gradient `g` by the outputs, and the noise [C, d] on the gradient
-        by the parameters, but for the slots that are `done`, int64 [m].
+        """Makes the step of a linear rule from the gradient `g` by the outputs, and the noise
+        [C, d] on the gradient by the parameters, but for the slots that are `done`, int64 [m].
         """
         before = [] if done is None else [part[done] for part in self.now]
         decay = self.linear.decay + self.linear.proximal
@@ -163,13 +143,20 @@ class _LinearLayer(_Layer):
                 part.add_(more, alpha=step)
         for now, velocity in zip(self.now, self.velocity, strict=False):
             now.sub_(velocity.add_(now, alpha=decay), alpha=self.lr)
-        for part, kept in zip(self.now, before, strict=False):
-            part[done] = kept
+        for part, still in zip(self.now, before, strict=False):
+            part[done] = still
 
     def narrow(self, count: int) -> None:
-        super().narrow(count)
-        self.velocity = [part[:count] for part in self.velocity]
-        self.constant = [part[:count] for part in self.constant]
+        """Goes on with the first slots alone."""
+        self.now = [part[:count] for part in self.now]
+        if hasattr(self, "linear"):
+            self.velocity = [part[:count] for part in self.velocity]
+            self.constant = [part[:count] for part in self.constant]
+
+    def delta(self, slots: slice, out: torch.Tensor) -> None:
+        """Writes the layer's part of the slots' updates into `out` [slots, d]."""
+        for part, now, start in zip(self.layer.views(out), self.whole, self.start, strict=True):
+            torch.sub(now[slots], start, out=part)
 
 
 def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
@@ -194,7 +181,7 @@ class _Loss:
         self.squares = closed == "squares"
         self.batches = batches
         self.target = target.neg().flatten(0, 1).mT.contiguous()  # [out, C n]
-        self.ended = target.new_zeros(len(target))  # losses of slots that are at work no more
+        self.ended = target.new_zeros(len(target))  # losses of slots that make no more steps
         self._begin(len(target))
 
     def _begin(self, count: int) -> None:
@@ -208,15 +195,13 @@ class _Loss:
         self.strides = (batch, 1, padded)
         self.outputs, self.wanted, self.total = self.target.new_zeros(3, outputs, padded).unbind()
         self.shares = self.target.new_zeros(padded)
-        self.given: torch.Tensor | None = None  # the shares that `shares` are
+        self.of_shares: torch.Tensor | None = None  # the shares that `shares` are
         self.seen = self._rows_of(self.outputs)
         if rows is None:
             self.wanted[:, : self.columns] = self.target[:, : self.columns]
 
     def narrow(self, count: int) -> None:
-        """Goes on with the first slots alone, whose losses are added up as if all went on: when
-        others end depends on the chunks that are trained together.
-        """
+        """Goes on with the first slots alone."""
         self.ended = self.sums()
         before = self.total
         self._begin(count)
@@ -235,9 +220,9 @@ class _Loss:
         if rows is not None:  # past the last column any row, of share 0
             picked = F.pad(rows, (0, self.shares.numel() - self.columns))
             self.wanted = self.target.index_select(1, picked)
-        if shares is not self.given:
+        if shares is not self.of_shares:
             self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
-            self.given = shares
+            self.of_shares = shares
         if self.squares:
             off = self.outputs + self.wanted
             g = off / len(off) if len(off) > 1 else off
@@ -267,22 +252,12 @@ class _Training:
     def __init__(self, fused: Fused, parameters: torch.Tensor, chunk: ChunkData):
         self.chunk = chunk
         self.batches = chunk.batches()
-        x, y = chunk.rows(picked=self.batches[0][0] is not None)
-        rows_of = [x.flatten(2), *[None] * (len(fused.layers) - 1)]
-        layers = list(zip(fused.layers, rows_of, strict=True))
+        x, y = chunk.rows()
+        self.x = x.flatten(2)
         linear = fused.local.linear()
-        self.rule: Rule | None = None  # where it is not linear
-        self.layers: list[_Layer] = []
-        if linear is None:
-            self.rule = Rule(fused.local, parameters, chunk)
-            now = self.rule.x
-            self.layers += [
-                _Layer(each, parameters, each.views(now), rows) for each, rows in layers
-            ]
-        else:
-            self.layers += [
-                _LinearLayer(each, parameters, chunk, linear, rows) for each, rows in layers
-            ]
+        self.rule = Rule(fused.local, parameters, chunk) if linear is None else None
+        now = None if self.rule is None else self.rule.x
+        self.layers = [_Layer(layer, parameters, chunk, linear, now) for layer in fused.layers]
         self.loss = _Loss(_target(y, fused.layers[-1].outputs), self.batches, fused.closed)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
@@ -291,26 +266,31 @@ class _Training:
         clip = self.chunk.clip
         for k, (rows, shares) in enumerate(self.batches):
             if len(shares) < self.loss.shape[0]:
+                self.x = self.x[: len(shares)]
                 self.loss.narrow(len(shares))
                 for layer in self.layers:
                     layer.narrow(len(shares))
-            outputs = self._forward(rows)
+            outputs = self._forward(take(self.x, rows))
             g = self.loss.step(outputs[-1], k, by_sample=clip is not None)
             gradients = self._backward(g, outputs)
             if clip is not None:
-                gradients = self._clipped(gradients, clip, shares)
+                layers = zip(reversed(self.layers), gradients, strict=True)
+                norms = reduce(torch.add, (layer.squares(g) for layer, g in layers)).sqrt_()
+                self.factors.append(clip_factors(norms, clip))
+                factors = self.factors[-1] * shares.mT
+                gradients = [g * factors for g in gradients]
             self._step(gradients, k)
         if self.rule is not None:
             for layer in self.layers:
-                layer.follow(self.rule.ended())
+                layer.follow(self.rule.final())
         self.chunk.count_clipped(self.factors)
         return self.chunk.means(self.loss.sums())
 
-    def _forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def _forward(self, a: torch.Tensor) -> list[torch.Tensor]:
         """The outputs of each layer, [C, B, out]."""
         outputs: list[torch.Tensor] = []
         for layer in self.layers:
-            a = layer.forward(outputs[-1] if outputs else rows)
+            a = layer.forward(a)
             if layer.layer.activation:
                 a = layer.layer.activation.forward(a)
             outputs.append(a)
@@ -331,23 +311,12 @@ class _Training:
             later = layer
         return gradients
 
-    def _clipped(
-        self, gradients: list[torch.Tensor], clip: float, shares: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The gradients with each sample's scaled to the bound, and by its share of the mean."""
-        layers = zip(reversed(self.layers), gradients, strict=True)
-        norms = reduce(torch.add, (layer.squares(g) for layer, g in layers)).sqrt_()
-        self.factors.append(clip_factors(norms, clip))
-        factors = self.factors[-1] * shares.mT
-        return [g * factors for g in gradients]
-
     def _step(self, gradients: list[torch.Tensor], k: int) -> None:
         noise = self.chunk.step_noise(k)
         layers = zip(reversed(self.layers), gradients, strict=True)
         if self.rule is None:
             done = self.chunk.done(k)
             for layer, g in layers:
-                assert isinstance(layer, _LinearLayer)
                 layer.step(g, noise, done)
             return
         gradient = gradients[0].new_empty(len(gradients[0]), self.rule.x.shape[1])
@@ -375,31 +344,12 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 class Fused(Backend):
     """See the module. Raises `NoStack` for what is no stack of linear layers."""
 
-    padded = False  # it looks at the rows of a batch alone
+    can = frozenset({CLIPPED, UNCLIPPED, CORRECTIONS, ANY_RULE})
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.layers = stack(module)
-        closed = task.closed()
-        if closed is None:
-            raise NoStack(f"the gradient of the loss of task {task.kind} is not written out here")
-        self.closed: Closed = closed
-
-    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Backend`; a step takes a batch, or all rows."""
-        outputs = [
-            layer.outputs for layer in self.layers if layer.activation and layer.activation.placed
-        ]
-        return tuple(taken * output for output in outputs for taken in (rows, batch))
-
-    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Backend`. A rule of one's own has all parameters
-        in one array.
-        """
-        weights = [layer.inputs * layer.outputs for layer in self.layers]
-        d = sum(weights) + sum(layer.outputs for layer in self.layers if layer.bias is not None)
-        ruled = [] if self.local.linear() else [d]
-        return (rows * features, batch * features, *(1 + clip) * weights, *ruled)
+        self.closed = closed_form(task)
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         """See `raydpfl.training.backends.base.Backend`."""
@@ -407,12 +357,20 @@ class Fused(Backend):
             training = _Training(self, parameters, chunk)
             losses = training.train()
         d = parameters.numel()
-        for slots, given in chunk.blocks(d):
-            k = slots.stop - slots.start
-            updates = parameters.new_empty(k, d)
+        for span, slots in chunk.blocks(d):
+            count = span.stop - span.start
+            updates = parameters.new_empty(count, d)
             with torch.inference_mode():
                 for layer in training.layers:
-                    layer.delta(slots, updates)
-            if len(given) < k:
-                updates = updates[index(given - slots.start, updates.device)]
-            yield Block(given, updates, losses[given])
+                    layer.delta(span, updates)
+            if len(slots) < count:
+                updates = updates[index(slots - span.start, updates.device)]
+            yield Block(slots, updates, losses[slots])
+
+
+def closed_form(task: Task) -> Closed:
+    """Of the task's loss. Raises `NoStack` where its gradient is not written out here."""
+    closed = task.closed()
+    if closed is None:
+        raise NoStack(f"the gradient of the loss of task {task.kind} is not written out here")
+    return closed

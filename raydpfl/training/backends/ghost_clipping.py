@@ -52,7 +52,14 @@ from torch.nn.modules.conv import _ConvNd
 from raydpfl import models
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LOST, Block, ChunkData, clip_factors
+from raydpfl.training.backends.base import (
+    BFLOAT16,
+    LOST,
+    UNCLIPPED,
+    Block,
+    ChunkData,
+    clip_factors,
+)
 from raydpfl.training.backends.loop import Loop
 
 GHOST = 32
@@ -300,8 +307,7 @@ class Layerwise(Loop):
     their output.
     """
 
-    private = True
-    half = False
+    can = Loop.can - {UNCLIPPED, BFLOAT16}
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)

@@ -3,8 +3,7 @@
 The parameters of a working copy of the module are views of one flat buffer. Where a step needs the
 gradient and the parameters alone it takes the gradients as autograd leaves them; for any other they
 are views of a second buffer. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows; what goes in and out
-is in torch's logical order.
+channels-last inside, which is faster there and slower where GroupNorm follows.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.methods.local.base import Local
+from raydpfl.models.shared_and_local import fill, joined, local_buffers
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import ChunkData, clip_factors
+from raydpfl.training.backends.base import ALL, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
-from raydpfl.training.user_loop import trained_whole
+
+ROWS = 1024  # in a pass of those that the loss is taken on before a user-defined `train`
 
 
 class Loop(OneByOne):
     """Trains each client with autograd, sample by sample where each sample's gradient is to be
     clipped.
 
-    What a module draws (dropout) is keyed by the client, and what it keeps in its buffers starts
-    afresh with each, so nothing passes from one client to the next.
+    What a module draws (dropout) is keyed by the client, and buffers start afresh with each client,
+    so nothing passes from one client to the next.
     """
 
-    trains = True
-    buffers = True
+    can = frozenset(ALL | {TRAIN, LOCAL_BUFFERS})
+    module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
-        self.given = module
-        self.module: nn.Module = copy.deepcopy(module).to(device).train()
-        has = [
+        self.initial = module
+        self.module = copy.deepcopy(module).to(device).train()
+        pools, norms = (
             any(isinstance(layer, kind) for layer in self.module.modules())
             for kind in (nn.MaxPool2d, nn.GroupNorm)
-        ]
-        self.channels_last = has == [True, False]
-        self.trainable = [
-            parameter for parameter in self.module.parameters() if parameter.requires_grad
-        ]
+        )
+        self.channels_last = pools and not norms
+        self.trainable = [each for each in self.module.parameters() if each.requires_grad]
         self.shapes = [parameter.shape for parameter in self.trainable]
         sizes = [shape.numel() for shape in self.shapes]
         super().__init__(module, local, device, task, sizes)
@@ -51,12 +50,9 @@ class Loop(OneByOne):
         self.gradients = self._views(self.gradient)
         for parameter, now in zip(self.trainable, self.now, strict=True):
             parameter.data = now
-        self.initial = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Of a vector in the order that the parameters have inside, the part of each parameter, in
-        its shape.
-        """
         parts = flat.split(self.sizes)
         return [self._view(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -69,11 +65,10 @@ class Loop(OneByOne):
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        for buffer, initial in self.initial:
+        for buffer, initial in self.buffers:
             buffer.copy_(initial)
         if chunk.starts is not None:
-            own = models.shared_and_local.local_buffers(self.module)
-            models.shared_and_local.fill(own, chunk.starts.begun[slot, len(parameters) :])
+            fill(local_buffers(self.module), chunk.starts.initial[slot, len(parameters) :])
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if cuda else []):
             generator = chunk.generator(slot)
@@ -81,14 +76,12 @@ class Loop(OneByOne):
             if cuda:
                 torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
             if self.local.trains:
-                return trained_whole(self.local, self.given, self.task, parameters, chunk, slot)
-            found = super()._client(parameters, chunk, slot)
-            if chunk.starts is not None:
-                own = models.shared_and_local.local_buffers(
-                    self.module
-                )  # which a forward may have put anew
-                chunk.starts.ended[slot, len(parameters) :] = models.shared_and_local.joined(own)
-            return found
+                return self._user_defined(parameters, chunk, slot)
+            trained = super()._client(parameters, chunk, slot)
+            if chunk.starts is not None:  # a forward may have replaced the buffers
+                final = joined(local_buffers(self.module))
+                chunk.starts.final[slot, len(parameters) :] = final
+            return trained
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
         for parameter in self.trainable:
@@ -108,7 +101,7 @@ class Loop(OneByOne):
         return loss.detach()
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with self.low():
+        with self.autocast():
             outputs = self.module(x)
         return self.task.loss(outputs.float(), y).mean()
 
@@ -130,3 +123,36 @@ class Loop(OneByOne):
         self.factors.append(torch.stack(factors))
         torch.div(total, len(x), out=self.gradient)
         return losses / len(x)
+
+    def _user_defined(
+        self, parameters: torch.Tensor, chunk: ChunkData, slot: int
+    ) -> tuple[torch.Tensor, float]:
+        """The update of a client by `Local.train`, which is given copies of the module and the
+        rows; and the mean loss of the model on its rows before, in evaluation mode.
+
+        Raises:
+            ValueError: what it was to train is gone, or of another shape.
+        """
+        module = copy.deepcopy(self.initial).to(self.device).train()
+        start = chunk.start(parameters, slot)
+        models.set_trained(module, start)
+        size = int(chunk.sizes[slot])
+        x, y = chunk.x[slot, :size].clone(), chunk.y[slot, :size].clone()
+        module.eval()
+        with torch.no_grad():
+            loss = sum(
+                float(self.task.loss(module(rows), labels).sum())
+                for rows, labels in zip(x.split(ROWS), y.split(ROWS), strict=True)
+            )
+        module.train()
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.local.train(module, x, y, chunk.generator(slot))
+        remaining = {id(parameter) for parameter in module.parameters()}
+        if not all(id(parameter) in remaining for parameter in trained):
+            raise ValueError("train puts other parameters in the place of the module's")
+        flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
+        if len(flat) != len(parameters):
+            raise ValueError(f"train leaves {len(flat)} parameters of {len(parameters)}")
+        if chunk.starts is not None:
+            chunk.starts.final[slot] = models.trained(module)
+        return flat.to(self.device) - start[: len(parameters)], loss / size

@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.conv import _ConvNd
 
 from raydpfl.core.device import index
 from raydpfl.methods.local.base import LinearRule, Local
-from raydpfl.models.linear_stack import is_placed
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import Backend, Block, ChunkData, Rule, clip_factors, take
+from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
@@ -109,14 +107,13 @@ class _Linear:
         self.chunk = chunk
         self.model = parts(parameters)
         if chunk.starts is None:
-            self.now = [
-                start.expand(len(chunk.sizes), *start.shape).clone() for start in self.model
-            ]
+            clients = len(chunk.sizes)
+            self.now = [part.expand(clients, *part.shape).clone() for part in self.model]
         else:
-            begun = parts(chunk.starts.begun[:, : len(parameters)])
-            self.now = [part.clone() for part in begun]
-            self.model = self.model if chunk.starts.drawn else begun
-        self.every = self.now
+            initial = parts(chunk.starts.initial[:, : len(parameters)])
+            self.now = [part.clone() for part in initial]
+            self.model = self.model if chunk.starts.to_model else initial
+        self.whole = self.now
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
         self.corrections: list[torch.Tensor] = []
         if chunk.corrections is not None:
@@ -127,27 +124,24 @@ class _Linear:
         self.now = [part[:count] for part in self.now]
         self.velocity = [part[:count] for part in self.velocity]
         self.corrections = [part[:count] for part in self.corrections]
-        if self.chunk.starts is not None and not self.chunk.starts.drawn:
+        if self.chunk.starts is not None and not self.chunk.starts.to_model:
             self.model = [part[:count] for part in self.model]
 
-    def ended(self) -> list[torch.Tensor]:
+    def final(self) -> list[torch.Tensor]:
         """Each parameter of all slots, [C, *its shape]."""
-        return self.every
+        return self.whole
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
         done = self.chunk.done(k)
-        held = [] if done is None else [part[done] for part in self.now]
+        before = [] if done is None else [part[done] for part in self.now]
         lr = self.chunk.lr
         self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, lr)
-        for part, still in zip(self.now, held, strict=False):
+        for part, still in zip(self.now, before, strict=False):
             part[done] = still
-
-    def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
-        raise TypeError("a linear rule takes one gradient")
 
 
 class _General:
-    """Any rule: it is given the parameters of a client as one vector."""
+    """Any rule, which takes the parameters of a client as one vector."""
 
     def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
         self.parts = parts
@@ -157,13 +151,14 @@ class _General:
     def narrow(self, count: int) -> None:
         self.now = [part[:count] for part in self.now]
 
-    def ended(self) -> list[torch.Tensor]:
-        return self.parts(self.rule.ended())
+    def final(self) -> list[torch.Tensor]:
+        return self.parts(self.rule.final())
 
     def step(self, gradients: list[torch.Tensor], k: int) -> None:
         self.now = self.parts(self.rule.step(_flat(gradients), k))
 
     def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
+        """Where the gradients of the k-th step are to be taken."""
         return self.parts(self.rule.perturbed(_flat(gradients), k))
 
 
@@ -176,37 +171,31 @@ class Vmap(Backend):
     raises RuntimeError when it is run.
     """
 
+    can = frozenset(ALL)
     calls = 1 << 23
-    few = 2
-    padded = False  # it looks at the rows of a batch alone
-    starts = True
-    twice = True
-    half = True
+    # where a step takes no more than these of a chunk's clients, each is trained by itself
+    few: ClassVar[int] = 2
+    module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
-        self.module: nn.Module = copy.deepcopy(module).to(device).train()
-        self.names = [
-            name for name, parameter in self.module.named_parameters() if parameter.requires_grad
-        ]
-        self.shapes = [self.module.get_parameter(name).shape for name in self.names]
-        self.convolves = any(
-            isinstance(layer, (_ConvNd, nn.RNNBase)) for layer in self.module.modules()
-        )
-        self._anywhere = task.closed() is not None and not is_placed(self.module)
-        self.shares = any(not parameter.requires_grad for parameter in self.module.parameters())
+        self.module = copy.deepcopy(module).to(device).train()
+        named = [item for item in self.module.named_parameters() if item[1].requires_grad]
+        self.names = [name for name, _ in named]
+        self.shapes = [parameter.shape for _, parameter in named]
+        self.sizes = [shape.numel() for shape in self.shapes]
         # of recurrent layers torch has no form for all clients at once but beneath a gradient
         self._recurs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         self._forward = _Forward(self.module, self.names)
         self._forwards = vmap(self._forward, randomness="error")
         self._beneath = vmap(grad_and_value(self._loss), randomness="error")
-        self._each = vmap(
+        self._by_sample = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
         )
 
     def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
-        with self.low(), _ATTENTION:
+        with self.autocast(), _ATTENTION:
             outputs = self._forwards(x, *named.values())
         return outputs.flatten(0, 1).float()
 
@@ -217,179 +206,129 @@ class Vmap(Backend):
         held = {name: part.detach().requires_grad_() for name, part in named.items()}
         losses = self.task.loss(self._outputs(held, x), y.flatten(0, 1)).view(shares.shape)
         means = (losses * shares).sum(1)
-        gradients = torch.autograd.grad(means.sum(), list(held.values()), allow_unused=True)
-        found = {
-            name: torch.zeros_like(part) if gradient is None else gradient
-            for (name, part), gradient in zip(held.items(), gradients, strict=True)
-        }
-        return found, means.detach()
+        gradients = torch.autograd.grad(means.sum(), list(held.values()), materialize_grads=True)
+        return dict(zip(held, gradients, strict=True)), means.detach()
 
     def _loss(
-        self,
-        parameters: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: torch.Tensor,
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        with self.low(), _ATTENTION:
-            outputs = self._forward(x, *parameters.values())
-        return self.task.loss(outputs.float(), y) @ weights
+        with self.autocast(), _ATTENTION:
+            outputs = self._forward(x, *named.values())
+        return self.task.loss(outputs.float(), y) @ shares
 
     def _alone(
-        self, parameters: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
     ) -> tuple[Named, torch.Tensor]:
         """The gradients of one client's loss, and this."""
-        held = {name: part.detach().requires_grad_() for name, part in parameters.items()}
+        held = {name: part.detach().requires_grad_() for name, part in named.items()}
         loss = self._loss(held, x, y, shares)
         gradients = torch.autograd.grad(loss, list(held.values()), materialize_grads=True)
         return dict(zip(held, gradients, strict=True)), loss.detach()
 
     def _clipped(
-        self,
-        parameters: dict[str, torch.Tensor],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        shares: torch.Tensor,
-        clip: float,
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float
     ) -> Any:
-        """Of one client: the sum of its samples' clipped gradients by their shares (as `_gradients`
-        gives it, by the parameter's name), that of their losses, and the clip factors, float32 [B].
+        """Of one client: the sum of its samples' clipped gradients by their shares, that of their
+        losses, and the clip factors, float32 [B].
         """
-        total = {name: torch.zeros_like(part) for name, part in parameters.items()}
+        total = {name: torch.zeros_like(part) for name, part in named.items()}
         loss = 0.0
-        found: list[torch.Tensor] = []
-        samples = max(1, LIMIT // (4 * sum(shape.numel() for shape in self.shapes)))
-        for some, labels, share in zip(
+        clipping: list[torch.Tensor] = []
+        samples = max(1, LIMIT // (4 * sum(self.sizes)))
+        for rows, labels, share in zip(
             x.split(samples), y.split(samples), shares.split(samples), strict=True
         ):
-            gradients, losses = self._each(
-                parameters, some[:, None], labels[:, None], torch.ones_like(share[:1])
-            )
-            squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
-            found.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
-            factors = found[-1] * share
+            ones = torch.ones_like(share[:1])
+            gradients, losses = self._by_sample(named, rows[:, None], labels[:, None], ones)
+            squares = [part.flatten(1).square().sum(1) for part in gradients.values()]
+            clipping.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
+            factors = clipping[-1] * share
             total = {
-                name: total[name] + torch.tensordot(factors, each, 1)
-                for name, each in gradients.items()
+                name: total[name] + torch.tensordot(factors, part, 1)
+                for name, part in gradients.items()
             }
             loss = loss + losses @ share
-        return total, loss, torch.cat(found)
-
-    def arrays(self, rows: int, features: int, batch: int, clip: bool) -> tuple[int, ...] | None:
-        """See `raydpfl.training.backends.base.Backend`. The bits of a convolution may depend on the
-        number of clients, and so may those of a product that is one for all of them, by a frozen
-        weight.
-        """
-        if self.convolves or self.shares:
-            return None
-        parts = [shape.numel() for shape in self.shapes]
-        return (rows * features, batch * features, sum(parts), *(3 + batch * clip) * parts)
-
-    def placed(self, rows: int, batch: int) -> tuple[int, ...]:
-        """See `raydpfl.training.backends.base.Backend`: any array may be such a one, of a batch
-        or of parameters.
-        """
-        if self._anywhere:
-            return ()
-        return (batch, *(shape.numel() for shape in self.shapes))
+        return total, loss, torch.cat(clipping)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of `flat` [..., d], as [..., *its shape]."""
-        parts = flat.split([shape.numel() for shape in self.shapes], dim=-1)
         return [
             part.reshape(part.shape[:-1] + shape)
-            for part, shape in zip(parts, self.shapes, strict=True)
+            for part, shape in zip(flat.split(self.sizes, dim=-1), self.shapes, strict=True)
         ]
-
-    def _named(self, parts: list[torch.Tensor]) -> Named:
-        return dict(zip(self.names, parts, strict=True))
-
-    def _walk(self, parameters: torch.Tensor, chunk: ChunkData) -> _Linear | _General:
-        """The parameters of every client, and what makes their steps."""
-        linear = self.local.linear()
-        if linear is None:
-            return _General(self.local, self._parts, parameters, chunk)
-        return _Linear(linear, self._parts, parameters, chunk)
 
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         """What gives the gradients of a step's batches."""
         if chunk.clip is None:
             return self._beneath if self._recurs else self._means
-        numbers = chunk.index.shape[2] * sum(shape.numel() for shape in self.shapes)
+        numbers = chunk.index.shape[2] * sum(self.sizes)
         return vmap(
             partial(self._clipped, clip=chunk.clip),
             randomness="error",
             chunk_size=max(1, LIMIT // (4 * numbers)),
         )
 
-    def _each_alone(self, chunk: ChunkData) -> Gradients:
-        """The same client by client, of few."""
+    def _client_by_client(self, clip: float | None) -> Gradients:
+        """The same of few clients."""
         of_one: Callable[..., Any] = self._alone
-        if chunk.clip is not None:
-            of_one = partial(self._clipped, clip=chunk.clip)
+        if clip is not None:
+            of_one = partial(self._clipped, clip=clip)
 
-        def found(named: Named, *batch: torch.Tensor) -> tuple[Any, ...]:
+        def gradients_of(named: Named, *batch: torch.Tensor) -> tuple[Any, ...]:
             clients = [
-                of_one({name: part[slot] for name, part in named.items()}, *given)
-                for slot, given in enumerate(zip(*batch, strict=True))
+                of_one({name: part[slot] for name, part in named.items()}, *rows)
+                for slot, rows in enumerate(zip(*batch, strict=True))
             ]
             gradients, *others = zip(*clients, strict=True)
-            joined = {
-                name: torch.stack([gradient[name] for gradient in gradients]) for name in named
-            }
+            joined = {name: torch.stack([part[name] for part in gradients]) for name in named}
             return joined, *map(torch.stack, others)
 
-        return found
+        return gradients_of
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         """See `raydpfl.training.backends.base.Backend`."""
-        batches = chunk.batches()
-        x, y = chunk.rows(picked=batches[0][0] is not None)
-        walk = self._walk(parameters, chunk)
+        x, y = chunk.rows()
+        linear = self.local.linear()
+        rule: _Linear | _General
+        if linear is None:
+            rule = _General(self.local, self._parts, parameters, chunk)
+        else:
+            rule = _Linear(linear, self._parts, parameters, chunk)
         losses = parameters.new_zeros(len(chunk.sizes))
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(chunk)
-        few = self.few if len(chunk.chunks) == 1 and len(chunk.sizes) > self.few else 0
-        for step, (rows, shares) in enumerate(batches):
+        few = self.few if len(chunk.sizes) > self.few else 0
+        for step, (rows, shares) in enumerate(chunk.batches()):
             count = len(shares)
             if count <= few:
-                gradients_of = self._each_alone(chunk)
-            if count < len(walk.now[0]):
-                walk.narrow(count)
+                gradients_of = self._client_by_client(chunk.clip)
+            if count < len(rule.now[0]):
+                rule.narrow(count)
             batch = take(x[:count], rows), take(y[:count], rows), shares[:, 0]
-            found: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *found = gradients_of(self._named(walk.now), *batch)
-            factors += found
+            clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
+            gradients, loss, *clipping = gradients_of(self._named(rule.now), *batch)
+            factors += clipping
             losses[:count] += loss
             direction = list(gradients.values())
-            if self.local.perturbs:
-                elsewhere = self._named(walk.perturbed(direction, step))
-                direction = list(gradients_of(elsewhere, *batch)[0].values())
+            if isinstance(rule, _General) and self.local.perturbs:
+                moved = self._named(rule.perturbed(direction, step))
+                direction = list(gradients_of(moved, *batch)[0].values())
             noise = chunk.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
-            walk.step(direction, step)
+            rule.step(direction, step)
         chunk.count_clipped(factors)
         means = chunk.means(losses)
-        ended = walk.ended()
-        for _, given in chunk.blocks(len(parameters)):
-            slots = index(given, parameters.device)
-            yield Block(given, self._moved(parameters, ended, chunk, slots), means[given])
+        final = rule.final()
+        d = len(parameters)
+        for _, trained in chunk.blocks(d):
+            slots = index(trained, parameters.device)
+            ended = _flat([part.index_select(0, slots) for part in final])
+            start = parameters
+            if chunk.starts is not None:
+                chunk.starts.final[slots, :d] = ended
+                start = chunk.starts.initial[slots, :d]
+            yield Block(trained, ended - start, means[trained])
 
-    def _moved(
-        self,
-        parameters: torch.Tensor,
-        now: list[torch.Tensor],
-        chunk: ChunkData,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """The updates of some slots, float32 [k, D]."""
-        if chunk.starts is not None:
-            ended = _flat([part.index_select(0, slots) for part in now])
-            chunk.starts.ended[slots, : len(parameters)] = ended
-            return ended - chunk.starts.begun[slots, : len(parameters)]
-        moved = [
-            (part.index_select(0, slots) - start).flatten(1)
-            for part, start in zip(now, self._parts(parameters), strict=True)
-        ]
-        return torch.cat(moved, dim=1)
+    def _named(self, parts: list[torch.Tensor]) -> Named:
+        return dict(zip(self.names, parts, strict=True))
