@@ -66,17 +66,18 @@ class _Layer:
     ):
         self.layer = layer
         self.start = layer.views(parameters)
+        self.lr = chunk.lr
+        self.velocity: list[torch.Tensor] = []
+        # What a step adds to the gradient that stays the same throughout: the correction, and of
+        # proximal (x - start) the start's part.
+        self.constant: list[torch.Tensor] = []
         if linear is None:
             assert now is not None
             self.follow(now)
             return
         self.linear = linear
-        self.lr = chunk.lr
         clients = len(chunk.sizes)
         self.whole = self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
-        # What a step adds to the gradient that stays the same throughout: the correction, and of
-        # proximal (x - start) the start's part.
-        self.constant: list[torch.Tensor] = []
         if chunk.corrections is not None:
             self.constant = [part.contiguous() for part in layer.views(chunk.corrections)]
         if linear.proximal:
@@ -149,9 +150,8 @@ class _Layer:
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
         self.now = [part[:count] for part in self.now]
-        if hasattr(self, "linear"):
-            self.velocity = [part[:count] for part in self.velocity]
-            self.constant = [part[:count] for part in self.constant]
+        self.velocity = [part[:count] for part in self.velocity]
+        self.constant = [part[:count] for part in self.constant]
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         """Writes the layer's part of the slots' updates into `out` [slots, d]."""
