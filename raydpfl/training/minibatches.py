@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 RANKED = 8
 # bits of a shuffled word that hold the row's number; more where a client's rows take more
 BITS = 24
-
-
 Integers = Sequence[int] | np.ndarray
 
 
@@ -40,97 +37,58 @@ def batches(
     """(rows of every batch, int64 [C, Q, B]; rows in each batch of a client, int64 [C]).
 
     `clients`, `draws` and `sizes` have length C, a dummy has size 0. Q is the most steps; what is
-    beyond a client's own means nothing. B is the batch size of a client with `rows` rows (default:
+    beyond a client's steps means nothing. B is the batch size of a client with `rows` rows (None:
     the largest here), and a smaller batch ends in zeros. Sampled in `epochs`, a batch may straddle
     two of them, so that all have one size and each row comes up once in every n_i.
     """
+    clients, draws = np.asarray(clients), np.asarray(draws)
     counts = np.asarray(sizes, dtype=np.int64)
     width = local.batch_size(int(counts.max(initial=1)) if rows is None else rows)
     batch_sizes = local.batch_sizes(counts)
     steps = local.step_counts(counts)
     index = np.zeros((len(counts), int(steps.max(initial=0)), width), dtype=np.int64)
-    every = batch_sizes == counts
-    if every.any():
-        index[every] = np.where(np.arange(width) < counts[every, None, None], np.arange(width), 0)
-    fresh = ~every & (local.sampling == "fresh")
+    whole = batch_sizes == counts
+    if whole.any():
+        index[whole] = np.where(np.arange(width) < counts[whole, None, None], np.arange(width), 0)
+    fresh = ~whole & (local.sampling == "fresh")
     few = fresh & (counts <= RANKED * batch_sizes)
-    of = _Streams(seed, t, np.asarray(clients), np.asarray(draws))
-    # A client with many rows ranks them alone: how many bits they take may not show in the others.
+    shuffled = ~whole & ~fresh | few
+    # a client with many rows is shuffled alone: its bits may not show in the others
     ranked = np.flatnonzero(few & (counts <= 1 << BITS))
-    of.rank(index, ranked, steps[ranked], counts[ranked], batch_sizes[ranked])
+    if len(ranked):
+        key = (seed, Purpose.BATCH, t)
+        of = (clients[ranked], draws[ranked], steps[ranked], counts[ranked], ranked)
+        shuffled[ranked] = not native.shuffled(key, *of, batch_sizes[ranked], index)
+    for slot in np.flatnonzero(shuffled).tolist():
+        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
+        drawn = _shuffled_batches(keyed, int(counts[slot]), int(steps[slot]), local)
+        index[slot, : len(drawn), : batch_sizes[slot]] = drawn
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
-        alike = np.flatnonzero(many == b)
-        of.choose(index, alike, steps[alike], counts[alike], b)
-    for slot in np.flatnonzero(~every & (~fresh | (few & (counts > 1 << BITS)))).tolist():
-        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        found = _drawn_alone(keyed, int(counts[slot]), int(steps[slot]), local)
-        index[slot, : len(found), : batch_sizes[slot]] = found
+        slots = np.flatnonzero(many == b)
+        made = np.arange(index.shape[1]) < steps[slots, None]
+        drawn = words(
+            seed,
+            Purpose.BATCH,
+            t=t,
+            clients=clients[slots],
+            draws=draws[slots],
+            steps=steps[slots],
+            sizes=np.full(len(slots), b),
+        )
+        uniform = (drawn[made[:, : drawn.shape[1]]] >> np.uint64(11)) * 2.0**-53  # as numpy's
+        places, batch = np.nonzero(made)
+        index[slots[places], batch, :b] = _floyd(uniform, np.repeat(counts[slots], steps[slots]))
     return index, batch_sizes
 
 
-@dataclass(frozen=True)
-class _Streams:
-    """The streams of a chunk's clients in a round: int64 [C] each, who, and which of its draws."""
-
-    seed: int
-    t: int
-    clients: np.ndarray
-    draws: np.ndarray
-
-    def words(self, slots: np.ndarray, steps: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """See `raydpfl.core.prng.words`; of the clients at these slots."""
-        who = {"clients": self.clients[slots], "draws": self.draws[slots]}
-        return words(self.seed, Purpose.BATCH, t=self.t, **who, steps=steps, sizes=sizes)
-
-    def rank(
-        self,
-        index: np.ndarray,
-        slots: np.ndarray,
-        steps: np.ndarray,
-        sizes: np.ndarray,
-        batch_sizes: np.ndarray,
-    ) -> None:
-        """Writes the batches of the clients at these slots, int64 [k], who have so many steps, rows
-        and rows in a batch, int64 [k] each, to `index`.
-        """
-        if not len(slots):
-            return
-        key = (self.seed, Purpose.BATCH, self.t)
-        who = (self.clients[slots], self.draws[slots])
-        if not native.shuffled(key, *who, steps, sizes, slots, batch_sizes, index):
-            _rank(index, slots, self.words(slots, steps, sizes), batch_sizes)
-
-    def choose(
-        self, index: np.ndarray, slots: np.ndarray, steps: np.ndarray, sizes: np.ndarray, b: int
-    ) -> None:
-        """Writes batches of `b` rows as `rank` does, drawn row by row."""
-        chosen = _floyd(self.uniform(slots, steps, b), np.repeat(sizes, steps))
-        made, places = np.nonzero(np.arange(index.shape[1]) < steps[:, None])
-        index[slots[made], places, :b] = chosen
-
-    def uniform(self, slots: np.ndarray, steps: np.ndarray, b: int) -> np.ndarray:
-        """Numbers in [0, 1), float64 [sum of steps, b], as numpy's generators make them."""
-        drawn = self.words(slots, steps, np.full(len(slots), b))
-        made = np.arange(drawn.shape[1]) < steps[:, None]
-        return (drawn[made] >> np.uint64(11)) * 2.0**-53
-
-
-def _rank(index: np.ndarray, slots: np.ndarray, drawn: np.ndarray, batch_sizes: np.ndarray) -> None:
-    """Writes batches of slots, of so many rows each, from random words, uint64 [slots, Q, n]."""
-    most = int(batch_sizes.max())
-    real = np.arange(most) < batch_sizes[:, None, None]
-    index[slots, : drawn.shape[1], :most] = np.where(real, _shuffled(drawn)[:, :, :most], 0)
-
-
-def _drawn_alone(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:
+def _shuffled_batches(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:
     """The batches of one client of `n` rows, all of them shuffled, int64 [steps, b]."""
     b = local.batch_size(n)
-    if local.sampling == "epochs":
-        count = math.ceil(steps * b / n)
-        epochs = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
-        return epochs.ravel()[: steps * b].reshape(steps, b)
-    return _shuffled(keyed.bit_generator.random_raw(steps * n).reshape(-1, n))[:, :b]
+    epochs = local.sampling == "epochs"
+    count = math.ceil(steps * b / n) if epochs else steps
+    rows = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
+    return rows.ravel()[: steps * b].reshape(steps, b) if epochs else rows[:, :b]
 
 
 def picked(
@@ -154,8 +112,7 @@ def picked(
 
 
 def _shuffled(words: np.ndarray) -> np.ndarray:
-    """Row numbers shuffled along the last axis by random uint64 `words` (changed in place); where
-    all bits of a word are set, last.
+    """Row numbers shuffled along the last axis by random uint64 `words` (changed in place).
 
     The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their
     order, with probability 2^-40, or 2^(b - 64) where its number takes b > 24 bits.

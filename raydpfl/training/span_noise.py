@@ -150,32 +150,39 @@ def step_noises(
         float64 [Q, d].
     """
     first = layers[0]
-    steps = len(responses)
-    rows = _with_ones(first, x)
-    lower = _lower(first, rows, steps, batch)
+    steps, n = len(responses), len(x)
+    ones = np.ones((n, int(first.bias is not None)))  # for the bias
+    rows = np.concatenate([x.astype(np.float64), ones], 1)
+    shape = (n, first.inputs, first.outputs, first.bias is not None)
+    lower = triangle(rows) if spanned_pays(*shape, steps, batch) else None
     if lower is None:
         return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
     alive = np.flatnonzero(lower.diagonal())
     basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
     norms = lengths(responses)
     numbers = first.outputs * rows.shape[1]
-    whole = _columns(first, norms[0] * noise.of_one(steps, numbers))
+    weights, biases = np.split(
+        norms[0] * noise.of_one(steps, numbers), [first.outputs * first.inputs]
+    )
+    columns = weights.reshape(first.outputs, -1).T, biases.reshape(-1, first.outputs)
+    whole = np.concatenate(columns)  # B, [p (+ 1), out]
     rest = basis @ whole
     outside = whole - basis.T @ rest
-    found = np.empty((steps, noise.d))
-    shape = (len(x), first.outputs, noise.d - numbers)
-    for k, (c, drawn) in enumerate(zip(responses, _drawn(noise, steps, *shape), strict=True)):
-        along = c / norms[k] ** 2 * rest + norms[k + 1] / norms[k] * drawn[0][alive]
+    noises = np.empty((steps, noise.d))
+    drawn = _drawn(noise, steps, n, first.outputs, noise.d - numbers)
+    for k, (c, (a, later)) in enumerate(zip(responses, drawn, strict=True)):
+        along = c / norms[k] ** 2 * rest + norms[k + 1] / norms[k] * a[alive]
         rest = rest - c * along
-        _place(found[k], first, basis.T @ along + c / norms[0] ** 2 * outside)
-        _spread(found[k], layers[1:], drawn[1])
-    return found
-
-
-def _with_ones(first: Layer, x: np.ndarray) -> np.ndarray:
-    """The rows, float64 [n, p (+ 1)], with a one for the bias."""
-    ones = np.ones((len(x), int(first.bias is not None)))
-    return np.concatenate([x.astype(np.float64), ones], 1)
+        values = basis.T @ along + c / norms[0] ** 2 * outside
+        weight, *bias = (view.numpy() for view in first.views(torch.from_numpy(noises[k])))
+        weight[:] = values[: first.inputs].T
+        for part in bias:
+            part[:] = values[first.inputs :]
+        for layer in layers[1:]:
+            for view in layer.views(torch.from_numpy(noises[k])):
+                view.copy_(torch.from_numpy(later[: view.numel()]).view_as(view))
+                later = later[view.numel() :]
+    return noises
 
 
 def _drawn(
@@ -190,33 +197,7 @@ def _drawn(
         runs = min(count, steps - 1 - first)
         drawn = noise.of_one(first, runs * n * outputs + count * others)
         along, rest = np.split(drawn, [runs * n * outputs])
-        for nth in range(count):
-            own = along.reshape(n, runs, outputs)[:, nth] if nth < runs else np.zeros((n, outputs))
-            yield own, rest.reshape(count, others)[nth]
-
-
-def _lower(first: Layer, rows: np.ndarray, steps: int, batch: int) -> np.ndarray | None:
-    """L of the rows, where the noise on steps of the first layer is drawn in their span."""
-    shape = (len(rows), first.inputs, first.outputs, first.bias is not None)
-    return triangle(rows) if spanned_pays(*shape, steps, batch) else None
-
-
-def _columns(layer: Layer, drawn: np.ndarray) -> np.ndarray:
-    """What is drawn for the layer's weights, and then its biases, as [p (+ 1), out]."""
-    weights, biases = np.split(drawn, [layer.outputs * layer.inputs])
-    return np.concatenate([weights.reshape(layer.outputs, -1).T, biases.reshape(-1, layer.outputs)])
-
-
-def _place(flat: np.ndarray, layer: Layer, values: np.ndarray) -> None:
-    """Writes [p (+ 1), out] into the layer's places."""
-    weight, *bias = layer.views(torch.from_numpy(flat))
-    weight.copy_(torch.from_numpy(values[: layer.inputs].T))
-    for part in bias:
-        part.copy_(torch.from_numpy(values[layer.inputs :]))
-
-
-def _spread(flat: np.ndarray, layers: Sequence[Layer], drawn: np.ndarray) -> None:
-    """Writes what is drawn for these layers, one after another, into their places."""
-    for part in (view for layer in layers for view in layer.views(torch.from_numpy(flat))):
-        part.copy_(torch.from_numpy(drawn[: part.numel()]).view_as(part))
-        drawn = drawn[part.numel() :]
+        along = along.reshape(n, runs, outputs)
+        for k in range(count):
+            a = along[:, k] if k < runs else np.zeros((n, outputs))
+            yield a, rest.reshape(count, others)[k]

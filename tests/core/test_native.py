@@ -212,7 +212,8 @@ def test_batches_are_those_that_sorted_words_give(most, batch, made, monkeypatch
     index, batch_sizes = batches(4, 2**33, *who, sizes, local)
     monkeypatch.setattr(native, "library", lambda: None)
     expected, rows = batches(4, 2**33, *who, sizes, local)
-    np.testing.assert_array_equal(index, expected)
+    made = np.arange(index.shape[1]) < local.step_counts(sizes)[:, None]
+    np.testing.assert_array_equal(index[made], expected[made])
     np.testing.assert_array_equal(batch_sizes, rows)
 
 
