@@ -21,7 +21,6 @@ then what autograd gives, and the norms and sums are a few operations on what is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,17 +57,17 @@ class _Pass:
     samples: int = 1  # of all clients
     now: Named = field(default_factory=dict)
 
-    def of_samples(self, kind: str, given: Any) -> torch.Tensor:
+    def of_samples(self, kind: str, value: Any) -> torch.Tensor:
         """An input of a layer of this kind, for every sample where it is one for all, as positions
         are. Raises `NotOneBatch`.
         """
-        if not isinstance(given, torch.Tensor) or not given.dim():
+        if not isinstance(value, torch.Tensor) or not value.dim():
             raise NotOneBatch(f"{kind} takes more than tensors")
-        if len(given) == 1:
-            return given.expand(self.samples, *given.shape[1:])
-        if len(given) != self.samples:
+        if len(value) == 1:
+            return value.expand(self.samples, *value.shape[1:])
+        if len(value) != self.samples:
             raise NotOneBatch(f"the first axis of {kind}'s input is not that of the samples")
-        return given
+        return value
 
 
 class _Plain(nn.Module):
@@ -83,15 +82,15 @@ class _Plain(nn.Module):
         return self.call(*inputs)
 
 
-class _Apart:
-    """The forward of a layer whose parameters are each client's own."""
+class _PerClient:
+    """The forward of a layer with trained parameters, of which each client has its values."""
 
-    def __init__(self, layer: nn.Module, names: dict[str, str], at: _Pass):
+    def __init__(self, layer: nn.Module, names: dict[str, str], running: _Pass):
         """`names`: of its trained parameters, in the layer and in the module."""
         self.kind = type(layer).__name__
         self.plain = _Plain(layer)
         self.names = names
-        self.at = at
+        self.running = running
         self.products = type(layer) is nn.Linear and "weight" in names
         bias = getattr(layer, "bias", None)
         self.frozen_bias = bias if self.products and "bias" not in names else None
@@ -99,45 +98,42 @@ class _Apart:
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         if named:
             raise NotOneBatch(f"{self.kind} is given {next(iter(named))} by name")
-        every = [self.at.of_samples(self.kind, each) for each in inputs]
-        own = {name: self.at.now[place] for name, place in self.names.items()}
-        if self.products:
-            (x,) = every
-            return self._product(x, own)
-        apart = [each.unflatten(0, (self.at.clients, -1)) for each in every]
-        return vmap(self._client, randomness="error")(own, *apart).flatten(0, 1)
-
-    def _product(self, x: torch.Tensor, own: Named) -> torch.Tensor:
-        weight = own["weight"]
+        inputs = tuple(self.running.of_samples(self.kind, value) for value in inputs)
+        parameters = {name: self.running.now[place] for name, place in self.names.items()}
+        if not self.products:
+            by_client = [value.unflatten(0, (self.running.clients, -1)) for value in inputs]
+            return vmap(self._client, randomness="error")(parameters, *by_client).flatten(0, 1)
+        (x,) = inputs
+        weight = parameters["weight"]
         rows = x.reshape(len(weight), -1, x.shape[-1])
-        if "bias" in own:
-            made = torch.baddbmm(own["bias"][:, None], rows, weight.mT)
+        if "bias" in parameters:
+            outputs = torch.baddbmm(parameters["bias"][:, None], rows, weight.mT)
         else:
-            made = torch.bmm(rows, weight.mT)
-        made = made.view(*x.shape[:-1], -1)
-        return made if self.frozen_bias is None else made + self.frozen_bias
+            outputs = torch.bmm(rows, weight.mT)
+        outputs = outputs.view(*x.shape[:-1], -1)
+        return outputs if self.frozen_bias is None else outputs + self.frozen_bias
 
-    def _client(self, own: Named, *inputs: torch.Tensor) -> torch.Tensor:
-        inside = {f"layer.{name}": part for name, part in own.items()}
+    def _client(self, parameters: Named, *inputs: torch.Tensor) -> torch.Tensor:
+        inside = {f"layer.{name}": part for name, part in parameters.items()}
         return functional_call(self.plain, inside, inputs)
 
 
 class _Adapted:
-    """The forward of a frozen linear layer with an adapter that is each client's own."""
+    """The forward of a frozen linear layer with an adapter of each client."""
 
-    def __init__(self, layer: nn.Module, scale: float, names: list[str], at: _Pass):
+    def __init__(self, layer: nn.Module, scale: float, names: list[str], running: _Pass):
         """`names`: of the adapter's A and B in the module."""
         self.kind = type(layer).__name__
         self.plain = layer.forward
         self.weight = lora.inputs_first(layer)
         self.scale = scale
         self.names = names
-        self.at = at
+        self.running = running
 
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        (given,) = inputs or named.values()
-        x = self.at.of_samples(self.kind, given)
-        a, b = (self.at.now[name] for name in self.names)
+        (value,) = inputs or named.values()
+        x = self.running.of_samples(self.kind, value)
+        a, b = (self.running.now[name] for name in self.names)
         return adapted(self.plain, self.weight, self.scale, x, a, b)
 
 
@@ -153,33 +149,25 @@ class OneBatch(Vmap):
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
-        self.at = _Pass()
-        self.numbers = 0  # that the layers give for a sample; 0: not known yet
+        self.running = _Pass()
+        self.numbers = 0  # of the layers' outputs for a sample; 0: not counted yet
         layers = list(self.module.modules())
         self.drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in layers)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for layer in layers:
-            instead = self._instead_of(layer, names)
-            if instead is not None:
-                layer.forward = instead
-
-    def _instead_of(self, layer: nn.Module, names: dict[int, str]) -> Callable[..., Any] | None:
-        """What a layer does in a pass in the place of its forward, if anything; `names`: of the
-        module's parameters, by their identity.
-        """
-        own = {
-            name: names[id(parameter)]
-            for name, parameter in layer.named_parameters(recurse=False)
-            if parameter.requires_grad
-        }
-        if own:
-            return _Apart(layer, own, self.at)
-        halves = lora.halves(layer)
-        if halves and all(half.requires_grad for half in halves):
-            scale = lora.take_off(layer)
-            if scale is not None:
-                return _Adapted(layer, scale, [names[id(half)] for half in halves], self.at)
-        return None
+            trained = {
+                name: names[id(parameter)]
+                for name, parameter in layer.named_parameters(recurse=False)
+                if parameter.requires_grad
+            }
+            halves = lora.halves(layer)
+            if trained:
+                layer.forward = _PerClient(layer, trained, self.running)
+            elif halves and all(half.requires_grad for half in halves):
+                scale = lora.take_off(layer)
+                if scale is not None:
+                    of_halves = [names[id(half)] for half in halves]
+                    layer.forward = _Adapted(layer, scale, of_halves, self.running)
 
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         draws = {slot: self._generator(chunk, slot) for slot in chunk.slots} if self.drops else {}
@@ -203,50 +191,45 @@ class OneBatch(Vmap):
         shares: torch.Tensor,
     ) -> tuple[Any, ...]:
         """See `Gradients`: pass by pass, of as many clients as lie in the cache."""
-        clients = len(shares)
-        passes = []
-        at_once = self._at_once(named, x, chunk.clip is not None)
-        for first in range(0, clients, at_once):
-            span = slice(first, min(first + at_once, clients))
+        clip = chunk.clip
+        if not self.numbers:
+            self.numbers = self._count({name: part[:1] for name, part in named.items()}, x[0, :1])
+        numbers = self.numbers + (sum(self.sizes) if clip is not None else 0)
+        width = max(1, LIMIT // (4 * numbers * x.shape[1]))
+        passes: list[tuple[Any, ...]] = []
+        for first in range(0, len(shares), width):
+            span = slice(first, min(first + width, len(shares)))
             slots = range(span.start, span.stop)
-            own = {name: part[span] for name, part in named.items()}
+            parameters = {name: part[span] for name, part in named.items()}
+            share = shares[span]
             if not any(slot in chunk.slots for slot in slots):
-                passes.append(_nothing(own, shares[span], chunk.clip))
+                none = {name: torch.zeros_like(part) for name, part in parameters.items()}
+                factors = [] if clip is None else [torch.ones_like(share)]
+                passes.append((none, torch.zeros_like(share[:, 0]), *factors))
                 continue
             masks: AbstractContextManager[Any] = nullcontext()
             if self.drops:
                 sizes = chunk.batch_sizes[span].tolist()
                 masks = Masks([(draws.get(slot), n) for slot, n in zip(slots, sizes, strict=True)])
+            batch = parameters, x[span], y[span], share
             with masks:
-                given = own, x[span], y[span], shares[span]
-                passes.append(
-                    self._means(*given) if chunk.clip is None else self._bounded(*given, chunk.clip)
-                )
+                passes.append(self._means(*batch) if clip is None else self._bounded(*batch, clip))
         if len(passes) == 1:
             return passes[0]
         gradients, *others = zip(*passes, strict=True)
-        joined = {name: torch.cat([gradient[name] for gradient in gradients]) for name in named}
-        return joined, *(torch.cat(other) for other in others)
-
-    def _at_once(self, named: Named, x: torch.Tensor, clip: bool) -> int:
-        """The clients of a pass, by what it keeps."""
-        if not self.numbers:
-            self.numbers = self._count({name: part[:1] for name, part in named.items()}, x[0, :1])
-        numbers = self.numbers
-        if clip:
-            numbers += sum(shape.numel() for shape in self.shapes)
-        return max(1, LIMIT // (4 * numbers * x.shape[1]))
+        joined = {name: torch.cat([part[name] for part in gradients]) for name in named}
+        return joined, *map(torch.cat, others)
 
     def _count(self, named: Named, x: torch.Tensor) -> int:
         """How many numbers the layers give for a sample, x [1, *shape]. Raises `NotOneBatch` for a
         module that draws random numbers other than by dropout.
         """
-        counted = [1]
+        counts = [1]
         here = threading.get_ident()  # the hook is that of other threads' modules too
 
-        def count(layer: nn.Module, given: Any, made: Any) -> None:
-            if isinstance(made, torch.Tensor) and threading.get_ident() == here:
-                counted.append(made.numel())
+        def count(layer: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and threading.get_ident() == here:
+                counts.append(output.numel())
 
         hook = register_module_forward_hook(count)
         try:
@@ -257,30 +240,24 @@ class OneBatch(Vmap):
                     raise NotOneBatch("it draws random numbers, and not by dropout")
         finally:
             hook.remove()
-        return sum(counted)
+        return sum(counts)
 
     def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
-        clients, batch = x.shape[:2]
-        self.at.clients = clients
-        self.at.samples = clients * batch
-        self.at.now = named
+        self.running.clients = len(x)
+        self.running.samples = len(x) * x.shape[1]
+        self.running.now = named
         with self.autocast():
             return self.module(x.flatten(0, 1)).float()
 
     def _bounded(
-        self,
-        named: Named,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        shares: torch.Tensor,
-        clip: float,
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float
     ) -> tuple[Named, torch.Tensor, torch.Tensor]:
         """The same of samples' gradients that are clipped each, and the factors [C, B]."""
         clients, batch = shares.shape
-        each = {name: part.repeat_interleave(batch, 0) for name, part in named.items()}
-        alone = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
-        gradients, losses = self._means(each, *alone, shares.new_ones(clients * batch, 1))
+        by_sample = {name: part.repeat_interleave(batch, 0) for name, part in named.items()}
+        rows = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
+        gradients, losses = self._means(by_sample, *rows, shares.new_ones(clients * batch, 1))
         squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(clients, batch)
         weights = (factors * shares)[:, None]
@@ -289,10 +266,3 @@ class OneBatch(Vmap):
             for name, gradient in gradients.items()
         }
         return sums, (losses.view(shares.shape) * shares).sum(1), factors
-
-
-def _nothing(named: Named, shares: torch.Tensor, clip: float | None) -> tuple[Any, ...]:
-    """What slots without a client have; see `Gradients`."""
-    none = {name: torch.zeros_like(part) for name, part in named.items()}
-    losses = torch.zeros_like(shares[:, 0])
-    return (none, losses) if clip is None else (none, losses, torch.ones_like(shares))

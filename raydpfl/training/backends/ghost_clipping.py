@@ -93,21 +93,23 @@ class _Leaf:
     output: tuple[int, ...] = ()  # its shape
     edge: GradientEdge | None = None
 
-    def keep(
+    @property
+    def kind(self) -> str:
+        return type(self.layer).__name__
+
+    def hook(
         self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> None:
         """A forward hook."""
-        kind = type(layer).__name__
         if self.inputs:
-            raise NotLayerwise(f"{kind} is called more than once")
-        if named or not all(
-            isinstance(each, torch.Tensor) and each.dim() for each in (*inputs, output)
-        ):
-            raise NotLayerwise(f"{kind} takes or gives more than tensors")
-        if len({len(each) for each in (*inputs, output)}) > 1:
-            raise NotLayerwise(f"the first axis of {kind}'s inputs is not that of its output")
+            raise NotLayerwise(f"{self.kind} is called more than once")
+        tensors = (*inputs, output)
+        if named or not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
+            raise NotLayerwise(f"{self.kind} takes or gives more than tensors")
+        if len({len(tensor) for tensor in tensors}) > 1:
+            raise NotLayerwise(f"the first axis of {self.kind}'s inputs is not that of its output")
         self.inputs = inputs
-        self.versions = [each._version for each in inputs]
+        self.versions = [tensor._version for tensor in inputs]
         self.output = output.shape
         # now: the output may be changed in place later
         self.edge = get_gradient_edge(output) if output.requires_grad else None
@@ -115,15 +117,13 @@ class _Leaf:
     def backward_edge(self) -> GradientEdge:
         """Where the gradient by the output is found. Raises `NotLayerwise` if it has none."""
         if self.edge is None:
-            raise NotLayerwise(f"no gradient reaches the output of {type(self.layer).__name__}")
+            raise NotLayerwise(f"no gradient reaches the output of {self.kind}")
         return self.edge
 
     def terms(self, g: torch.Tensor) -> Iterator[tuple[int, Term]]:
         """(which parameter, its term), from the gradient by the outputs."""
-        if [each._version for each in self.inputs] != self.versions:
-            raise NotLayerwise(
-                f"the input of {type(self.layer).__name__} is changed in place after it"
-            )
+        if [tensor._version for tensor in self.inputs] != self.versions:
+            raise NotLayerwise(f"the input of {self.kind} is changed in place after it")
         for name, place in self.places:
             yield place, RULES.get(type(self.layer), _other)(self.layer, name, self.inputs, g)
 
@@ -263,40 +263,32 @@ def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: tor
     return _formed(vmap(gradient)(g, *inputs))
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch.Tensor], Term]] = {
     nn.Linear: _linear,
-    **dict.fromkeys(
-        (
-            nn.Conv1d,
-            nn.Conv2d,
-            nn.Conv3d,
-            nn.ConvTranspose1d,
-            nn.ConvTranspose2d,
-            nn.ConvTranspose3d,
-        ),
-        _convolution,
-    ),
+    **dict.fromkeys((*CONVOLUTIONS, *TRANSPOSED), _convolution),
     **dict.fromkeys((nn.GroupNorm, nn.LayerNorm), _norm),
 }
 
 
 def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
-    """(name, place) of the layer's own trainable parameters, taken out of `places`, which has the
-    place of each parameter by its id. Raises `NotLayerwise`.
+    """(name, place) of the layer's trainable parameters, taken out of `places`, which has the place
+    of each parameter by its id. Raises `NotLayerwise`.
     """
     kind = type(layer).__name__
     if isinstance(layer, _BatchNorm) and not models.is_still(layer):
         raise NotLayerwise(f"{kind} mixes the samples of a batch")
-    own = []
+    trained = []
     for name, parameter in layer.named_parameters(recurse=False):
         if not parameter.requires_grad:
             continue
         if id(parameter) not in places:
             raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
-        own.append((name, places.pop(id(parameter))))
-    if own and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
+        trained.append((name, places.pop(id(parameter))))
+    if trained and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
         raise NotLayerwise(f"{kind} has parameters of its own beside those of its layers")
-    return own
+    return trained
 
 
 class Layerwise(Loop):
@@ -312,24 +304,19 @@ class Layerwise(Loop):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.samples: int | None = None  # of a pass
-        self.leaves: list[_Leaf] = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
-        for layer in self.module.modules():
-            own = _places(layer, places)
-            if own:
-                self.leaves.append(_Leaf(layer, own))
+        trained = [(layer, _places(layer, places)) for layer in self.module.modules()]
+        self.leaves = [_Leaf(layer, parameters) for layer, parameters in trained if parameters]
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         """See `raydpfl.training.backends.base.Backend`."""
         if self.samples is None:
-            with (
-                torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
-                torch.no_grad(),
-            ):
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
                 self._forward(chunk.x.new_zeros(1, *chunk.x.shape[2:]))
             numbers = 0
             for leaf in self.leaves:  # activations count twice, for what lies between the layers
-                numbers += 2 * sum(each.numel() for each in leaf.inputs) + 2 * prod(leaf.output)
+                numbers += 2 * sum(tensor.numel() for tensor in leaf.inputs) + 2 * prod(leaf.output)
                 numbers += sum(
                     prod(self.shapes[place])
                     for name, place in leaf.places
@@ -339,28 +326,27 @@ class Layerwise(Loop):
         yield from super().run(parameters, chunk)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        for leaf in self.leaves:
-            leaf.inputs = ()
         with contextlib.ExitStack() as hooks:
             for leaf in self.leaves:
-                hooks.callback(leaf.layer.register_forward_hook(leaf.keep, with_kwargs=True).remove)
+                leaf.inputs = ()
+                hooks.callback(leaf.layer.register_forward_hook(leaf.hook, with_kwargs=True).remove)
             outputs = self.module(x)
         for leaf in self.leaves:
             if not leaf.inputs:
-                raise NotLayerwise(f"{type(leaf.layer).__name__} is not called")
+                raise NotLayerwise(f"{leaf.kind} is not called")
             if len(leaf.inputs[0]) != len(x):
-                kind = type(leaf.layer).__name__
-                raise NotLayerwise(f"the first axis of {kind}'s input is not that of the samples")
+                axis = f"the first axis of {leaf.kind}'s input"
+                raise NotLayerwise(f"{axis} is not that of the samples")
         return outputs
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """See `Loop._gradient`; `clip` is always given."""
+        """See `OneByOne._gradient`; `clip` is always given."""
         assert clip is not None
         self.gradient.zero_()
         losses = torch.zeros((), device=self.device)
         sums = self._views(self.gradient)
-        for some, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
-            loss = self.task.loss(self._forward(some), labels).sum()
+        for rows, labels in zip(x.split(self.samples), y.split(self.samples), strict=True):
+            loss = self.task.loss(self._forward(rows), labels).sum()
             losses += loss.detach()
             edges = [leaf.backward_edge() for leaf in self.leaves]
             gradients = torch.autograd.grad(loss, edges, allow_unused=True)
