@@ -260,7 +260,10 @@ class ClosedForm(Bounding):
         return self.form(bound)
 
     def factor(self, norm: float, bound: float) -> float:
-        return _of_one(self, norm, bound)
+        most, above, offset = self.form(bound)
+        if norm <= most:
+            return 1.0
+        return above / (offset + norm) if offset + norm > 0 else 0.0
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
         most, above, offset = self.form(bound)
