@@ -1,16 +1,16 @@
-"""Several runs side by side: which of them are seeds of one setting, what tells the settings
-apart, and their numbers.
+"""Several runs side by side: which of them are seeds of one setting, in what the settings differ,
+and their numbers.
 
 Runs whose configs differ by the seed alone, and by how they are carried out (`HOW`), are seeds of
-one setting. Two of them with one seed are told apart by how they are carried out, and if that is
-the same too, by their directories.
+one setting. Two of them with one seed are labelled by how they are carried out, and if that is the
+same too, by their directories.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,12 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.report.labels import axis, in_print, listed, quantity
-from raydpfl.report.run_reader import Run
+from raydpfl.report.run_reader import Run, grouped
 from raydpfl.report.statistics import SeedSpread, over_seeds
 
-# Of `data`, what decides who holds which rows, and how a row is put: not which rows there are.
-DEALT = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
-# Beginnings of keys that say how a run is carried out, or what it settles by itself.
+# Of `data`, what decides which client has which rows, and how a row is put: not which there are.
+PARTITIONED = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
+# Beginnings of keys that say how a run is carried out, or what it resolves by itself.
 HOW = ("client.", "measure", "track", "noise.coefficients")
 LONG = 24  # characters of a value in a label
 TERMS = ("unit", "relation", "delta", "observer")  # of a guarantee, as labels of an epsilon
@@ -60,10 +60,14 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
     for key in keys:
         if key not in tree:
             continue
-        kinds = [kind for kind in keys if _is_kind_of(kind, key)]
+        # the kinds of the member, and of those around it, that the key is a field of
+        kinds = [kind for kind in keys if _is_kind(kind) and kind != key]
+        kinds = [kind for kind in kinds if key.startswith(kind.removesuffix("kind"))]
         alike = [other for other in others if all(other.get(k) == tree.get(k) for k in kinds)]
         if len({other.get(key) for other in alike}) > 1:
-            words.append(_word(key, tree[key]))
+            value = tree[key]
+            value = value if len(value) <= LONG else f"{value[: LONG - 3]}..."
+            words.append(value if _is_kind(key) else f"{axis(key)} {value}")
     return ", ".join(words)
 
 
@@ -91,7 +95,7 @@ def labels(values: Sequence[Any]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class SeedGroup:
-    """Runs that are seeds of one setting. `label`: what tells it from the others; `values`: the
+    """Runs that are seeds of one setting. `label`: what differs from the others; `values`: the
     keys in which the settings differ, in print.
     """
 
@@ -106,8 +110,8 @@ class SeedGroup:
     @property
     def epsilon(self) -> float | None:
         """The largest epsilon that holds, over the runs; None where one of them has none."""
-        epsilons = [run.holds[0].epsilon for run in self.runs if run.holds]
-        return max(epsilons) if len(epsilons) == len(self.runs) else None
+        holds = [run.holds for run in self.runs]
+        return max(stated[0].epsilon for stated in holds) if all(holds) else None
 
     @property
     def accountants(self) -> list[str]:
@@ -124,7 +128,7 @@ class Compared:
     """Runs that can be compared, by their settings.
 
     Args:
-        runs: all of them, with names that tell them apart.
+        runs: all of them, each with a name of its own.
         metric: the score that they are compared by; None: that by which each of them is followed.
 
     Raises:
@@ -135,52 +139,47 @@ class Compared:
         self.runs = runs
         _check_data(runs)
         self.metric = _metric(runs, metric)
-        self._leaves = [leaves(run.config) for run in runs]
+        self._leaves = {run: leaves(run.config) for run in runs}
 
     @cached_property
     def keys(self) -> list[str]:
-        """The keys in which the settings differ."""
-        names = self._differing(range(len(self.runs)))
+        """The keys in which the settings differ, by section, kinds first."""
+        names = self._differing(self.runs)
         printed = [name for name in names if not name.startswith(HOW)]
-        more = {
-            name
-            for places in _clashes(self._grouped(printed), self.runs)
-            for name in self._differing(places)
-        }
+        clashes = filter(_clash, self._grouped(printed))
+        more = {name for runs in clashes for name in self._differing(runs)}
         keys = [name for name in names if name in printed or name in more]
-        sections = [*dict.fromkeys(_section(name) for name in keys)]
-        return sorted(keys, key=lambda name: (sections.index(_section(name)), not _is_kind(name)))
+        sections = [name.partition(".")[0] for name in keys]
+        return sorted(
+            keys, key=lambda name: (sections.index(name.partition(".")[0]), not _is_kind(name))
+        )
 
-    def _differing(self, places: Iterable[int]) -> list[str]:
+    def _differing(self, runs: Iterable[Run]) -> list[str]:
         """The keys in which some of the runs differ."""
-        names = differing([self._leaves[place] for place in places])
+        names = differing([self._leaves[run] for run in runs])
         return [name for name in names if name != "seed"]
 
-    def _grouped(self, keys: Sequence[str]) -> list[list[int]]:
-        """The places of the runs, those with the same values of these keys together."""
-        return _together(range(len(self.runs)), lambda place: self._values(place, keys))
-
-    def _values(self, place: int, keys: Sequence[str]) -> tuple[str | None, ...]:
-        return tuple(self._leaves[place].get(key) for key in keys)
+    def _grouped(self, keys: Sequence[str]) -> list[list[Run]]:
+        """The runs with the same values of these keys together."""
+        return [
+            *grouped(
+                self.runs, lambda run: tuple(self._leaves[run].get(key) for key in keys)
+            ).values()
+        ]
 
     @cached_property
     def settings(self) -> list[SeedGroup]:
         """In the order of their first runs."""
-        groups = self._grouped(self.keys)
-        clashes = _clashes(groups, self.runs)
-        groups = [
-            part
-            for group in groups
-            for part in ([[place] for place in group] if group in clashes else [group])
-        ]
+        groups: list[list[Run]] = []
+        for group in self._grouped(self.keys):
+            groups += [[run] for run in group] if _clash(group) else [group]
         trees = [self._leaves[group[0]] for group in groups]
         names = [label(tree, trees, self.keys) for tree in trees]
         settings = []
         for group, tree, name in zip(groups, trees, names, strict=True):
             if not name or names.count(name) > 1:
-                name = ", ".join(part for part in (name, self.runs[group[0]].name) if part)
-            values = {key: tree.get(key, "") for key in self.keys}
-            settings.append(SeedGroup(name, values, [self.runs[place] for place in group]))
+                name = ", ".join(part for part in (name, group[0].name) if part)
+            settings.append(SeedGroup(name, {key: tree.get(key, "") for key in self.keys}, group))
         return settings
 
     def ranked(self) -> list[SeedGroup]:
@@ -209,76 +208,48 @@ class Compared:
 
 def last(run: Run, name: str) -> float | None:
     """A number of a run in its last round: that of its summary, or of the last row that has it."""
-    found = run.number(name)
-    values = None if found is not None else run.series(name)
-    if values is None:
-        return found
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else None
+    value = run.number(name)
+    column = run.series(name) if value is None else None
+    finite = column[np.isfinite(column)].tolist() if column is not None else []
+    return finite[-1] if finite else value
 
 
-def _together(places: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for place in places:
-        groups.setdefault(key(place), []).append(place)
-    return [*groups.values()]
-
-
-def _clashes(groups: Sequence[list[int]], runs: Sequence[Run]) -> list[list[int]]:
-    """The groups in which two runs have one seed."""
-    seeds = [[runs[place].config.get("seed") for place in group] for group in groups]
-    return [group for group, mine in zip(groups, seeds, strict=True) if len({*mine}) < len(mine)]
-
-
-def _section(key: str) -> str:
-    return key.partition(".")[0]
+def _clash(runs: Sequence[Run]) -> bool:
+    """Whether two of these have one seed."""
+    return len({run.config.get("seed") for run in runs}) < len(runs)
 
 
 def _is_kind(key: str) -> bool:
     return key == "kind" or key.endswith(".kind")
 
 
-def _is_kind_of(kind: str, key: str) -> bool:
-    """Whether a key is the kind of the member, or of one around it, that another is a field of."""
-    return _is_kind(kind) and kind != key and key.startswith(kind.removesuffix("kind"))
-
-
-def _word(key: str, value: str) -> str:
-    """A value in a label: a kind by itself, any other with its key."""
-    value = value if len(value) <= LONG else f"{value[: LONG - 3]}..."
-    return value if _is_kind(key) else f"{axis(key)} {value}"
-
-
 def _check_data(runs: Sequence[Run]) -> None:
     """Raises `ConfigError` for runs on different data."""
+
+    def data(run: Run) -> dict[str, str]:
+        section = run.config.get("data")
+        section = section if isinstance(section, Mapping) else {}
+        return leaves({key: value for key, value in section.items() if key not in PARTITIONED})
+
     first, *others = runs
-    here = _data(first)
     for run in others:
-        there = _data(run)
+        here, there = data(first), data(run)
         for key in dict.fromkeys([*here, *there]):
             if here.get(key) != there.get(key):
                 same = f"runs on the same data; data.{key} is {here.get(key)} in {first.name}"
                 raise ConfigError("DIR", str(run.folder), f"{same} and {there.get(key)} here")
 
 
-def _data(run: Run) -> dict[str, str]:
-    """What of its config says which rows there are."""
-    section = run.config.get("data")
-    if not isinstance(section, Mapping):
-        return {}
-    return leaves({key: value for key, value in section.items() if key not in DEALT})
-
-
-def _metric(runs: Sequence[Run], asked: str | None) -> str:
-    """The score to compare by. Raises `ConfigError`."""
+def _metric(runs: Sequence[Run], metric: str | None) -> str:
+    """The score to compare by, checked."""
     scores = {run.name: _scores(run) for run in runs}
     common = [name for name in scores[runs[0].name] if all(name in has for has in scores.values())]
     expected = f"a score that all of them have ({', '.join(common) or 'there is none'})"
-    if asked is not None:
-        for run in runs:
-            if asked not in scores[run.name]:
-                raise ConfigError("--metric", asked, f"{expected}; {run.name} does not have it")
-        return asked
+    if metric is not None:
+        for name, has in scores.items():
+            if metric not in has:
+                raise ConfigError("--metric", metric, f"{expected}; {name} does not have it")
+        return metric
     leads = dict.fromkeys(has[0] if has else "nothing" for has in scores.values())
     if len(leads) > 1 or not common:
         raise ConfigError("--metric", None, f"{expected}; they are followed by {listed([*leads])}")

@@ -21,8 +21,8 @@ from raydpfl.privacy.accountants import ACCOUNTANTS
 @dataclass(frozen=True)
 class Quantity:
     """A number of a run. `name`: of its column; `unit`: in print, empty for none; `percent`: a
-    share that is told in percent; `wide`: it may span decades, so that a logarithmic axis fits;
-    `better`: the sign of a change for the better, 0 where nobody can say.
+    share that print shows in percent; `wide`: it may span decades, so that a logarithmic axis fits;
+    `better`: the sign of a change for the better, 0 where there is none.
     """
 
     name: str
@@ -38,42 +38,39 @@ class Quantity:
         return f"{self.words} ({self.unit})" if self.unit else self.words
 
 
-_KNOWN = (
-    Quantity("round", "round"),
-    Quantity("seconds", "time of training", "s"),
-    Quantity("test_accuracy", "test accuracy", percent=True, better=1),
-    Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
-    Quantity("validation_accuracy", "validation accuracy", percent=True, better=1),
-    Quantity("test_loss", "test loss", wide=True, better=-1),
-    Quantity("train_loss", "training loss", wide=True, better=-1),
-    Quantity("validation_loss", "validation loss", wide=True, better=-1),
-    Quantity("suboptimality", "suboptimality f(w) - f*", wide=True, better=-1),
-    Quantity("clipped", "share clipped", percent=True),
-    Quantity("snr", "signal to noise", wide=True),
-    Quantity("norm", "norm of an update", wide=True),
-    Quantity("angle", "angle to the last update", "degrees"),
-    Quantity("angle_p10", "10 % quantile", "degrees"),
-    Quantity("angle_p50", "median", "degrees"),
-    Quantity("angle_p90", "90 % quantile", "degrees"),
-    Quantity("alpha_mean", "mean of alpha"),
-    Quantity("bias_within", "within clients"),
-    Quantity("bias_across", "across clients"),
-    Quantity("update_norm", "norm of the mean update", wide=True),
-    Quantity("clients_per_second", "clients per second"),
-    Quantity("epsilon", "epsilon that holds", wide=True),
-    Quantity("probability", "probability of selection", percent=True),
-    Quantity("samples", "samples of a client"),
-    Quantity("budget", "budget of a client", "epsilon"),
-)
-_BY_NAME = {metric.name: metric for metric in _KNOWN}
+# Those of which the name and the metric do not say all.
+QUANTITIES = {
+    one.name: one
+    for one in (
+        Quantity("seconds", "time of training", "s"),
+        Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
+        Quantity("train_loss", "training loss", wide=True, better=-1),
+        Quantity("suboptimality", "suboptimality f(w) - f*", wide=True, better=-1),
+        Quantity("clipped", "share clipped", percent=True),
+        Quantity("snr", "signal to noise", wide=True),
+        Quantity("norm", "norm of an update", wide=True),
+        Quantity("angle", "angle to the last update", "degrees"),
+        Quantity("angle_p10", "10 % quantile", "degrees"),
+        Quantity("angle_p50", "median", "degrees"),
+        Quantity("angle_p90", "90 % quantile", "degrees"),
+        Quantity("alpha_mean", "mean of alpha"),
+        Quantity("bias_within", "within clients"),
+        Quantity("bias_across", "across clients"),
+        Quantity("update_norm", "norm of the mean update", wide=True),
+        Quantity("epsilon", "epsilon that holds", wide=True),
+        Quantity("probability", "probability of selection", percent=True),
+        Quantity("samples", "samples of a client"),
+        Quantity("budget", "budget of a client", "epsilon"),
+    )
+}
 
 
 def quantity(name: str) -> Quantity:
-    """What is known of the column `name`, or of a number within a mapping (`suboptimality.final`);
+    """The quantity in the column `name`, or of a number within a mapping (`suboptimality.final`);
     of any other, its name in words.
     """
-    if name in _BY_NAME:
-        return _BY_NAME[name]
+    if name in QUANTITIES:
+        return QUANTITIES[name]
     if name.startswith("best_"):
         inner = quantity(name.removeprefix("best_"))
         return replace(inner, name=name, words=f"best {inner.words}")
@@ -117,20 +114,17 @@ def axis(name: str) -> str:
 
 
 def number(value: Any, percent: bool = False) -> str:
-    """A value in print: four digits, thousands set apart; empty for none."""
-    if value is None:
-        return ""
+    """A value in print: four digits, a comma every three of a large one; empty for none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return "" if value is None else str(value)
     if math.isnan(value):
         return ""
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
     if percent:
         return f"{100 * value:.2f} %"
-    if isinstance(value, int) or (value == round(value) and abs(value) < 1e15):
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    whole = isinstance(value, int) or (value == round(value) and abs(value) < 1e15)
+    return f"{value:,.0f}" if whole or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def with_std(mean: float, std: float, percent: bool = False) -> str:
@@ -155,15 +149,21 @@ def unit_of(measured: Quantity) -> str:
     return "fraction" if measured.percent else measured.unit
 
 
+def numeric(labels: Sequence[str]) -> bool:
+    """Whether all labels are finite numbers."""
+    try:
+        return all(math.isfinite(float(label)) for label in labels)
+    except ValueError:
+        return False
+
+
 def listed(names: Sequence[str]) -> str:
     """Names in a row.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'
     """
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def counted(count: int | None, thing: str) -> str:

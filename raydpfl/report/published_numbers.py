@@ -15,10 +15,11 @@ numbers of the same data set are put next to ours.
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from raydpfl.report.labels import numeric
 
 VALUES = ("accuracy", "std", "note", "source")  # columns that no label stands in
 
@@ -44,7 +45,8 @@ class PublishedTable:
     def read(cls, path: Path) -> PublishedTable:
         """The table in a CSV file. Raises OSError, ValueError."""
         with path.open(newline="") as file:
-            return cls([dict(row) for row in csv.DictReader(file)])
+            rows = csv.DictReader(file)
+            return cls([{name: text or "" for name, text in row.items()} for row in rows])
 
     def columns(
         self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
@@ -56,15 +58,14 @@ class PublishedTable:
             stated: what the study says of it, by column.
         """
         columns = dict(stated)
-        names = self.rows[0] if self.rows else ()
-        for name in names:
+        for name in self.rows[0] if self.rows else ():
             if name in columns or name in VALUES:
                 continue
-            here = {plain(row[name] or "") for row in self.rows} - {""}
-            for axis, labels in axes.items():
-                if axis not in columns.values() and here & {plain(label) for label in labels}:
-                    columns[name] = axis
-                    break
+            labels = {plain(row[name]) for row in self.rows} - {""}
+            free = [axis for axis in axes if axis not in columns.values()]
+            like = [axis for axis in free if labels & {*map(plain, axes[axis])}]
+            if like:
+                columns[name] = like[0]
         return columns
 
     def number(
@@ -84,45 +85,22 @@ class PublishedTable:
             where: further columns and what must stand in them.
             value: the column of the number.
         """
-        fitting = [
-            row
-            for row in self.rows
-            if _is_number(row.get(value)) and _fits(row, labels, columns, where)
-        ]
-        same = [row for row in fitting if _same(row.get("dataset"), data)]
+
+        def fits(row: Mapping[str, str]) -> bool:
+            if any(plain(row.get(name, "")) != plain(label) for name, label in where.items()):
+                return False
+            # where no label is printed, it is all of them
+            pairs = [(plain(row.get(name, "")), labels.get(axis)) for name, axis in columns.items()]
+            return all(label is not None and text in ("", plain(label)) for text, label in pairs)
+
+        fitting = [row for row in self.rows if numeric([row.get(value) or "none"]) and fits(row)]
+        # the data set itself, or features of it
+        same = [row for row in fitting if f"{row.get('dataset', '')}_".startswith(f"{data}_")]
         if len(same or fitting) != 1:
             return None
         row = (same or fitting)[0]
         other = "" if same else (row.get("dataset") or "unknown data")
-        return PublishedNumber(row[value], row.get("std") or "", other)
-
-
-def _fits(
-    row: Mapping[str, str],
-    labels: Mapping[str, str],
-    columns: Mapping[str, str],
-    where: Mapping[str, str],
-) -> bool:
-    if any(plain(row.get(name) or "") != plain(label) for name, label in where.items()):
-        return False
-    # where no label is printed, it is all of them
-    pairs = ((row.get(name) or "", labels.get(axis)) for name, axis in columns.items())
-    return all(
-        label is not None and (not printed or plain(printed) == plain(label))
-        for printed, label in pairs
-    )
-
-
-def _is_number(text: str | None) -> bool:
-    try:
-        return math.isfinite(float(text or ""))
-    except ValueError:
-        return False
-
-
-def _same(printed: str | None, data: str) -> bool:
-    """Whether a printed data set is ours, or features of it."""
-    return printed is not None and (printed == data or printed.startswith(f"{data}_"))
+        return PublishedNumber(row[value], row.get("std", ""), other)
 
 
 def plain(label: str) -> str:

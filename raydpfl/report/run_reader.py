@@ -1,19 +1,16 @@
-"""What the directory of a run holds, as the report reads it: nothing of it is computed anew, and no
-data set is needed.
-
-A file that is not there is an empty table; one that cannot be read is that too, and `flaws` says
-why.
+"""What the directory of a run holds, as the report reads it: nothing is computed, and no data set
+is needed. A missing file is an empty table; so is a damaged one, and `flaws` says why.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,42 +25,35 @@ from raydpfl.report.labels import quantity
 from raydpfl.storage.files import read_json
 from raydpfl.storage.tables import read_log
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 Columns = Mapping[str, np.ndarray]
 BARE = ("none", "true", "false", "auto")  # labels that need their axis, as numbers do
-ACROSS = 4  # panels beside one another, at most
+ACROSS = 4  # panels of a row, at most
 
 
-def read_columns(path: Path, flaws: list[str]) -> dict[str, np.ndarray]:
-    """The columns of a Parquet file, one array each, nulls as NaN; none where there is no file.
-
-    Args:
-        path: of the file.
-        flaws: is told, in words, of a file that cannot be read.
-    """
+def read_table(path: Path, flaws: list[str]) -> pa.Table | None:
+    """A Parquet file; None where there is none, or, with a line in `flaws`, a damaged one."""
     if not path.is_file():
-        return {}
+        return None
     try:
-        return columns_of(pq.read_table(path))
+        return pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
         flaws.append(f"{path.name} cannot be read ({' '.join(str(error).split())[:120]})")
-        return {}
+        return None
 
 
-def columns_of(table: pa.Table) -> dict[str, np.ndarray]:
-    """Numbers as float64 [n] with NaN for null, all else as objects."""
+def arrays_of(table: pa.Table | None) -> dict[str, np.ndarray]:
+    """Columns of numbers as float64 [n] with NaN for null, all others as objects [n]."""
     columns = {}
-    for name in table.column_names:
-        values = table[name]
+    for name, values in (
+        zip(table.column_names, table.columns, strict=True) if table is not None else ()
+    ):
         if pa.types.is_floating(values.type) or pa.types.is_integer(values.type):
-            columns[name] = _floats(values)
+            columns[name] = values.cast(pa.float64()).fill_null(math.nan).to_numpy()
         else:
             columns[name] = np.array([*values.to_pylist(), None], dtype=object)[:-1]
     return columns
-
-
-def _floats(values: pa.ChunkedArray) -> np.ndarray:
-    filled = values.cast(pa.float64()).fill_null(math.nan)
-    return np.asarray(filled.combine_chunks().to_numpy(zero_copy_only=False), np.float64)
 
 
 def some(values: np.ndarray | None) -> bool:
@@ -73,6 +63,20 @@ def some(values: np.ndarray | None) -> bool:
     return bool(values.dtype == object or np.isfinite(values).any())
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by their keys, both in the order of the items."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def as_number(value: Any) -> float | None:
+    """A number as float; None for anything else, and for NaN."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and value == value else None
+
+
 @dataclass(eq=False)
 class Run:
     """The directory of a run. `name`: what the report calls it."""
@@ -80,38 +84,30 @@ class Run:
     folder: Path
     name: str
     flaws: list[str] = field(default_factory=list)
+    _tables: dict[str, Columns] = field(default_factory=dict)
 
     def table(self, name: str) -> Columns:
         """The columns of `name`.parquet (of rounds, if that is missing, those of its log)."""
         if name not in self._tables:
-            columns = read_columns(self.folder / f"{name}.parquet", self.flaws)
+            columns = arrays_of(read_table(self.folder / f"{name}.parquet", self.flaws))
             if name == "rounds" and not columns:
-                log = read_log(self.folder, name)
-                columns = columns_of(log) if log is not None else {}
+                columns = arrays_of(read_log(self.folder, name))
             self._tables[name] = columns
         return self._tables[name]
-
-    @cached_property
-    def _tables(self) -> dict[str, dict[str, np.ndarray]]:
-        return {}
 
     def has(self, table: str, names: Sequence[str]) -> bool:
         """Whether a table has all these columns, with a number in each."""
         if table == "trajectory":
             return self.path is not None
-        if table == "rounds":
-            return all(some(self.series(name)) for name in names)
-        columns = self.table(table)
-        return all(some(columns.get(name)) for name in names)
+        column_of = self.series if table == "rounds" else self.table(table).get
+        return all(some(column_of(name)) for name in names)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """summary.json; empty while the run goes on."""
         path = self.folder / "summary.json"
-        if not path.exists():
-            return {}
         try:
-            summary = read_json(path)
+            summary = read_json(path) if path.exists() else {}
             if not isinstance(summary, dict):
                 raise ValueError("it is no mapping")
             return summary
@@ -131,7 +127,7 @@ class Run:
 
     @cached_property
     def experiment(self) -> Experiment | None:
-        """The experiment, its own members unread; None for a config of another version."""
+        """The experiment, user-defined classes unread; None for a config of another version."""
         try:
             return Experiment.from_dict(self.config, imports=())
         except ConfigError:
@@ -164,18 +160,16 @@ class Run:
         """
         if self.summary:
             return column(self.holds[0].accountant) if self.holds else None
-        last = {name: self.table("rounds")[name] for name in self.epsilons if name in RIGOROUS}
-        epsilons = {name: values[-1] for name, values in last.items() if len(values)}
+        columns = {name: self.table("rounds")[name] for name in self.epsilons if name in RIGOROUS}
+        epsilons = {name: values[-1] for name, values in columns.items() if len(values)}
         return min(epsilons, key=lambda name: epsilons[name], default=None)
 
     def series(self, name: str) -> np.ndarray | None:
-        """A column of the rounds table, float64 [T]; besides those it has: `round` counted from 1,
-        `seconds` since the start, and `epsilon`, the one that holds.
+        """A column of numbers of the rounds table, float64 [T]: `round` counted from 1, `seconds`
+        since the start, and `epsilon`, the one that holds.
         """
         rounds = self.table("rounds")
-        if name == "epsilon":
-            name = self.holding or name
-        values = rounds.get(name)
+        values = rounds.get(self.holding or name if name == "epsilon" else name)
         if values is None or values.dtype == object:
             return None
         if name == "round":
@@ -230,9 +224,8 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class LabelledRun:
-    """A run with what tells it from others on a page: the label of each axis. Runs with the same
-    labels differ by their `seed`. `numbers` are what a table of results has of it, `home` is the
-    directory of the study that it is part of.
+    """A run with its label on each axis. Runs with the same labels differ by their `seed`.
+    `numbers`: what a table of results has of it; `home`: the directory of its study.
     """
 
     labels: Mapping[str, str]
@@ -241,12 +234,14 @@ class LabelledRun:
     seed: int | None = None
     home: Path | None = None
 
+    def at(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Its labels on these axes, empty where it has none."""
+        return tuple(self.labels.get(axis, "") for axis in axes)
+
     def number(self, name: str) -> float | None:
         """A number of the run, from the table of results if that has it."""
-        value = self.numbers.get(name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
-            return float(value)
-        return self.run.number(name)
+        value = as_number(self.numbers.get(name))
+        return self.run.number(name) if value is None else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,6 +267,15 @@ class Panel:
         return self.groups[0].runs[0]
 
 
+@dataclass(frozen=True)
+class Facet:
+    """Cases with the same labels: these in words, empty for none, and their place in a grid."""
+
+    title: str
+    cases: Sequence[LabelledRun]
+    place: tuple[int, int] | None = None
+
+
 def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
     """The labels of an axis, in the order in which they come."""
     return list(dict.fromkeys(case.labels[axis] for case in cases if axis in case.labels))
@@ -283,8 +287,7 @@ def in_order(
     """Labels on these axes, each combination once, in the order of the labels of the cases: the
     first axis is the slowest.
     """
-    labels = [labels_of(cases, axis) for axis in axes]
-    places = [{name: place for place, name in enumerate(names)} for names in labels]
+    places = [{name: at for at, name in enumerate(labels_of(cases, axis))} for axis in axes]
     return sorted(
         dict.fromkeys(keys),
         key=lambda key: [at.get(name, -1) for at, name in zip(places, key, strict=True)],
@@ -297,61 +300,37 @@ def varying(cases: Sequence[LabelledRun]) -> list[str]:
     return [axis for axis in axes if len(labels_of(cases, axis)) > 1]
 
 
-@dataclass(frozen=True)
-class Facet:
-    """Cases with the same labels: these in words, empty for none, and their place in a grid."""
-
-    title: str
-    cases: Sequence[LabelledRun]
-    place: tuple[int, int] | None = None
-
-
 def facets(
-    cases: Sequence[LabelledRun], apart: Sequence[str], named: Sequence[str] = ()
+    cases: Sequence[LabelledRun], without: Sequence[str], named: Sequence[str] = ()
 ) -> list[Facet]:
     """The cases by the labels of all axes that vary.
 
     Args:
-        cases: All of them.
-        apart: Axes that are left out.
-        named: Axes that make a grid, where two of them vary: the last one goes across.
+        cases: all of them.
+        without: axes that are left out.
+        named: axes that make a grid, where two of them vary: the last one goes across, unless it
+            has too many labels, and the others, with all further axes, go down.
     """
-    axes = [axis for axis in varying(cases) if axis not in apart]
-    groups: dict[tuple[str, ...], list[LabelledRun]] = {}
-    for case in cases:
-        groups.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
-    places = _grid([*groups], axes, [axis for axis in named if axis in axes])
+    axes = [axis for axis in varying(cases) if axis not in without]
+    groups = grouped(cases, lambda case: case.at(axes))
+    named = [axis for axis in named if axis in axes]
+    places: dict[tuple[str, ...], tuple[int, int]] = {}
+    columns = [*dict.fromkeys(labels[axes.index(named[-1])] for labels in groups)] if named else []
+    if len(named) > 1 and len(columns) <= ACROSS:
+        down = [*named[:-1], *(axis for axis in axes if axis not in named)]
+        keys = {labels: tuple(labels[axes.index(axis)] for axis in down) for labels in groups}
+        rows = in_order(keys.values(), cases, down)
+        across = axes.index(named[-1])
+        places = {key: (rows.index(keys[key]), columns.index(key[across])) for key in groups}
     return [
-        Facet(_title(axes, labels), inside, places.get(labels)) for labels, inside in groups.items()
+        Facet(in_words(dict(zip(axes, labels, strict=True))), inside, places.get(labels))
+        for labels, inside in groups.items()
     ]
 
 
-def _title(axes: Sequence[str], labels: Sequence[str]) -> str:
-    pairs = zip(axes, labels, strict=True)
-    return ", ".join(named(axis, label) for axis, label in pairs if label)
-
-
-def _grid(
-    found: Sequence[tuple[str, ...]], axes: Sequence[str], named: Sequence[str]
-) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Row and column of each combination of labels; none where fewer than two axes are named, or
-    the last of them has too many labels.
-    """
-    if len(named) < 2:
-        return {}
-    across = axes.index(named[-1])
-    columns = list(dict.fromkeys(labels[across] for labels in found))
-    if len(columns) > ACROSS:
-        return {}
-    order = [axes.index(axis) for axis in named[:-1]]
-    order += [place for place in range(len(axes)) if place not in (across, *order)]
-    sequence = [list(dict.fromkeys(labels[place] for labels in found)) for place in order]
-    keys = {labels: tuple(labels[place] for place in order) for labels in found}
-    rows = sorted(
-        {*keys.values()},
-        key=lambda key: [labels.index(name) for labels, name in zip(sequence, key, strict=True)],
-    )
-    return {labels: (rows.index(keys[labels]), columns.index(labels[across])) for labels in found}
+def in_words(labels: Mapping[str, str]) -> str:
+    """Labels by axis in a row, empty ones left out."""
+    return ", ".join(named(axis, label) for axis, label in labels.items() if label)
 
 
 def named(axis: str, label: str) -> str:
@@ -374,12 +353,13 @@ def arrange(cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = ()
     """
     places = {label: place for place, label in enumerate(labels_of(cases, colour))}
     arranged = []
-    for facet_cases in facets(cases, (colour,), facet):
-        runs: dict[str, list[Run]] = {}
-        for case in facet_cases.cases:
-            runs.setdefault(case.labels.get(colour, ""), []).append(case.run)
-        groups = [Group(name, places.get(name, 0), inside) for name, inside in runs.items()]
-        arranged.append(Panel(facet_cases.title, groups, facet_cases.place))
+    for part in facets(cases, (colour,), facet):
+        runs = grouped(part.cases, lambda case: case.labels.get(colour, ""))
+        groups = [
+            Group(label, places.get(label, 0), [case.run for case in inside])
+            for label, inside in runs.items()
+        ]
+        arranged.append(Panel(part.title, groups, part.place))
     return arranged
 
 

@@ -1,5 +1,4 @@
-"""Numbers of several runs side by side: the mean over seeds, its spread, and differences
-between what ran with the same seeds.
+"""Means of several runs, their spread over seeds, and differences between runs of one seed.
 
 >>> spread = over_seeds({1: 0.7, 2: 0.8, 3: 0.9})
 >>> spread.count, round(spread.mean, 6), round(spread.std, 6)
@@ -30,11 +29,7 @@ class SeedSpread:
 
 
 def over_seeds(values: Mapping[int, float | None]) -> SeedSpread:
-    """The spread of a number over the seeds whose runs have it.
-
-    Args:
-        values: By seed; None and NaN stand for a run without it.
-    """
+    """The spread of a number by seed; None and NaN stand for a run without it."""
     numbers = np.array([values[seed] for seed in sorted(values)], np.float64)  # None is NaN
     numbers = numbers[~np.isnan(numbers)]
     mean = float(np.mean(numbers)) if len(numbers) else math.nan
@@ -47,10 +42,7 @@ def paired(values: Mapping[int, float | None], against: Mapping[int, float | Non
 
     What the runs of one seed share (the data, the split, the cohorts) is no part of it, so that it
     is often much narrower than the spreads of the two.
-
-    Args:
-        values, against: By seed; None and NaN stand for a run without the number.
     """
     pairs = {seed: (values[seed], against[seed]) for seed in values.keys() & against.keys()}
-    differences = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
-    return over_seeds(differences)
+    gains = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    return over_seeds(gains)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from raydpfl.config.registry import Member
 from raydpfl.report.labels import listed
 from raydpfl.report.plot_style import LegendKey, Plot, Subplot, look
-from raydpfl.report.run_reader import ACROSS, Group, LabelledRun, Panel, Run, arrange
+from raydpfl.report.run_reader import ACROSS, LabelledRun, Panel, Run, arrange
 from raydpfl.report.tables import Table
 
 if TYPE_CHECKING:
@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """Columns of a file of a run that something is drawn from. `hint`: how a run comes to have
-    them, in words.
+    """Columns of a file of a run, with numbers in them, that something is drawn from. `hint`: how a
+    run comes to have them, in words.
     """
 
     table: str
     columns: tuple[str, ...] = ()
     hint: str = ""
-
-    def met(self, run: Run) -> bool:
-        """Whether a run has them, with numbers in them."""
-        return run.has(self.table, self.columns)
 
     def __str__(self) -> str:
         suffix = "bin" if self.table == "trajectory" else "parquet"
@@ -73,17 +69,24 @@ class Placed:
     rank: int = 0
 
 
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 def _texts(labels: Any) -> tuple[str, ...]:
     """Labels as a study has them, which are texts as YAML writes them."""
     several = labels if isinstance(labels, (list, tuple)) else (labels,)
     return tuple(value if isinstance(value, str) else json.dumps(value) for value in several)
 
 
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _labels(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {str(axis): _texts(labels) for axis, labels in value.items()}
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]  # one name, or a list of them
+Only = Annotated[dict[str, tuple[str, ...]], BeforeValidator(_labels)]
 
 
 def name_of(*words: str) -> str:
@@ -106,16 +109,9 @@ class ReportItem(Member):
     placed: ClassVar[tuple[Placed, ...]] = ()
     axes_named: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
 
-    only: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    only: Only = Field(default_factory=dict)
     title: str = ""
     note: str = ""
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _labels(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {str(axis): _texts(labels) for axis, labels in value.items()}
 
     @classmethod
     def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
@@ -138,16 +134,13 @@ class ReportItem(Member):
 
     def shown(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
-        marks = [
-            case
-            for case in cases
-            if all(case.labels.get(axis) in labels for axis, labels in self.only.items())
-        ]
+        only = self.only.items()
+        cases = [case for case in cases if all(case.labels.get(axis) in of for axis, of in only)]
         return [
             replace(piece, caption=f"{piece.caption} {self.note}")
             if self.note and isinstance(piece, (Plot, Table))
             else piece
-            for piece in self.make(marks)
+            for piece in self.make(cases)
         ]
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
@@ -162,7 +155,7 @@ class ReportItem(Member):
 class PanelledItem(ReportItem):
     """Base of items with panels.
 
-    `colour` is the axis that tells lines apart (arms, or the runs that are compared), and `facet`
+    `colour` is the axis of the lines of a panel (arms, or the runs that are compared), and `facet`
     the axes that make panels; any other axis that varies makes panels too, so that nothing but
     seeds is ever averaged. Where there are several, the last that `facet` names goes across, and
     the others go down.
@@ -176,17 +169,16 @@ class PanelledItem(ReportItem):
 
 class PlotItem(PanelledItem):
     """Base of figures with a panel for each label of the facets, and in it a group for each colour
-    (a line, say). With `per_group` each group has a panel, across where there are several of both.
+    (a line, say). With `per_group` every group has a panel, across where there are several of both.
+    A run that lacks any of `need` is left out.
     """
 
-    per_group: ClassVar[bool] = False
+    need: ClassVar[Need]
     heading: ClassVar[str] = ""
-
-    # --- what a figure gives ---
+    per_group: ClassVar[bool] = False
 
     def needs(self) -> Need:
-        """What it reads of a run; one that lacks any of it is left out."""
-        raise NotImplementedError
+        return self.need
 
     def headline(self) -> str:
         """The title, where the item has no other."""
@@ -206,18 +198,16 @@ class PlotItem(PanelledItem):
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         """The legend: by default a line for each group, where there are several."""
-        return group_keys(panels)
+        return [] if self.per_group else group_keys(panels)
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         """What is shown and from which file."""
         raise NotImplementedError
 
-    # --- what all have in common ---
-
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         title = self.title or self.headline()
         need = self.needs()
-        drawn = [case for case in cases if need.met(case.run)]
+        drawn = [case for case in cases if case.run.has(need.table, need.columns)]
         if not drawn:
             return [Missing(title, f"needs {need}")]
         panels = arrange(drawn, self.colour, self.facet)
@@ -230,7 +220,11 @@ class PlotItem(PanelledItem):
             Subplot(panel.title, partial(self.draw, panel=panel, common=common), panel.place)
             for panel in panels
         ]
-        caption = self.caption(panels, common) + _without(cases, drawn, self.colour)
+        caption = self.caption(panels, common)
+        there = {case.labels.get(self.colour) for case in drawn}
+        every = dict.fromkeys(case.labels.get(self.colour) for case in cases)
+        if names := [label for label in every if label and label not in there]:
+            caption += f" Without {listed(names)}, of which none of it is known."
         return [Plot(self.slug(), title, caption, subplots, self.keys(panels, common))]
 
 
@@ -249,24 +243,13 @@ def _per_group(panels: Sequence[Panel]) -> list[Panel]:
     return facets
 
 
-def _without(cases: Sequence[LabelledRun], drawn: Sequence[LabelledRun], colour: str) -> str:
-    """Says which labels have nothing to show."""
-    there = {case.labels.get(colour) for case in drawn}
-    gone = dict.fromkeys(case.labels[colour] for case in cases if colour in case.labels)
-    names = [label for label in gone if label not in there]
-    return f" Without {listed(names)}, of which none of it is known." if names else ""
-
-
-def group_keys(panels: Sequence[Panel]) -> list[LegendKey]:
+def group_keys(panels: Sequence[Panel], shape: str = "line") -> list[LegendKey]:
     """A line for each group of any panel; none where there is only one."""
-    groups: dict[str, Group] = {}
-    for panel in panels:
-        for group in panel.groups:
-            groups.setdefault(group.label, group)
-    if len(groups) < 2:
+    places = {group.label: group.place for panel in panels for group in panel.groups}
+    if len(places) < 2:
         return []
-    ordered = sorted(groups.values(), key=lambda group: group.place)
-    return [LegendKey(group.label, look(group.place)) for group in ordered]
+    ordered = sorted(places, key=lambda label: places[label])
+    return [LegendKey(label, look(places[label]), shape) for label in ordered]
 
 
 def runs_of(panels: Sequence[Panel]) -> list[Run]:
@@ -278,12 +261,3 @@ def first_seed(panels: Sequence[Panel]) -> str:
     """What is said where of several runs of a group the first alone is shown."""
     several = any(len(group.runs) > 1 for panel in panels for group in panel.groups)
     return " Of several seeds, the first." if several else ""
-
-
-def seeds_of(panels: Sequence[Panel]) -> str:
-    """What lines and bands are where groups have several runs."""
-    counts = sorted({len(group.runs) for panel in panels for group in panel.groups})
-    if counts[-1] < 2:
-        return ""
-    span = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    return f" Lines are means over {span} seeds; bands reach from the least to the greatest."

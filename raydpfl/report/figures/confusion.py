@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from raydpfl.report.figures.base import Need, Placed, PlotItem
-from raydpfl.report.plot_style import PALETTE, LegendKey, thin
+from raydpfl.report.plot_style import PALETTE, thin
 from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
@@ -34,14 +34,10 @@ class Confusion(PlotItem):
 
     def needs(self) -> Need:
         hint = "evaluate.metrics: [confusion_matrix]"
-        return Need(self._table, ("actual", "predicted", "samples"), hint)
-
-    @property
-    def _table(self) -> str:
-        return f"{self.of}_confusion_matrix"
+        return Need(f"{self.of}_confusion_matrix", ("actual", "predicted", "samples"), hint)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        return {id(panel): matrix_of(panel.groups[0].runs, self._table) for panel in panels}
+        return {id(panel): matrix_of(panel.groups[0].runs, self.needs().table) for panel in panels}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         from matplotlib.colors import LinearSegmentedColormap, to_rgba
@@ -68,16 +64,13 @@ class Confusion(PlotItem):
         axes.set_xlabel("taken for")
         axes.set_ylabel("class")
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        return []
-
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         rounds = sorted({matrix.round + 1 for matrix in common.values()})  # as curves count them
         text = "Of the samples of each class, in a row, the share in percent that was taken for "
         text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
             text += " Samples of all seeds together."
-        return f"{text} From {self._table}.parquet."
+        return f"{text} From {self.needs().table}.parquet."
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +91,15 @@ class Matrix:
 def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
     """The matrix of the last evaluation of these runs, added up."""
     tables = []
-    for run in runs:
-        columns = run.table(table)
-        last = columns["round"] == columns["round"].max()
-        tables.append({name: values[last].astype(int) for name, values in columns.items()})
+    for columns in (run.table(table) for run in runs):
+        rows = columns["round"] == columns["round"].max()
+        tables.append({name: values[rows].astype(int) for name, values in columns.items()})
     names = [str(name) for name in runs[0].summary.get("class_names") or ()]
     seen = [int(table[name].max()) + 1 for table in tables for name in ("actual", "predicted")]
     classes = max(*seen, len(names))
     counts = np.zeros((classes, classes))
-    for each in tables:
-        np.add.at(counts, (each["actual"], each["predicted"]), each["samples"])
+    for columns in tables:
+        np.add.at(counts, (columns["actual"], columns["predicted"]), columns["samples"])
     names = names or [str(place) for place in range(classes)]
     short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
     return Matrix(counts, short, int(tables[0]["round"][0]))

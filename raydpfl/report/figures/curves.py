@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.models.metric_columns import is_score
-from raydpfl.privacy import Guarantee
 from raydpfl.privacy.papers import cited
 from raydpfl.report.figures.base import (
     Missing,
@@ -23,11 +22,10 @@ from raydpfl.report.figures.base import (
     group_keys,
     name_of,
     runs_of,
-    seeds_of,
 )
 from raydpfl.report.labels import Quantity, listed, quantity
-from raydpfl.report.plot_style import FACTOR, LegendKey, Look, look, scale
-from raydpfl.report.run_reader import Group, LabelledRun, Panel, Run, some
+from raydpfl.report.plot_style import FACTOR, LegendKey, look, scale
+from raydpfl.report.run_reader import Group, LabelledRun, Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +103,9 @@ class Curves(PlotItem):
 
     def unasked(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         if self.x == "seconds":
-            longest = max((_last_second(case.run) for case in cases), default=0.0)
+            times = [case.run.series("seconds") for case in cases]
+            ends = [np.append(0.0, seconds) for seconds in times if seconds is not None]
+            longest = max((float(np.nanmax(seconds)) for seconds in ends), default=0.0)
             if longest < SECONDS:
                 why = f"needs a run of {SECONDS:g} s: the longest here took {longest:.2g} s"
                 return [Missing(self.title or self.headline(), why)]
@@ -132,7 +132,10 @@ class Curves(PlotItem):
     def headline(self) -> str:
         by = X_WORDS.get(self.x, quantity(self.x).words)
         how = f"over {by}" if self.x.startswith("epsilon") else f"by {by}"
-        return f"{_title(self.of)} {how}"
+        first = self.of[0]
+        words = listed(self.of) if len(self.of) > 1 else quantity(self.of[0]).words.capitalize()
+        title = "Loss" if len(self.of) > 1 and first.endswith("loss") else words
+        return f"{TITLES.get(first.split('_')[0], title)} {how}"
 
     def columns(self, panels: Sequence[Panel]) -> list[str]:
         """The columns that are drawn."""
@@ -140,27 +143,20 @@ class Curves(PlotItem):
         several = any(len(panel.groups) > 1 for panel in panels)
         columns: dict[str, None] = {}
         for name in (self.main,) if several and self.main else self.of:
-            if "*" in name:
-                epsilons = [epsilon for run in runs for epsilon in run.epsilons]
-                columns |= dict.fromkeys(
-                    column for column in epsilons if fnmatch.fnmatch(column, name)
-                )
-            else:
-                columns[name] = None
+            epsilons = [epsilon for run in runs for epsilon in run.epsilons]
+            columns |= dict.fromkeys(fnmatch.filter(epsilons, name) if "*" in name else [name])
         return [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         columns = self.columns(panels)
         groups = [group for panel in panels for group in panel.groups]
-        lines = {}
-        for group, name in itertools.product(groups, columns):
-            values = line(group, name, self.x)
-            if values is not None:
-                lines[id(group), name] = values
+        keys = itertools.product(groups, columns)
+        every = {(id(group), name): line(group, name, self.x) for group, name in keys}
+        lines = {key: values for key, values in every.items() if values is not None}
         if not lines:
             return None
-        x = np.concatenate([line[0] for line in lines.values()])
-        y = np.concatenate([line[place] for line in lines.values() for place in (2, 3)])
+        x = np.concatenate([x for x, *_ in lines.values()])
+        y = np.concatenate([side for _, _, *band in lines.values() for side in band])
         return {"columns": columns, "lines": lines, "x": x, "y": y}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
@@ -170,7 +166,10 @@ class Curves(PlotItem):
                 if (id(group), name) not in common["lines"]:
                     continue
                 x, mean, low, high = common["lines"][id(group), name]
-                drawn = self._look(group, place, len(panel.groups), columns)
+                if len(panel.groups) == 1 and len(columns) > 1:
+                    drawn = look(place)
+                else:
+                    drawn = look(group.place, place if len(columns) > 1 else None)
                 if len(group.runs) > 1:
                     axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
                 if len(x) == 1:  # no band is seen there
@@ -184,16 +183,11 @@ class Curves(PlotItem):
 
     def _measured(self, columns: Sequence[str]) -> Quantity:
         first = quantity(columns[0])
-        begin = columns[0].split("_")[0]
-        if len(columns) == 1 and begin not in ("angle", "bias"):
+        kind = columns[0].split("_")[0]
+        if len(columns) == 1 and kind not in ("angle", "bias"):
             return first
-        word = begin if begin in ("epsilon", "angle", "bias") else columns[0].split("_")[-1]
+        word = kind if kind in ("epsilon", "angle", "bias") else columns[0].split("_")[-1]
         return Quantity(first.name, word, first.unit, first.percent, first.wide)
-
-    def _look(self, group: Group, place: int, groups: int, columns: Sequence[str]) -> Look:
-        if groups == 1 and len(columns) > 1:
-            return look(place)
-        return look(group.place, None if len(columns) == 1 else place)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         columns = common["columns"]
@@ -201,61 +195,50 @@ class Curves(PlotItem):
         if len(columns) == 1:
             return groups
         if not groups:
-            run = panels[0].run
-            return [
-                LegendKey(_of_column(name, run), look(place)) for place, name in enumerate(columns)
-            ]
-        keys = {group.label: group for panel in panels for group in panel.groups}
+            words = [_of_column(name, panels[0].run) for name in columns]
+            return [LegendKey(text, look(place)) for place, text in enumerate(words)]
+        places = {group.label: group.place for panel in panels for group in panel.groups}
         return [
-            LegendKey(f"{key.label}: {quantity(name).words}", look(keys[key.label].place, place))
+            LegendKey(f"{key.label}: {quantity(name).words}", look(places[key.label], place))
             for key in groups
             for place, name in enumerate(columns)
         ]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         columns = common["columns"]
-        about = [_about(name, panels) for name in columns]
-        text = " ".join(words for words in about if words)
+        text = " ".join(filter(None, [_about(name, panels) for name in columns]))
         if any(name.startswith("epsilon_") for name in columns):
             text += f" {_whose(panels)} Rigorous ones hold; a formula is what its paper prints."
         elif "epsilon" in (*columns, self.x):
             text += f" {_whose(panels)}"
         if self.x == "seconds":
             text += " Seconds count rounds and evaluations, not the start of the run."
-        return f"{text}{seeds_of(panels)} From rounds.parquet.".strip()
+        counts = sorted({len(group.runs) for panel in panels for group in panel.groups})
+        if counts[-1] > 1:
+            span = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            text += f" Lines are means over {span} seeds; bands reach from the least to the"
+            text += " greatest."
+        return f"{text} From rounds.parquet.".strip()
 
 
 def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
-    """What is drawn of a group: x, mean, least and greatest, float64 [n] each, at the rounds that
-    all of its runs know; None for none.
+    """What is drawn of a group: x, mean, least and greatest, float64 [n] each, at the rounds of
+    which all of its runs have both; None for none.
     """
-    runs = [run for run in group.runs if run.has("rounds", (name, x))]
-    if not runs:
+    tables = []
+    for run in group.runs:
+        if run.has("rounds", (name, x)):
+            columns = np.array([run.table("rounds")["round"], run.series(x), run.series(name)])
+            tables.append(columns[:, np.isfinite(columns).all(0)])
+    if not tables:
         return None
-    shared = reduce(np.intersect1d, [_known(run, name, x) for run in runs])
+    shared = reduce(np.intersect1d, [rounds for rounds, _, _ in tables])
     if not len(shared):
         return None
-    places = [(run, np.isin(run.table("rounds")["round"], shared)) for run in runs]
-    across = np.array([_values(run, x)[place] for run, place in places])
-    values = np.array([_values(run, name)[place] for run, place in places])
+    across, values = np.array([rows[1:, np.isin(rows[0], shared)] for rows in tables]).swapaxes(
+        0, 1
+    )
     return across.mean(0), values.mean(0), values.min(0), values.max(0)
-
-
-def _values(run: Run, name: str) -> np.ndarray:
-    values = run.series(name)
-    assert values is not None  # see `Run.has`
-    return values
-
-
-def _last_second(run: Run) -> float:
-    seconds = run.series("seconds")
-    return float(np.nanmax(seconds)) if seconds is not None and some(seconds) else 0.0
-
-
-def _known(run: Run, name: str, x: str) -> np.ndarray:
-    """The rounds of which a run knows both."""
-    finite = np.isfinite(_values(run, name)) & np.isfinite(_values(run, x))
-    return run.table("rounds")["round"][finite]
 
 
 def _about(name: str, panels: Sequence[Panel]) -> str:
@@ -268,16 +251,6 @@ def _about(name: str, panels: Sequence[Panel]) -> str:
     if name == "bias_across" and not any(run.has("rounds", ("bias_within",)) for run in runs):
         return cited(ALONE)
     return cited(ABOUT.get(name, ""))
-
-
-def _title(columns: Sequence[str]) -> str:
-    first = columns[0]
-    kind = first.split("_")[0]
-    if kind in TITLES:
-        return TITLES[kind]
-    if len(columns) > 1:
-        return "Loss" if first.endswith("loss") else listed([*columns])
-    return quantity(first).words.capitalize()
 
 
 def _of_column(name: str, run: Run) -> str:
@@ -294,16 +267,12 @@ def _whose(panels: Sequence[Panel]) -> str:
     for group in (group for panel in panels for group in panel.groups):
         run = group.runs[0]
         for one in [*run.holds, *run.guarantees][:1]:
-            labels.setdefault(_of_one(one), {})[group.label] = None
+            sampling = str(one.sampling).split(";")[0]
+            text = f"one {one.unit} against an observer of {one.observer} ({sampling}), at delta "
+            labels.setdefault(f"{text}{one.delta:g}", {})[group.label] = None
     if not labels:
         return "Epsilon is that of the ledger, by accountant."
     if len(labels) == 1:
         return f"Epsilon is that of {next(iter(labels))}."
     parts = (f"of {listed([*names])} that of {words}" for words, names in labels.items())
     return f"Epsilon is {'; '.join(parts)}."
-
-
-def _of_one(one: Guarantee) -> str:
-    sampling = str(one.sampling).split(";")[0]
-    observer = f"an observer of {one.observer} ({sampling})"
-    return f"one {one.unit} against {observer}, at delta {one.delta:g}"

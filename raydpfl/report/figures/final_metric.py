@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from raydpfl.report.figures.base import Missing, PanelledItem, Piece, name_of
-from raydpfl.report.labels import Quantity, axis, quantity
+from raydpfl.report.labels import Quantity, axis, numeric, quantity
 from raydpfl.report.plot_style import FACTOR, LegendKey, Look, Plot, Subplot, dots, look, scale
-from raydpfl.report.run_reader import LabelledRun, facets, labels_of, varying
+from raydpfl.report.run_reader import LabelledRun, facets, grouped, labels_of, varying
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,25 +39,20 @@ class Points(PanelledItem):
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         measured = quantity(self.of)
-        named = axis(self.x)
-        title = self.title or f"{measured.words.capitalize()} over {named}"
-        scored = [
-            case for case in cases if case.number(self.of) is not None and self.x in case.labels
-        ]
-        if not scored:
+        title = self.title or f"{measured.words.capitalize()} over {axis(self.x)}"
+        cases = [case for case in cases if case.number(self.of) is not None]
+        cases = [case for case in cases if self.x in case.labels]
+        if not cases:
             return [Missing(title, f"needs {self.of} of runs along the axis {self.x}")]
-        labels = labels_of(scored, self.x)
-        axes = varying(scored)
-        groups: dict[tuple[str, ...], list[Any]] = {}
-        for case in scored:
-            place = tuple(case.labels.get(name, "") for name in axes)
-            groups.setdefault(place, []).append(case.number(self.of))
-        every = [score for scores in groups.values() for score in reached(scores)]
-        colours = labels_of(scored, self.colour)
-        common = (labels, colours, every)
+        axes = varying(cases)
+        cells = [self._scores(cell) for cell in grouped(cases, lambda case: case.at(axes)).values()]
+        labels = labels_of(cases, self.x)
+        colours = labels_of(cases, self.colour)
+        reach = [score for scores in cells for score in reached(scores)]
+        draw = partial(self._draw, labels=labels, colours=colours, reach=reach)
         subplots = [
-            Subplot(facet.title, partial(self._draw, cases=facet.cases, common=common), facet.place)
-            for facet in facets(scored, (self.x, self.colour), self.facet)
+            Subplot(facet.title, partial(draw, cases=facet.cases), facet.place)
+            for facet in facets(cases, (self.x, self.colour), self.facet)
         ]
         keys = [LegendKey(name, look(place)) for place, name in enumerate(colours)]
         caption = (
@@ -65,24 +60,31 @@ class Points(PanelledItem):
         )
         if self.of.startswith("best_"):
             caption = "A point is a run in its best round, chosen on what is shown, which flatters."
-        caption += bars_said(max(map(len, groups.values())))
-        caption += " From the summaries of the runs."
-        name = name_of(self.of, "over", named)
+        caption += f"{bars_in_words(max(map(len, cells)))} From the summaries of the runs."
+        name = name_of(self.of, "over", axis(self.x))
         return [Plot(name, title, caption, subplots, keys if len(keys) > 1 else [])]
 
-    def _draw(self, axes: Axes, cases: Sequence[LabelledRun], common: Any) -> None:
-        labels, colours, every = common
+    def _scores(self, cases: Sequence[LabelledRun]) -> list[float]:
+        return [score for case in cases if (score := case.number(self.of)) is not None]
+
+    def _draw(
+        self,
+        axes: Axes,
+        cases: Sequence[LabelledRun],
+        labels: Sequence[str],
+        colours: Sequence[str],
+        reach: Sequence[float],
+    ) -> None:
         across = dict(zip(labels, positions(labels), strict=True))
+        inside = grouped(cases, lambda case: case.labels.get(self.colour, ""))
         for place, colour in enumerate(colours or [""]):
-            points = [
+            if points := [
                 (across[case.labels[self.x]], case.number(self.of))
-                for case in cases
-                if case.labels.get(self.colour, "") == colour
-            ]
-            if points:
+                for case in inside.get(colour, ())
+            ]:
                 with_bars(axes, points, look(place))
         label_axis(axes, axis(self.x), labels, self.log)
-        scale(axes, "y", quantity(self.of), every)
+        scale(axes, "y", quantity(self.of), reach)
 
 
 def label_axis(axes: Axes, words: str, labels: Sequence[str], log: bool | None = None) -> None:
@@ -125,23 +127,13 @@ def reached(scores: Sequence[float]) -> list[float]:
     return [*scores, mean - bar, mean + bar]
 
 
-def bars_said(most: int) -> str:
+def bars_in_words(most: int) -> str:
     """What the error bars of `with_bars` are, for a caption; `most`: runs at one place."""
     if most < 2:
         return ""
     return f" Error bars are one sample standard deviation over the seeds (up to {most})."
 
 
-def numeric(labels: Sequence[str]) -> bool:
-    """Whether all labels are finite numbers."""
-    try:
-        return all(np.isfinite(float(label)) for label in labels)
-    except ValueError:
-        return False
-
-
 def positions(labels: Sequence[str]) -> np.ndarray:
     """Where labels stand on an axis: their numbers, or side by side, float64 [n]."""
-    if numeric(labels):
-        return np.array([float(label) for label in labels])
-    return np.arange(len(labels), dtype=np.float64)
+    return np.array(labels if numeric(labels) else range(len(labels)), np.float64)

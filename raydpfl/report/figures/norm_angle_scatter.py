@@ -68,8 +68,8 @@ class Cloud(PlotItem):
             star: Any = {"marker": "*", "markeredgewidth": 0}
             axes.plot(*third.mean.T, markersize=15, color=INK, zorder=4, **star)
             axes.plot(*third.mean.T, markersize=9, color=look(place).colour, zorder=5, **star)
-        bound = run.series("bound")
-        if not run.per_sample and bound is not None and np.isfinite(bound).any():
+        if _has_bound(run):
+            bound = run.table("rounds")["bound"]
             axes.axhline(bound[np.isfinite(bound)][-1], color=INK, linestyle=REFERENCE.dash)
         thirds = [third for thirds in common.values() for third in thirds]
         reach = np.concatenate([part for third in thirds for part in (third.points, third.mean)])
@@ -81,11 +81,9 @@ class Cloud(PlotItem):
         alike = all(name == names[0] for name in names)
         shown = names[0] if alike else [f"{third} rounds" for third in THIRDS]
         keys = [LegendKey(name, look(place), "point") for place, name in enumerate(shown)]
-        if _has_mean(common):
-            keys.append(LegendKey("mean update", STAR, "point"))
-        if any(not run.per_sample and run.has("rounds", ("bound",)) for run in common):
-            keys.append(LegendKey("last bound", REFERENCE))
-        return keys
+        mean = [LegendKey("mean update", STAR, "point")] if _has_mean(common) else []
+        bound = [LegendKey("last bound", REFERENCE)] if any(map(_has_bound, common)) else []
+        return [*keys, *mean, *bound]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         thirds = [third for thirds in common.values() for third in thirds]
@@ -108,31 +106,33 @@ def _has_mean(common: dict[Run, list[Third]]) -> bool:
     return any(len(third.mean) for thirds in common.values() for third in thirds)
 
 
+def _has_bound(run: Run) -> bool:
+    return not run.per_sample and run.has("rounds", ("bound",))
+
+
 def thirds_of(run: Run, x: str, y: str, most: int) -> list[Third]:
     """The thirds of a run, with so many points each at most, of these columns of its clients."""
-    clients = run.table("clients")
-    finite = np.isfinite(clients[x]) & np.isfinite(clients[y])
-    rounds = clients["round"][finite]
-    points = np.stack([clients[x][finite], clients[y][finite]], 1)
+    rounds, points = _finite(run, "clients", x, y)
+    means = (np.empty(0), np.empty((0, 2)))
+    if run.sends_updates and run.table("rounds").keys() >= {f"update_{x}", f"update_{y}"}:
+        means = _finite(run, "rounds", f"update_{x}", f"update_{y}")
     thirds = []
     for third in np.array_split(np.unique(rounds), len(THIRDS)):
         if not len(third):
             continue
         inside = points[(rounds >= third[0]) & (rounds <= third[-1])]
+        updates = means[1][(means[0] >= third[0]) & (means[0] <= third[-1])]
         name = f"round {third[0] + 1:.0f}"
         if len(third) > 1:
             name = f"rounds {third[0] + 1:.0f} to {third[-1] + 1:.0f}"
-        mean = _mean_update(run, third[0], third[-1], x, y)
+        mean = np.median(updates, 0)[None] if len(updates) else updates
         thirds.append(Third(name, inside[thin(len(inside), most)], len(inside), mean))
     return thirds
 
 
-def _mean_update(run: Run, first: float, last: float, x: str, y: str) -> np.ndarray:
-    rounds = run.table("rounds")
-    names = [f"update_{x}", f"update_{y}"]
-    if not run.sends_updates or not rounds.keys() >= {*names}:
-        return np.empty((0, 2))
-    values = np.stack([rounds[name] for name in names], 1)
-    inside = (rounds["round"] >= first) & (rounds["round"] <= last)
-    inside &= np.isfinite(values).all(1)
-    return np.median(values[inside], 0)[None] if inside.any() else np.empty((0, 2))
+def _finite(run: Run, table: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rows with both columns: their rounds, float64 [n], and the columns, float64 [n, 2]."""
+    columns = run.table(table)
+    points = np.stack([columns[x], columns[y]], 1)
+    finite = np.isfinite(points).all(1)
+    return columns["round"][finite], points[finite]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,8 +16,11 @@ from raydpfl.report.run_reader import LabelledRun, Panel, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BEFORE = replace(look(0), marker="")
-AFTER = replace(look(1), marker="")
+LOOKS = {
+    "before bounding": replace(look(0), marker=""),
+    "after bounding": replace(look(1), marker=""),
+    "bound in force": REFERENCE,
+}
 QUANTILES = (0.1, 0.5, 0.9)
 
 
@@ -26,14 +29,12 @@ class Norms(PlotItem):
     what bounding left (`norm` times `factor` of clients.parquet), with the bound of the round.
     """
 
+    need: ClassVar[Need] = Need("rounds", ("norm_p10", "norm_p50", "norm_p90"))
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Bounding and noise", {}),)
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Norms before and after bounding"
 
     kind: str = "norms"
-
-    def needs(self) -> Need:
-        return Need("rounds", ("norm_p10", "norm_p50", "norm_p90"))
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         recorded = self.title or any(_recorded(case.run) for case in cases)
@@ -44,31 +45,28 @@ class Norms(PlotItem):
         return {panel.run: lines_of(panel.run) for panel in panels}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        lines = common[panel.run]
-        for band, drawn in ((lines.before, BEFORE), (lines.after, AFTER)):
-            if band is not None:
-                x, low, middle, high = band
+        for name, (x, *values) in common[panel.run].items():
+            drawn = LOOKS[name]
+            if len(values) == 3:
+                low, _, high = values
                 axes.fill_between(x, low, high, color=drawn.colour, alpha=0.2, linewidth=0)
-                axes.plot(x, middle, **drawn.line)
-        x = lines.before[0]
-        if lines.bound is not None:
-            axes.plot(x, lines.bound, linewidth=1.2, **REFERENCE.line)
-        scale(axes, "x", quantity("round"), x)
-        every = [values for norms in common.values() for values in norms.values()]
+            width: Any = {"linewidth": 1.2} if drawn is REFERENCE else {}
+            axes.plot(x, values[len(values) // 2], **width, **drawn.line)
+        scale(axes, "x", quantity("round"), common[panel.run]["before bounding"][0])
+        every = [line for lines in common.values() for _, *band in lines.values() for line in band]
         scale(axes, "y", quantity("norm"), np.concatenate(every))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        keys = [LegendKey("before bounding", BEFORE)]
-        if any(lines.after is not None for lines in common.values()):
-            keys.append(LegendKey("after bounding", AFTER))
-        if any(lines.bound is not None for lines in common.values()):
-            keys.append(LegendKey("bound in force", REFERENCE))
-        return keys
+        return [
+            LegendKey(name, drawn)
+            for name, drawn in LOOKS.items()
+            if any(name in lines for lines in common.values())
+        ]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "Lines are medians over the clients of a round, bands their 10 and 90 % quantiles."
         files = "rounds.parquet"
-        if any(lines.after is not None for lines in common.values()):
+        if any("after bounding" in lines for lines in common.values()):
             text += " After bounding: norm times factor, before any noise."
             files += " and clients.parquet"
         elif not all(run.per_sample for run in common):
@@ -79,45 +77,28 @@ class Norms(PlotItem):
         return f"{text}{first_seed(panels)} From {files}."
 
 
-@dataclass(frozen=True)
-class Lines:
-    """What is drawn of a run: rounds and three quantiles of the norms before and after bounding,
-    float64 [T] each, and the bound of each round; None for what there is not.
-    """
-
-    before: tuple[np.ndarray, ...]
-    after: tuple[np.ndarray, ...] | None
-    bound: np.ndarray | None
-
-    def values(self) -> list[np.ndarray]:
-        """All that stands on the axis of norms."""
-        bands = [*self.before[1:], *(self.after or ((),))[1:]]
-        return bands if self.bound is None else [*bands, self.bound]
-
-
-def lines_of(run: Run) -> Lines:
-    """What is drawn of a run."""
-    columns = [run.series(name) for name in ("round", "norm_p10", "norm_p50", "norm_p90")]
-    before = tuple(column for column in columns if column is not None)  # all of them: see `needs`
-    bound = run.series("bound")
-    if run.per_sample or bound is None or not np.isfinite(bound).any():
-        bound = None
-    return Lines(before, _after(run), bound)
-
-
 def _recorded(run: Run) -> bool:
     """Whether it is known what bounding left of each update."""
     return not run.per_sample and run.has("clients", ("round", "norm", "factor"))
 
 
-def _after(run: Run) -> tuple[np.ndarray, ...] | None:
-    """Rounds, and three quantiles of what bounding left; None where that is not known."""
-    if not _recorded(run):
-        return None
-    clients = run.table("clients")
-    finite = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
-    order = np.argsort(clients["round"][finite], kind="stable")
-    bounded = (clients["norm"] * clients["factor"])[finite][order]
-    rounds, first = np.unique(clients["round"][finite][order], return_index=True)
-    quantiles = [np.quantile(values, QUANTILES) for values in np.split(bounded, first[1:])]
-    return (rounds + 1, *np.array(quantiles).T)
+def lines_of(run: Run) -> dict[str, list[np.ndarray]]:
+    """What is drawn of a run, by its name in the legend: rounds, and three quantiles of norms or
+    one bound, float64 [T] each.
+    """
+    rounds, *norms, bound = (
+        run.series(name) for name in ("round", "norm_p10", "norm_p50", "norm_p90", "bound")
+    )
+    lines: dict[str, Any] = {"before bounding": [rounds, *norms]}
+    if _recorded(run):
+        clients = run.table("clients")
+        bounded = clients["norm"] * clients["factor"]
+        finite = np.isfinite(clients["norm"]) & np.isfinite(clients["factor"])
+        order = np.argsort(clients["round"][finite], kind="stable")
+        places, first = np.unique(clients["round"][finite][order], return_index=True)
+        by_round = np.split(bounded[finite][order], first[1:])
+        quantiles = [np.quantile(values, QUANTILES) for values in by_round]
+        lines["after bounding"] = [places + 1, *np.array(quantiles).T]
+    if not run.per_sample and bound is not None and np.isfinite(bound).any():
+        lines["bound in force"] = [rounds, bound]
+    return lines

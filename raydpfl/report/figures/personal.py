@@ -17,76 +17,70 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST = 400  # clients of an accountant that are drawn
+ASKED = "epsilon_claimed"
 
 
 class PersonalEpsilon(PlotItem):
     """Epsilon of every client that took part, by accountant, over its budget."""
 
+    need: ClassVar[Need] = Need("guarantees", (ASKED,), "noise at local steps by budgets")
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Privacy", {}),)
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Every client's epsilon against its budget"
 
     kind: str = "personal"
 
-    def needs(self) -> Need:
-        return Need("guarantees", ("epsilon_claimed",), "noise at local steps by budgets")
-
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        names = dict.fromkeys(name for panel in panels for name in spent(panel.run))
-        tables = [panel.run.table("guarantees") for panel in panels]
-        budgets = np.concatenate([table["epsilon_claimed"] for table in tables])
+        spent = {panel.run: epsilons_of(panel.run) for panel in panels}
+        names = dict.fromkeys(name for epsilons in spent.values() for name in epsilons)
+        tables = [run.table("guarantees") for run in spent]
+        budgets = np.concatenate([table[ASKED] for table in tables])
         if not names or not np.isfinite(budgets).any():
             return None
-        values = np.concatenate(
-            [table[name] for table in tables for name in names if name in table]
-        )
+        # numbers of each accountant over all runs
+        values = {
+            name: np.concatenate([table[name] for table in tables if name in table])
+            for name in names
+        }
         looks = {name: look(place) for place, name in enumerate(names)}
-        return {"looks": looks, "budgets": budgets, "values": np.append(values, budgets)}
+        return {"looks": looks, "budgets": budgets, "values": values, "spent": spent}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         table = panel.run.table("guarantees")
-        kept = thin(len(table["epsilon_claimed"]), MOST)
+        clients = thin(len(table[ASKED]), MOST)
         budgets = common["budgets"][np.isfinite(common["budgets"])]
         ends = [budgets.min(), budgets.max()]
         axes.plot(ends, ends, linewidth=1, **REFERENCE.line)
-        for name in spent(panel.run):
-            points = np.stack([table["epsilon_claimed"][kept], table[name][kept]], 1)
+        for name in common["spent"][panel.run]:
+            points = np.stack([table[ASKED][clients], table[name][clients]], 1)
             dots(axes, points, common["looks"][name])
+        values = np.concatenate([common["budgets"], *common["values"].values()])
         scale(axes, "x", Quantity("budget", "budget, epsilon", wide=True), common["budgets"])
-        scale(axes, "y", Quantity("epsilon", "epsilon spent", wide=True), common["values"])
+        scale(axes, "y", Quantity("epsilon", "epsilon spent", wide=True), values)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         kind_of = panels[0].run.kind_of
         keys = [
-            LegendKey(f"{accountant(name)} ({kind_of(name)})", each, "point")
-            for name, each in common["looks"].items()
+            LegendKey(f"{accountant(name)} ({kind_of(name)})", drawn, "point")
+            for name, drawn in common["looks"].items()
         ]
         return [*keys, LegendKey("spent = budget", REFERENCE)]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is a client that took part."
-        tables = [panel.run.table("guarantees") for panel in panels]
-        infinite = [
-            accountant(name)
-            for name in common["looks"]
-            if any(np.isinf(table[name]).any() for table in tables if name in table)
-        ]
+        values = common["values"].items()
+        infinite = [accountant(name) for name, column in values if np.isinf(column).any()]
         if infinite:
             text += f" Clients for whom {listed(infinite)} shows no privacy (epsilon infinite)"
             text += " have no point."
         return f"{text} From guarantees.parquet."
 
 
-def spent(run: Run) -> list[str]:
+def epsilons_of(run: Run) -> list[str]:
     """The columns of epsilon that the run itself states, rigorous first."""
     table = run.table("guarantees")
-    columns = [name for name in table if name.startswith("epsilon_") and name != "epsilon_claimed"]
     stated = {column(one.accountant) for one in run.guarantees}
-    return sorted(
-        (
-            name
-            for name in columns
-            if np.isfinite(table[name]).any() and (not stated or name in stated)
-        ),
-        key=lambda name: run.kind_of(name) != "rigorous",
-    )
+    names = [name for name in table if name.startswith("epsilon_") and name != ASKED]
+    names = [name for name in names if np.isfinite(table[name]).any()]
+    names = [name for name in names if not stated or name in stated]
+    return sorted(names, key=lambda name: run.kind_of(name) != "rigorous")

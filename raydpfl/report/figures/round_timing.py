@@ -9,7 +9,7 @@ import numpy as np
 
 from raydpfl.report.figures.base import Need, Placed, PlotItem
 from raydpfl.report.labels import Quantity, number
-from raydpfl.report.plot_style import LegendKey, look, scale
+from raydpfl.report.plot_style import look, scale
 from raydpfl.report.run_reader import Panel, Run
 
 if TYPE_CHECKING:
@@ -29,20 +29,18 @@ PHASES = {
 class Phases(PlotItem):
     """The seconds of all rounds by phase, a bar each; of several seeds the mean."""
 
+    need: ClassVar[Need] = Need("rounds", ("seconds_collect",))
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Time", {}),)
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Seconds by phase"
 
     kind: str = "phases"
 
-    def needs(self) -> Need:
-        return Need("rounds", ("seconds_collect",))
-
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        return max(max(spent(panel.groups[0].runs).values()) for panel in panels)
+        return max(max(seconds_of(panel.groups[0].runs).values()) for panel in panels)
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        seconds = spent(panel.groups[0].runs)
+        seconds = seconds_of(panel.groups[0].runs)
         total = sum(seconds.values()) or 1.0
         places = np.arange(len(seconds))[::-1]
         axes.barh(places, [*seconds.values()], color=look(panel.groups[0].place).colour, height=0.6)
@@ -56,9 +54,6 @@ class Phases(PlotItem):
         scale(axes, "x", Quantity("total", "all rounds together", "s"), [0.0, common])
         axes.set_xlim(0, 1.4 * common or 1.0)
 
-    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        return []
-
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "Seconds of the coordinator in each phase, over all rounds; clients train is the"
         text += " time until the last of them has answered."
@@ -67,7 +62,7 @@ class Phases(PlotItem):
         return f"{text} From rounds.parquet."
 
 
-def spent(runs: Sequence[Run]) -> dict[str, float]:
+def seconds_of(runs: Sequence[Run]) -> dict[str, float]:
     """Seconds by phase, in words, those that a run has; the mean over the runs."""
     seconds = {}
     for name, words in PHASES.items():

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, Placed, PlotItem, first_seed, name_of, runs_of
+from raydpfl.report.figures.base import (
+    Need,
+    Placed,
+    PlotItem,
+    first_seed,
+    group_keys,
+    name_of,
+    runs_of,
+)
 from raydpfl.report.labels import quantity
 from raydpfl.report.plot_style import REFERENCE, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import Panel, Run
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
 
 MOST = 500  # clients of a run that are drawn
 COLUMNS = {"size": "samples", "budget": "budget"}
+HINT = "measure: [selection], and a selection that draws clients one by one"
 
 
 class SelectionProbability(PlotItem):
@@ -29,14 +38,8 @@ class SelectionProbability(PlotItem):
     of: str = "probability"
     x: Literal["size", "budget"] = "size"
 
-    @property
-    def column(self) -> str:
-        """The column of what is across."""
-        return COLUMNS[self.x]
-
     def needs(self) -> Need:
-        hint = "measure: [selection], and a selection that draws clients one by one"
-        return Need("selection", (self.column, self.of), hint)
+        return Need("selection", (COLUMNS[self.x], self.of), HINT)
 
     def slug(self) -> str:
         return name_of("selection", "by", self.x)
@@ -46,22 +49,22 @@ class SelectionProbability(PlotItem):
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         runs = runs_of(panels)
-        by_size = [points(runs[0], self.column, "share")] if self.x == "size" else []
-        return np.concatenate([*(points(run, self.column, self.of) for run in runs), *by_size])
+        by_size = [self.points(runs[0], "share")] if self.x == "size" else []
+        return np.concatenate([*(self.points(run, self.of) for run in runs), *by_size])
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
-            clients = points(group.runs[0], self.column, self.of)
+            clients = self.points(group.runs[0], self.of)
             dots(axes, clients[thin(len(clients), MOST)], look(group.place), alpha=0.6)
         if self.x == "size":
-            axes.plot(*points(panel.run, self.column, "share").T, linewidth=1, **REFERENCE.line)
-        scale(axes, "x", quantity(self.column), common[:, 0])
+            axes.plot(*self.points(panel.run, "share").T, linewidth=1, **REFERENCE.line)
+        scale(axes, "x", quantity(COLUMNS[self.x]), common[:, 0])
         scale(axes, "y", quantity(self.of), common[:, 1])
         axes.set_ylim(bottom=0)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        keys = [LegendKey(key.label, key.look, "point") for key in super().keys(panels, common)]
-        return [*keys, LegendKey("by size alone", REFERENCE)] if self.x == "size" else keys
+        by_size = [LegendKey("by size alone", REFERENCE)] if self.x == "size" else []
+        return [*group_keys(panels, "point"), *by_size]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is a client: the probability of a draw, as the selection has it."
@@ -69,12 +72,11 @@ class SelectionProbability(PlotItem):
             text += " Clients without a budget have no point."
         return f"{text}{first_seed(panels)} From selection.parquet."
 
-
-def points(run: Run, x: str, y: str) -> np.ndarray:
-    """Both columns of the clients that have both, float64 [n, 2], by the first."""
-    table = run.table("selection")
-    if y not in table:
-        return np.empty((0, 2))
-    finite = np.isfinite(table[x]) & np.isfinite(table[y])
-    pairs = np.stack([table[x][finite], table[y][finite]], 1)
-    return pairs[np.argsort(pairs[:, 0], kind="stable")]
+    def points(self, run: Run, y: str) -> np.ndarray:
+        """Both columns of the clients that have both, float64 [n, 2], by what is across."""
+        table = run.table("selection")
+        if y not in table:
+            return np.empty((0, 2))
+        pairs = np.stack([table[COLUMNS[self.x]], table[y]], 1)
+        pairs = pairs[np.isfinite(pairs).all(1)]
+        return pairs[np.argsort(pairs[:, 0], kind="stable")]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
 from raydpfl.report.labels import axis as in_words
 from raydpfl.report.labels import quantity
-from raydpfl.report.run_reader import LabelledRun, in_order, varying
-from raydpfl.report.statistics import SeedSpread, over_seeds
+from raydpfl.report.run_reader import LabelledRun, grouped, in_order, varying
+from raydpfl.report.statistics import over_seeds
 from raydpfl.report.tables import Column, Table, columns_of, mean_cell
 
 
@@ -29,16 +29,14 @@ class Values(ReportItem):
         return self.of
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        named = dict.fromkeys([*self.rows, *varying(cases)])
-        axes = [axis for axis in named if any(axis in case.labels for case in cases)]
-        cells: dict[tuple[str, ...], list[LabelledRun]] = {}
-        for case in cases:
-            cells.setdefault(tuple(case.labels.get(axis, "") for axis in axes), []).append(case)
+        axes = [*dict.fromkeys([*self.rows, *varying(cases)])]
+        axes = [axis for axis in axes if any(axis in case.labels for case in cases)]
+        cells = grouped(cases, lambda case: case.at(axes))
         rows = in_order(cells, cases, axes)
         columns = []
         for name in self.of:
-            spreads = [_over(cells[row], name) for row in rows]
-            means = [mean_cell(spread, quantity(name).percent) for spread in spreads]
+            seeds = [{at: case.number(name) for at, case in enumerate(cells[row])} for row in rows]
+            means = [mean_cell(over_seeds(numbers), quantity(name).percent) for numbers in seeds]
             columns.append(Column(quantity(name).label, means))
         title = self.title or "Values"
         if all(column.empty for column in columns):
@@ -46,7 +44,3 @@ class Values(ReportItem):
         caption = "Means and sample standard deviations over the seeds. From results.parquet."
         columns = [*columns_of(map(in_words, axes), rows), *columns]
         return [Table(name_of("values", *self.of), title, caption, columns)]
-
-
-def _over(cases: Sequence[LabelledRun], name: str) -> SeedSpread:
-    return over_seeds({place: case.number(name) for place, case in enumerate(cases)})

@@ -14,7 +14,7 @@ from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_
 from raydpfl.report.labels import axis as in_words
 from raydpfl.report.labels import quantity, unit_of
 from raydpfl.report.published_numbers import PublishedTable
-from raydpfl.report.run_reader import LabelledRun, in_order, labels_of, varying
+from raydpfl.report.run_reader import LabelledRun, as_number, grouped, in_order, labels_of, varying
 from raydpfl.report.statistics import SeedSpread, over_seeds, paired
 from raydpfl.report.tables import Column, PrintedCell, Table, columns_of, mean_cell
 
@@ -69,90 +69,76 @@ class TableItem(ReportItem):
         return [*tables, self._cells(grid, title)]
 
     def _table(self, name: str, title: str, text: str, columns: Sequence[Column]) -> Table:
-        caption = f"{text} From results.parquet."
-        unit = unit_of(quantity(self.of))
-        return Table(name_of(name, self.of), title, caption, columns, unit=unit)
+        return Table(name, title, text, columns, unit=unit_of(quantity(self.of)))
 
     def _means(self, grid: CellGrid, title: str, name: str, which: str) -> Table:
         percent = quantity(name).percent
-        columns = [
-            Column(
-                across,
-                [mean_cell(grid.spread(name, (down, across)), percent) for down in grid.down],
-            )
-            for across in grid.across
-        ]
+        columns = grid.heads(grid.down)
+        for across in grid.across:
+            spreads = [grid.spread(name, (down, across)) for down in grid.down]
+            columns.append(Column(across, [mean_cell(spread, percent) for spread in spreads]))
         text = f"Means and sample standard deviations over the seeds, {which}."
         if name.startswith("best_"):
             text += " It is chosen by what is shown, on the test set, which flatters."
-        caption = f"{text} From results.parquet."
-        unit = unit_of(quantity(name))
-        return Table(
-            name_of("table", name), title, caption, [*grid.heads(grid.down), *columns], unit=unit
-        )
+        return self._table(name_of("table", name), title, f"{text} From results.parquet.", columns)
 
     def _differences(self, grid: CellGrid, title: str) -> Table:
         percent = quantity(self.of).percent
-        columns = [
-            Column(
-                across,
-                [mean_cell(grid.gain((down, across)), percent, sign=True) for down in grid.down],
-            )
-            for across in grid.across
-            if across != grid.base
-        ]
-        text = f"Differences to {grid.base} seed by seed, in the last round: mean and sample "
-        text += f"standard deviation over the seeds that both have{_points(percent)}."
-        title = f"{title}, against {grid.base}"
-        return self._table("differences", title, text, [*grid.heads(grid.down), *columns])
+        columns = grid.heads(grid.down)
+        for across in grid.across:
+            if across != grid.base:
+                gains = [grid.gain((down, across)) for down in grid.down]
+                columns.append(
+                    Column(across, [mean_cell(gain, percent, sign=True) for gain in gains])
+                )
+        text = (
+            f"Differences to {grid.base} seed by seed, in the last round: mean and sample standard"
+        )
+        text += f" deviation over the seeds that both have{_points(percent)}. From results.parquet."
+        name = name_of("differences", self.of)
+        return self._table(name, f"{title}, against {grid.base}", text, columns)
 
     def _cells(self, grid: CellGrid, title: str) -> Table:
         percent = quantity(self.of).percent
         keys = [(down, across) for down in grid.down for across in grid.across]
         keys = [key for key in keys if key in grid.cases]
         spreads = [grid.spread(self.of, key) for key in keys]
-        best = [grid.spread(f"best_{self.of}", key) for key in keys]
         gains = [grid.gain(key) if key[1] != grid.base else over_seeds({}) for key in keys]
         printed = [grid.printed(key) for key in keys]
-        optional = [
-            *_mean_and_std("mean", "std", spreads, percent),
-            *_mean_and_std("best round", "std of the best", best, percent),
-            *_mean_and_std(f"against {grid.base}", "std of the difference", gains, percent),
-            Column("epsilon that holds", [grid.holds(key) for key in keys]),
-            Column("printed", [ours for ours, _ in printed]),
-            Column("printed for another task", [other for _, other in printed]),
-        ]
         columns = [
             *grid.heads([down for down, _ in keys]),
             Column(self.columns, [across for _, across in keys]),
             Column("seeds", [spread.count for spread in spreads]),
-            *(column for column in optional if not column.empty),
         ]
+        optional = [
+            Column("epsilon that holds", [grid.holds(key) for key in keys]),
+            Column("printed", [ours for ours, _ in printed]),
+            Column("printed for another task", [other for _, other in printed]),
+        ]
+        for mean, std, values in (
+            (f"against {grid.base}", "std of the difference", gains),
+            (
+                "best round",
+                "std of the best",
+                [grid.spread(f"best_{self.of}", key) for key in keys],
+            ),
+            ("mean", "std", spreads),
+        ):
+            optional[:0] = [
+                Column(mean, [as_number(spread.mean) for spread in values], percent),
+                Column(std, [as_number(spread.std) for spread in values], percent),
+            ]
+        columns += [column for column in optional if not column.empty]
         text = f"All of it, a row for each cell; differences seed by seed{_points(percent)}."
         text += " From results.parquet."
         if self.published:
             text += f" Printed numbers are those of published/{self.published}; a number of another"
             text += " data set is not put beside ours."
-        unit = unit_of(quantity(self.of))
-        name = name_of("cells", self.of)
-        return Table(name, f"{title}, every cell", text, columns, unit=unit)
-
-
-def _mean_and_std(
-    mean: str, std: str, spreads: Sequence[SeedSpread], percent: bool
-) -> tuple[Column, Column]:
-    return (
-        Column(mean, [_none(spread.mean) for spread in spreads], percent),
-        Column(std, [_none(spread.std) for spread in spreads], percent),
-    )
+        return self._table(name_of("cells", self.of), f"{title}, every cell", text, columns)
 
 
 def _points(percent: bool) -> str:
     return ", in percentage points" if percent else ""
-
-
-def _none(value: float) -> float | None:
-    return None if value != value else value
 
 
 @dataclass(frozen=True)
@@ -176,11 +162,8 @@ class CellGrid:
     @cached_property
     def cases(self) -> dict[tuple[Labels, str], list[LabelledRun]]:
         """The runs of each cell."""
-        groups: dict[tuple[Labels, str], list[LabelledRun]] = {}
-        for case in self.every:
-            down = tuple(case.labels.get(axis, "") for axis in self.axes)
-            groups.setdefault((down, case.labels.get(self.table.columns, "")), []).append(case)
-        return groups
+        across = self.table.columns
+        return grouped(self.every, lambda case: (case.at(self.axes), case.labels.get(across, "")))
 
     @cached_property
     def down(self) -> list[Labels]:
@@ -243,8 +226,8 @@ class CellGrid:
         if number is None:
             return None, ""
         percent = quantity(table.of).percent
-        text = f"{number.text} \N{PLUS-MINUS SIGN} {number.std}" if number.std else number.text
-        text += " %" if percent else ""
+        std = f" \N{PLUS-MINUS SIGN} {number.std}" if number.std else ""
+        text = f"{number.text}{std}{' %' if percent else ''}"
         if number.other:
             return None, f"other task: {text} on {number.other}"
         value = float(number.text)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 POINTS = 80  # models of a run that are drawn, at most
 FEW = 8  # and at least
 NUMBERS = 200_000_000  # of all models together that are read
-START = Look(INK, "none", "o")
-END = Look(INK, "none", "X")
-OPTIMUM = Look(INK, "none", "*")
 
 
 class ModelPath(PlotItem):
@@ -30,13 +27,11 @@ class ModelPath(PlotItem):
     run, as other seeds begin elsewhere.
     """
 
+    need: ClassVar[Need] = Need("trajectory", (), "measure: [trajectory]")
     placed: ClassVar[tuple[Placed, ...]] = (Placed("Path of the model", {}),)
     heading: ClassVar[str] = "Path of the model on common axes"
 
     kind: str = "trajectory"
-
-    def needs(self) -> Need:
-        return Need("trajectory", (), "measure: [trajectory]")
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         sizes = {case.run.path.shape[1] for case in cases if case.run.path is not None}
@@ -48,7 +43,7 @@ class ModelPath(PlotItem):
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         runs = [*dict.fromkeys(group.runs[0] for panel in panels for group in panel.groups)]
-        paths = [_drawn(run, len(runs)) for run in runs]
+        paths = [models_of(run, len(runs)) for run in runs]
         if sum(len(path) for path in paths) < 2:
             return None
         optima = [run.optimum[None] for run in runs if run.optimum is not None]
@@ -71,9 +66,9 @@ class ModelPath(PlotItem):
             scale(axes, which, Quantity("direction", f"{words} direction"), values)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        keys = [*super().keys(panels, common), LegendKey("start", START, "point")]
-        keys.append(LegendKey("end", END, "point"))
-        return [*keys, LegendKey("optimum", OPTIMUM, "point")] if len(common["marks"]) else keys
+        signs = {"start": "o", "end": "X"} | ({"optimum": "*"} if len(common["marks"]) else {})
+        marks = [LegendKey(name, Look(INK, "none", sign), "point") for name, sign in signs.items()]
+        return [*super().keys(panels, common), *marks]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         runs = len(common["paths"])
@@ -84,9 +79,9 @@ class ModelPath(PlotItem):
         return f"{text}{first_seed(panels)} From {files}."
 
 
-def _drawn(run: Run, runs: int) -> np.ndarray:
+def models_of(run: Run, runs: int) -> np.ndarray:
     """The models that are drawn of one of so many runs, float32 [n, d]: evenly chosen, fewer of
-    large ones, and none that was lost.
+    large ones, and none with a number that is not finite.
     """
     path = run.path
     assert path is not None  # see `Run.has`

@@ -1,20 +1,55 @@
-"""The page of an audit."""
+"""The page of an audit: bounds next to claims, canaries' scores, checks."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.report.audit_results import bounds, scores
-from raydpfl.report.figures import Words
+from raydpfl.report.figures import Missing, Piece, Plot, Words
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import counted, number
+from raydpfl.report.labels import Quantity, counted, number
 from raydpfl.report.pages.base import PageSource, file_text
-from raydpfl.report.run_reader import read_columns
+from raydpfl.report.plot_style import CHARACTERS, INK, LegendKey, Look, Subplot, look, scale
+from raydpfl.report.run_reader import Columns, arrays_of, read_table
 from raydpfl.report.tables import Column, PrintedCell, Table, columns_of
 from raydpfl.storage.files import read_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PROVEN = Look(look(1).colour, "none", "s")
+ESTIMATED = Look(look(0).colour, "-", "o")
+CLAIM = Look(INK, "--", "")
+INSIDE = look(1)
+OUTSIDE = look(0)
+BINS = 40
+# Columns of the table of observers: the head, and where in a view the number is.
+VIEW = (
+    ("against", "claimed", "observer"),
+    ("sampling", "claimed", "sampling"),
+    ("epsilon claimed", "claimed", "epsilon"),
+    ("delta", "claimed", "delta"),
+    ("accountant", "claimed", "accountant"),
+    ("proven at least", "", "lower"),
+    ("confidence", "", "confidence"),
+    ("estimated", "estimate", "epsilon"),
+    ("from", "estimate", "low"),
+    ("to", "estimate", "high"),
+    ("canaries", "", "canaries"),
+    ("guesses", "", "guesses"),
+    ("right", "", "right"),
+    ("all right would prove", "", "reach"),
+)
+NEVER = (
+    "A passing audit is no proof: a lower bound far below the claim is the rule, and shows that "
+    "privacy is no better than that, never that it is as good as claimed."
+)
 
 
 class AuditSource(PageSource):
@@ -29,12 +64,13 @@ class AuditSource(PageSource):
         facts = _facts(folder)
         views = facts["views"]
         flaws: list[str] = []
-        scored = read_columns(folder / "scores.parquet", flaws)
+        canaries = arrays_of(read_table(folder / "scores.parquet", flaws))
+        # what weakens the audit, and what it never shows
+        notes = Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), NEVER])
+        pieces = [bounds(views), scores(views, canaries), table(views)]
         sections = [
-            PageSection(
-                "Bounds against claims", [bounds(views), *scores(views, scored), table(views)]
-            ),
-            PageSection("Checks", [checks(facts["checks"]), notes(facts)]),
+            PageSection("Bounds against claims", pieces),
+            PageSection("Checks", [checks(facts["checks"]), notes]),
             PageSection("Config", [file_text(folder / "config.yaml", flaws)]),
         ]
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
@@ -56,7 +92,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def tiles(facts: dict[str, Any]) -> list[Tile]:
-    """The outcome, and the finding of each observer."""
+    """The outcome, and the lower bound against each observer."""
     passed = sum(check["passed"] for check in facts["checks"])
     tiles = [
         Tile("outcome", "passed" if facts["passed"] else "not as claimed"),
@@ -71,35 +107,19 @@ def tiles(facts: dict[str, Any]) -> list[Tile]:
 
 def table(views: Sequence[dict[str, Any]]) -> Table:
     """What is claimed, proven and estimated, a row for each observer."""
-    claims = [view["claimed"] for view in views]
-    estimates = [view["estimate"] for view in views]
-    states = []
-    for view in views:
-        state = "in doubt" if view["exceeded"] else "stands"
-        states.append("refuted" if view["refuted"] else state)
 
-    def values(dicts: Sequence[dict[str, Any]], name: str) -> list[Any]:
-        return [result[name] for result in dicts]
+    def state(view: dict[str, Any]) -> str:
+        return "refuted" if view["refuted"] else "in doubt" if view["exceeded"] else "stands"
 
     columns = [
-        Column("against", values(claims, "observer")),
-        Column("sampling", values(claims, "sampling")),
-        Column("epsilon claimed", [float(claim["epsilon"]) for claim in claims]),
-        Column("delta", values(claims, "delta")),
-        Column("accountant", values(claims, "accountant")),
-        Column("proven at least", values(views, "lower")),
-        Column("confidence", values(views, "confidence"), percent=True),
-        Column("estimated", values(estimates, "epsilon")),
-        Column("from", values(estimates, "low")),
-        Column("to", values(estimates, "high")),
-        Column("canaries", values(views, "canaries")),
-        Column("guesses", values(views, "guesses")),
-        Column("right", values(views, "right")),
-        Column("all right would prove", values(views, "reach")),
-        Column("claim", states),
+        Column(
+            head, [view[part][name] if part else view[name] for view in views], name == "confidence"
+        )
+        for head, part, name in VIEW
     ]
-    caption = "What canaries prove and look like, beside each claim. From audit.json."
-    return Table("views", "Observers", caption, columns)
+    states = [state(view) for view in views]
+    caption = "What canaries prove and look like, next to each claim. From audit.json."
+    return Table("views", "Observers", caption, [*columns, Column("claim", states)])
 
 
 def checks(results: Sequence[dict[str, Any]]) -> Table:
@@ -114,10 +134,84 @@ def checks(results: Sequence[dict[str, Any]]) -> Table:
     return Table("checks", "Checks", caption, columns)
 
 
-def notes(facts: dict[str, Any]) -> Words:
-    """What weakens the audit, and what it never shows."""
-    never = (
-        "A passing audit is no proof: a lower bound far below the claim is the rule, and shows "
-        "that privacy is no better than that, never that it is as good as claimed."
+def bounds(views: Sequence[dict[str, Any]]) -> Piece:
+    """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
+    if not views:
+        return Missing("Bounds against claims", "needs the views of audit.json")
+    subplots = [Subplot(observer(view), partial(_bounds, view=view)) for view in views]
+    caption = (
+        "Proven: the least epsilon that the canaries' guesses leave possible, with the confidence "
+        "of the audit. Estimated: what their scores look like, with its interval. The claim should "
+        "lie to the right of what is proven. From audit.json."
     )
-    return Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), never])
+    keys = [
+        LegendKey("claimed", CLAIM),
+        LegendKey("proven at least", PROVEN, "point"),
+        LegendKey("estimated", ESTIMATED, "line"),
+    ]
+    return Plot("bounds", "Bounds against claims", caption, subplots, keys, height=2.1)
+
+
+def observer(view: dict[str, Any]) -> str:
+    """Against whom, in a few words."""
+    claimed = view["claimed"]
+    text = f"{claimed['observer']} ({claimed['sampling'].split(';')[0]})"
+    return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")
+
+
+def _bounds(axes: Axes, view: dict[str, Any]) -> None:
+    claimed = float(view["claimed"]["epsilon"])
+    estimate = view["estimate"]
+    axes.axvline(claimed, color=CLAIM.colour, linestyle=CLAIM.dash, linewidth=1.3)
+    axes.plot([view["lower"]], [1], color=PROVEN.colour, marker=PROVEN.marker, markersize=7)
+    axes.plot([0, view["lower"]], [1, 1], color=PROVEN.colour, linewidth=3, alpha=0.5)
+    ends = [estimate["low"], estimate["high"]]
+    axes.plot(ends, [0, 0], color=ESTIMATED.colour, linewidth=2)
+    axes.plot([estimate["epsilon"]], [0], color=ESTIMATED.colour, marker=ESTIMATED.marker)
+    values = [claimed, view["lower"], estimate["high"]]
+    finite = [value for value in values if np.isfinite(value)]
+    most = 1.15 * max(finite, default=1.0) or 1.0
+    for height, value, words in ((1, view["lower"], "at least "), (0, estimate["epsilon"], "")):
+        side = "right" if most / 3 < value < claimed else "left"
+        style: Any = {"textcoords": "offset points", "ha": side, "fontsize": 9}
+        axes.annotate(f"{words}{number(value)}", (value, height), (0, 8), **style)
+    axes.set_yticks([1, 0], [f"proven ({view['confidence']:.0%})", "estimated"])
+    axes.set_ylim(-0.6, 1.8)
+    axes.grid(axis="y", visible=False)
+    label = Quantity("e", f"epsilon at delta {view['claimed']['delta']:g}; claimed {claimed:.4g}")
+    scale(axes, "x", label, finite)
+    axes.set_xlim(0, most)
+
+
+def scores(views: Sequence[dict[str, Any]], table: Columns) -> Piece:
+    """The scores of canaries, by their coins; scores.parquet has them with `view`, the place of the
+    observer among the views.
+    """
+    title = "Scores of canaries"
+    if not {"view", "inside", "score"} <= table.keys():
+        return Missing(title, "needs view, inside and score in scores.parquet")
+    subplots = []
+    for place, view in enumerate(views):
+        here = table["view"] == place
+        draw = partial(_histogram, values=table["score"][here], inside=table["inside"][here])
+        subplots.append(Subplot(observer(view), draw))
+    caption = (
+        "How many canaries have which score, those that a coin put in and those that it left out. "
+        "The further apart the two lie, the more the observer can tell. From scores.parquet."
+    )
+    keys = [LegendKey("inside", INSIDE, "bar"), LegendKey("outside", OUTSIDE, "bar")]
+    return Plot("scores", title, caption, subplots, keys)
+
+
+def _histogram(axes: Axes, values: np.ndarray, inside: np.ndarray) -> None:
+    edges = np.histogram_bin_edges(values, BINS)
+    tops = [0]
+    for drawn, there in ((INSIDE, 1.0), (OUTSIDE, 0.0)):
+        counts, _ = np.histogram(values[inside == there], edges)
+        tops.append(int(counts.max(initial=0)))
+        axes.stairs(counts, edges, color=drawn.colour, fill=True, alpha=0.35)
+        axes.stairs(counts, edges, linewidth=1.4, **drawn.line)
+    middles = (edges[1:] + edges[:-1]) / 2
+    scale(axes, "x", Quantity("score", "score", "stds of the noise"), middles)
+    scale(axes, "y", Quantity("count", "canaries"), tops)
+    axes.set_ylim(bottom=0)

@@ -22,8 +22,8 @@ EACH_ALONE = "Each epsilon holds for its own run alone; showing several runs spe
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """What directories are called: their names, with so many of their parents' as it takes to tell
-    them apart.
+    """What directories are called: their names, with so many of their parents' that no two are
+    alike.
     """
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(len(part) for part in parts) + 1):
@@ -39,68 +39,53 @@ def page_of_several(compared: Compared) -> Page:
     """
     settings = compared.settings
     runs = compared.runs
-    measured = quantity(compared.metric)
-    best = compared.ranked()[: len(PALETTE)]
-    drawn = [setting for setting in settings if setting in best]
+    metric = compared.metric
+    measured = quantity(metric)
+    best = compared.ranked()
+    drawn = [setting for setting in settings if setting in best[: len(PALETTE)]]
     cases = [LabelledRun({"run": setting.label}, run) for setting in drawn for run in setting.runs]
     curves: list[Piece] = []
     for x in X_WORDS:
-        item = Curves.model_validate({"of": compared.metric, "x": x, "colour": "run"})
-        curves += item.unasked(cases)
+        curves += Curves.model_validate({"of": metric, "x": x, "colour": "run"}).unasked(cases)
+    there = {piece.name for piece in curves if isinstance(piece, Plot)}
+    others = [
+        replace(
+            section,
+            pieces=[one for one in section.pieces if getattr(one, "name", None) not in there],
+        )
+        for section in placed(cases, {"Privacy": [guarantees(settings)]})
+    ]
     title = f"{measured.words.capitalize()} by round, second and epsilon"
-    config = file_text(runs[0].folder / "config.yaml", runs[0].flaws)
     sections = [
         PageSection("Results", [results(compared), differences(compared)]),
         PageSection(title, curves),
-        *(
-            _without(section, curves)
-            for section in placed(cases, {"Privacy": [guarantees(settings)]})
+        *others,
+        PageSection(
+            "Config of the first", [file_text(runs[0].folder / "config.yaml", runs[0].flaws)]
         ),
-        PageSection("Config of the first", [config]),
     ]
-    tiles = [
-        Tile(
-            setting.label,
-            number(setting.spread(compared.metric).mean, measured.percent),
-            held(setting),
-        )
-        for setting in settings[:8]
-    ]
-    return Page(
-        f"{counted(len(settings), 'setting')} compared",
-        [summary(compared), EACH_ALONE],
-        tiles,
-        sections,
-        warnings(compared, len(drawn)),
-        [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws],
-    )
 
+    def mean(setting: SeedGroup) -> str:
+        return number(setting.spread(metric).mean, measured.percent)
 
-def _without(section: PageSection, others: Sequence[Piece]) -> PageSection:
-    """A section without the figures that stand elsewhere."""
-    there = {piece.name for piece in others if isinstance(piece, Plot)}
-    kept = [piece for piece in section.pieces if getattr(piece, "name", None) not in there]
-    return replace(section, pieces=kept)
+    title = f"{counted(len(settings), 'setting')} compared"
+    lead = f"{counted(len(runs), 'run')} of {counted(len(settings), 'setting')}. The best "
+    lead += f"{measured.words} in the last round is {mean(best[0])}, of {best[0].label}."
+    tiles = [Tile(setting.label, mean(setting), held(setting)) for setting in settings[:8]]
+    flaws = [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws]
+    warned = warnings(compared, len(drawn))
+    return Page(title, [lead, EACH_ALONE], tiles, sections, warned, flaws)
 
 
 def warnings(compared: Compared, drawn: int) -> list[str]:
     """What the reader must know."""
-    found = [f"{run.name}: {each}" for run in compared.runs for each in state(run)]
+    lines = [f"{run.name}: {line}" for run in compared.runs for line in state(run)]
     if compared.mixed:
-        found.append(f"The epsilons are not of one kind. They differ in {compared.mixed}.")
+        lines.append(f"The epsilons are not of one kind. They differ in {compared.mixed}.")
     if drawn < len(compared.settings):
         text = f"Figures have the {drawn} settings with the best {quantity(compared.metric).words}"
-        found.append(f"{text} of {len(compared.settings)}; the tables have all.")
-    return found
-
-
-def summary(compared: Compared) -> str:
-    """Which setting is best, in a sentence."""
-    measured = quantity(compared.metric)
-    best = compared.ranked()[0]
-    mean = number(best.spread(compared.metric).mean, measured.percent)
-    runs = f"{counted(len(compared.runs), 'run')} of {counted(len(compared.settings), 'setting')}"
-    return f"{runs}. The best {measured.words} in the last round is {mean}, of {best.label}."
+        lines.append(f"{text} of {len(compared.settings)}; the tables have all.")
+    return lines
 
 
 def held(setting: SeedGroup) -> str:
@@ -114,35 +99,30 @@ def held(setting: SeedGroup) -> str:
 def results(compared: Compared) -> Table:
     """Scores, and every accountant's epsilon as it is stated first, a row for each setting."""
     settings = compared.settings
-    kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
     metric = compared.metric
-    spreads = [setting.spread(metric) for setting in settings]
+    kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
     others = [
         name
         for name in SCORES
         if name != metric and any(run.number(name) is not None for run in compared.runs)
     ]
 
-    def means(name: str) -> list[float]:
-        return [setting.spread(name).mean for setting in settings]
+    def means(name: str) -> Column:
+        return Column.of(name, [setting.spread(name).mean for setting in settings])
 
+    stds = [setting.spread(metric).std for setting in settings]
     columns = [
         Column("setting", [setting.label for setting in settings]),
         Column("seeds", [len(setting.runs) for setting in settings]),
-        Column.of(metric, [spread.mean for spread in spreads]),
-        Column("std", [spread.std for spread in spreads], quantity(metric).percent),
-        *(Column.of(name, means(name)) for name in (f"best_{metric}", *others)),
+        means(metric),
+        Column("std", stds, quantity(metric).percent),
+        *(means(name) for name in (f"best_{metric}", *others)),
         Column("epsilon that holds", [setting.epsilon for setting in settings]),
-        *(
-            Column(
-                f"epsilon, {accountant(name)} ({kind})",
-                [_stated(setting, name) for setting in settings],
-            )
-            for name, kind in kinds.items()
-        ),
-        Column("rounds", means("rounds")),
-        Column.of("seconds", means("seconds")),
     ]
+    for name, kind in kinds.items():
+        stated = [_stated(setting, name) for setting in settings]
+        columns.append(Column(f"epsilon, {accountant(name)} ({kind})", stated))
+    columns += [means("rounds"), means("seconds")]
     caption = "Means over the seeds, with the sample standard deviation of the first score; of "
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
     return Table("results", "Results", f"{caption} From summary.json.", columns)
@@ -167,9 +147,10 @@ def differences(compared: Compared) -> Table:
 
 def guarantees(settings: Sequence[SeedGroup]) -> Table:
     """All guarantees of the first run of each setting."""
-    stated = [(setting, one) for setting in settings for one in setting.runs[0].guarantees]
-    columns = guarantee_columns([(one, each.runs[0].holds) for each, one in stated])
-    columns.insert(0, Column("setting", [each.label for each, _ in stated]))
+    firsts = [(setting.label, setting.runs[0]) for setting in settings]
+    stated = [(name, one, run.holds) for name, run in firsts for one in run.guarantees]
+    columns = guarantee_columns([(one, holds) for _, one, holds in stated])
+    columns.insert(0, Column("setting", [name for name, _, _ in stated]))
     caption = "Of each setting those of its first run. Epsilons of different kinds are never "
     caption += "compared. From summary.json."
     return Table("guarantees", "Guarantees", caption, columns)

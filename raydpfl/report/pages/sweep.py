@@ -17,8 +17,19 @@ from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import beyond, counted, listed, number, quantity
 from raydpfl.report.pages.base import PageSource, file_text, not_completed, time_tile
 from raydpfl.report.pages.run import privacy
-from raydpfl.report.run_reader import LabelledRun, Run, json_of, named, read_columns, some
+from raydpfl.report.run_reader import (
+    LabelledRun,
+    Run,
+    arrays_of,
+    as_number,
+    grouped,
+    json_of,
+    named,
+    read_table,
+    some,
+)
 from raydpfl.report.search_results import Tried, searched
+from raydpfl.report.statistics import over_seeds
 from raydpfl.report.tables import Column, PrintedCell, Table
 
 CURVES = 6  # settings whose curves are drawn
@@ -34,7 +45,20 @@ class SweepSource(PageSource):
         return (folder / "sweep.yaml").is_file()
 
     def page(self, folder: Path) -> Page:
-        return _page(Swept(folder))
+        swept = Swept(folder)
+        tried = searched([setting for setting, _ in swept.tried], swept.metric, "results.parquet")
+        tables = [settings(swept), trials(swept)]
+        sections = [
+            PageSection("What was tried", [*best_for(swept), *tried, *tables]),
+            PageSection("Best settings by round", curves(swept)),
+            PageSection("Privacy of the best", best_privacy(swept)),
+            PageSection("Config", [file_text(folder / "sweep.yaml", swept.flaws)]),
+        ]
+        edges = beyond(swept.best.get("values", {}), swept.best.get("edges", {}))
+        warnings = [*not_completed("sweep", swept.summary), *([edges] if edges else [])]
+        lead = [line for line in (outcome(swept), swept.summary.get("choice", "")) if line]
+        title = f"Sweep {folder.resolve().name}"
+        return Page(title, lead, tiles(swept), sections, warnings, swept.flaws)
 
     def runs(self, folder: Path, name: str) -> list[Run]:
         trials = Swept(folder).trials
@@ -44,7 +68,9 @@ class SweepSource(PageSource):
 
 
 class Swept:
-    """What the directory of a sweep holds."""
+    """What the directory of a sweep holds. `trials`: its table, by column; `keys`: the dotted keys
+    that were searched, its columns between the setting and the seed.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -52,31 +78,23 @@ class Swept:
         self.summary = Run(folder, folder.resolve().name, self.flaws).summary
         self.metric = self.summary.get("metric", "test_accuracy")
         self.measured = quantity(self.metric)
-        self.trials = read_columns(folder / "results.parquet", self.flaws)
+        self.trials = arrays_of(read_table(folder / "results.parquet", self.flaws))
         self.best = self.summary.get("best") or {}
-
-    @property
-    def keys(self) -> list[str]:
-        """The dotted keys that were searched: the columns between the setting and the seed."""
         names = [*self.trials]
-        return names[1 : names.index("seed")] if "seed" in names else []
-
-    @property
-    def epsilons(self) -> list[str]:
-        return [name for name in self.trials if name.startswith("epsilon_")]
+        self.keys = names[1 : names.index("seed")] if "seed" in names else []
 
     @cached_property
     def labels(self) -> dict[str, list[str]]:
         """By searched key the value of each trial, in print: a section, which the table has as
-        JSON, by what tells it from the others.
+        JSON, by what differs from the others.
         """
-        found = {}
+        every = {}
         for key in self.keys:
             cells = self.trials[key].tolist()
             values = {cell: json_of(cell) or cell for cell in dict.fromkeys(cells)}
             named = dict(zip(values, labels([*values.values()]), strict=True))
-            found[key] = [named[cell] for cell in cells]
-        return found
+            every[key] = [named[cell] for cell in cells]
+        return every
 
     def values(self, setting: float) -> dict[str, str]:
         """The searched values of a setting, in print."""
@@ -86,10 +104,8 @@ class Swept:
     @cached_property
     def settings(self) -> dict[float, list[int]]:
         """The rows of the trials of each setting."""
-        groups: dict[float, list[int]] = {}
-        for row, setting in enumerate(self.trials.get("setting", ())):
-            groups.setdefault(float(setting), []).append(row)
-        return groups
+        numbers = self.trials.get("setting", ())
+        return grouped(range(len(numbers)), lambda row: float(numbers[row]))
 
     @cached_property
     def tried(self) -> list[tuple[Tried, list[int]]]:
@@ -110,28 +126,11 @@ class Swept:
     def epsilon_columns(self, settings: Sequence[Sequence[int]]) -> list[Column]:
         """Of each setting, by the rows of its trials, the largest epsilon by each accountant."""
         columns = []
-        for name in self.epsilons:
-            epsilons = [
-                [x for x in self.trials[name][rows] if not np.isnan(x)] for rows in settings
-            ]
-            columns.append(Column.of(name, [max(map(float, x), default=None) for x in epsilons]))
+        for name in (name for name in self.trials if name.startswith("epsilon_")):
+            cells = [self.trials[name][rows].tolist() for rows in settings]
+            largest = [max((x for x in cell if x == x), default=None) for cell in cells]
+            columns.append(Column.of(name, largest))
         return columns
-
-
-def _page(swept: Swept) -> Page:
-    summary = swept.summary
-    tried = searched([setting for setting, _ in swept.tried], swept.metric, "results.parquet")
-    sections = [
-        PageSection("What was tried", [*best_for(swept), *tried, settings(swept), trials(swept)]),
-        PageSection("Best settings by round", curves(swept)),
-        PageSection("Privacy of the best", best_privacy(swept)),
-        PageSection("Config", [file_text(swept.folder / "sweep.yaml", swept.flaws)]),
-    ]
-    edges = beyond(swept.best.get("values", {}), swept.best.get("edges", {}))
-    warnings = [*not_completed("sweep", summary), *([edges] if edges else [])]
-    lead = [line for line in (outcome(swept), summary.get("choice", "")) if line]
-    title = f"Sweep {swept.folder.resolve().name}"
-    return Page(title, lead, tiles(swept), sections, warnings, swept.flaws)
 
 
 def outcome(swept: Swept) -> str:
@@ -166,34 +165,35 @@ def tiles(swept: Swept) -> list[Tile]:
     return [*tiles, *time_tile(summary, "the whole sweep")]
 
 
+def ranked(swept: Swept) -> list[tuple[Tried, list[int]]]:
+    """The settings with a score, the best mean first, and then the others."""
+
+    def rank(pair: tuple[Tried, list[int]]) -> tuple[bool, float]:
+        setting, _ = pair
+        return not setting.scores, -swept.measured.better * setting.mean if setting.scores else 0.0
+
+    return sorted(swept.tried, key=rank)
+
+
 def settings(swept: Swept) -> Piece:
     """A row for each setting, the best first."""
     if not swept.tried:
         return Missing("Settings", "needs results.parquet")
     measured = swept.measured
-
-    def rank(pair: tuple[Tried, list[int]]) -> tuple[bool, float]:
-        setting = pair[0]
-        return not setting.scores, -measured.better * setting.mean if setting.scores else 0.0
-
-    ranked = sorted(swept.tried, key=rank)
-    every = [setting for setting, _ in ranked]
-    means = [setting.mean if setting.scores else None for setting in every]
+    every = [setting for setting, _ in ranked(swept)]
+    spreads = [over_seeds(dict(enumerate(setting.scores))) for setting in every]
+    means = [as_number(spread.mean) for spread in spreads]
     cells = [
         PrintedCell(mean, number(mean, measured.percent), setting.best)
         for mean, setting in zip(means, every, strict=True)
     ]
-    stds = [
-        float(np.std(setting.scores, ddof=1)) if len(setting.scores) > 1 else None
-        for setting in every
-    ]
     columns = [
         *(Column(key, [setting.values[key] for setting in every]) for key in swept.keys),
         Column(f"{measured.words}, mean", cells),
-        Column("std", stds, measured.percent),
-        Column("seeds", [len(setting.scores) for setting in every]),
+        Column("std", [as_number(spread.std) for spread in spreads], measured.percent),
+        Column("seeds", [spread.count for spread in spreads]),
         Column("best", ["best" if setting.best else "" for setting in every]),
-        *swept.epsilon_columns([rows for _, rows in ranked]),
+        *swept.epsilon_columns([rows for _, rows in ranked(swept)]),
     ]
     caption = "Means and sample standard deviations over the seeds, of the last round; of epsilon "
     return Table("settings", "Settings", f"{caption}the largest. From results.parquet.", columns)
@@ -207,21 +207,18 @@ def best_for(swept: Swept) -> list[Piece]:
         best = [choice for choice in bests if swept.values(choice["setting"])]
         values = [swept.values(choice["setting"]) for choice in best]
         rows = [swept.settings[choice["setting"]] for choice in best]
-        edged = any(choice["edges"] for choice in bests)
+        means = [choice["mean"] for choice in best]
         columns = [
             Column(key, [value[key] for value in values]),
-            Column(
-                f"{measured.words}, mean", [choice["mean"] for choice in best], measured.percent
-            ),
+            Column(f"{measured.words}, mean", means, measured.percent),
             Column("std", [choice["spread"] for choice in best], measured.percent),
             Column("seeds", [len(row) for row in rows]),
             *(Column(k, [value[k] for value in values]) for k in swept.keys if k != key),
         ]
-        if edged:
-            columns.append(Column("at an edge", [listed([*choice["edges"]]) for choice in best]))
         caption = f"For each {key}, the setting with the best mean over the seeds and its sample "
         caption += "standard deviation. "
-        if edged:
+        if any(choice["edges"] for choice in bests):
+            columns.append(Column("at an edge", [listed([*choice["edges"]]) for choice in best]))
             caption += "At an edge: the value is the smallest or the largest of its grid, so that "
             caption += "one beyond may be better. "
         columns += swept.epsilon_columns(rows)
@@ -244,10 +241,8 @@ def trials(swept: Swept) -> Piece:
 
 def curves(swept: Swept) -> list[Piece]:
     """The metric by round, of the settings with the best means."""
-    scored = [(setting, rows) for setting, rows in swept.tried if setting.scores]
-    scored.sort(key=lambda pair: -swept.measured.better * pair[0].mean)
     cases = []
-    for setting, rows in scored[:CURVES]:
+    for setting, rows in [pair for pair in ranked(swept) if pair[0].scores][:CURVES]:
         label = ", ".join(named(key, setting.values[key]) for key in swept.keys)
         cases += [LabelledRun({"setting": label}, swept.run(row, label)) for row in rows]
     item = Curves(of=(swept.metric,), colour="setting")
