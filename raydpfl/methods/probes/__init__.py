@@ -1,7 +1,7 @@
 """What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member.
 
-Without a word about it a run has none, as each costs more than 2 % of some round. A member with
-fields is given as a mapping:
+By default a run has none, as each costs more than 2 % of some round. A member with fields is given
+as a mapping:
 
 >>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
 ['clients', 'bounding']
@@ -18,9 +18,7 @@ from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Afterwards, Finished, Probe, Problem, Round, Sent
 
-__all__ = [
-    "FAMILY", "Afterwards", "Finished", "Probe", "Problem", "Round", "Sent",
-]  # fmt: skip
+__all__ = ["FAMILY", "Afterwards", "Finished", "Probe", "Problem", "Round", "Sent"]
 
 FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
 

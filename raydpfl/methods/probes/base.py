@@ -55,7 +55,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a run is to solve, as a probe is shown it before the first round."""
+    """The problem that a run solves, as a probe is shown it before the first round."""
 
     seed: int  # of the run
     rounds: int  # of the run
@@ -96,25 +96,23 @@ class Afterwards(Protocol):
     """What is computed once the last round is done, piece by piece."""
 
     def advance(self, seconds: float) -> tuple[int, int]:
-        """Goes on for about so long; how many of how many steps are done."""
+        """Computes for about so long; (steps done, steps in all)."""
 
     def result(self) -> dict[str, Any]:
-        """What it came to, for the summary, when all steps are done."""
+        """The values for the summary, when all steps are done."""
 
 
 @dataclass
 class Done:
-    """What is computed in no time, `Afterwards` in a single step."""
+    """An `Afterwards` that has its result."""
 
-    found: dict[str, Any]
+    values: dict[str, Any]
 
     def advance(self, seconds: float) -> tuple[int, int]:
-        """See `Afterwards.advance`."""
         return 1, 1
 
     def result(self) -> dict[str, Any]:
-        """See `Afterwards.result`."""
-        return self.found
+        return self.values
 
 
 # the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
@@ -122,20 +120,17 @@ Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
 
 class Probe(Member):
-    """Base of the family: what a member takes of a chunk, and what it gives a round.
-
-    Nothing that a probe does changes the model, and none of it is noised: it is for those who may
-    see all data.
+    """Base of the family. Nothing that a probe does changes the model, and none of its values is
+    noisy: they are for those who may see all data.
     """
+
+    of_all: ClassVar[bool] = False  # whether it takes clients' losses under one model of all
 
     def check(self, setting: Setting) -> None:
         """Raises `ConfigError` where there is no one model of all clients to look at."""
         if self.of_all and setting.local_parameters:
             expected = "no measure of one model of all clients, as with model.local there is none"
             raise ConfigError("measure", self.kind, expected)
-
-    # whether it looks at clients' losses under one model of all
-    of_all: ClassVar[bool] = False
 
     # --- of a chunk, where the clients are ---
 
@@ -155,7 +150,7 @@ class Probe(Member):
     # --- of a round, where the server is ---
 
     def start(self, d: int) -> State:
-        """What the probe keeps from round to round, before the first; arrays by name."""
+        """The probe's state before the first round; arrays by name."""
         return {}
 
     def broadcast_state(self, state: State) -> State:
@@ -167,13 +162,12 @@ class Probe(Member):
         return ()
 
     def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
-        """Columns of the rounds table. `state` is the probe's own, to be changed in place."""
+        """Columns of the rounds table; may change the probe's `state` in place."""
         return {}
 
     def assess(self, problem: Problem, out: Path) -> Assess | None:
-        """What gives more columns of the rounds table, from the round and the model after it.
-
-        It is asked for once, when a run begins or goes on. None: nothing does.
+        """What gives more columns of the rounds table, or None; called once, when a run starts or
+        continues.
         """
         return None
 
@@ -183,7 +177,7 @@ class Probe(Member):
         """Raises `ConfigError` where this cannot be measured of such a problem."""
 
     def tables(self, columns: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """The tables that the probe writes and their columns. `columns`: known of each client."""
+        """The tables that the probe writes, with their columns; `columns` are those of clients."""
         return {}
 
     def rows(self, seen: Round) -> Mapping[str, Columns]:
@@ -191,7 +185,7 @@ class Probe(Member):
         return {}
 
     def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
-        """What is given the model (float32 [d]) after t rounds, and after each that follows."""
+        """A function of (t, model float32 [d]) after t rounds, and after each that follows."""
         return None
 
     def afterwards(self, run: Finished) -> Afterwards | None:

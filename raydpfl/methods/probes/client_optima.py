@@ -16,12 +16,10 @@ theta makes some row's margin over another class larger and none smaller (Albert
 A client whose classes can be separated, or that lacks a class where there is a bias, has none: it
 is left out of Gamma_s and of the gaps, and counted. The search decides: once a theta puts every row
 into its class there is no minimum; once positive probabilities of all classes in all rows make the
-gradient 0, by a change of those at theta, there is one. Where neither is shown, as where some
-probability at the minimum is below 1e-8, a linear program decides, and if that is too large the
-client is left out. For all rows together w* is then where the search ends: f* is its infimum up to
-`PRECISION`, and f_i(w*) the limit.
-
-None of this is noised: it is for those who may see all data.
+gradient 0, by a change of those at theta, there is one. Otherwise (some probability at the minimum
+is below 1e-8) a linear program decides, and if that is too large the client is left out. For all
+rows together w* is then where the search ends: f* is its infimum up to `PRECISION`, and f_i(w*) the
+limit.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ CURVATURE = 0.1
 
 
 class Heterogeneity:
-    """The measures of these clients at `model` (float32 [d]), computed piece by piece: `advance`
-    until it says that all is done.
-    """
+    """The measures of these clients at `model` (float32 [d]), computed piece by piece."""
 
     def __init__(
         self,
@@ -71,10 +67,10 @@ class Heterogeneity:
         self.done = 0
         self.of = len(self.everyone) * (2 if self.linear else 1) + 1
         self._work = self._pieces()
-        self._found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def advance(self, seconds: float) -> tuple[int, int]:
-        """Works for about so long; how many of how many steps are done."""
+        """Computes for about so long; (steps done, steps in all)."""
         until = time.monotonic() + seconds
         while self.done < self.of and time.monotonic() < until:
             next(self._work)
@@ -84,14 +80,13 @@ class Heterogeneity:
         return self.done, self.of
 
     def result(self) -> dict:
-        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*), `gap`: of
-        f_i(w*) - f_i* over the clients, its mean, median and largest value, and `left_out`: how
-        many clients have no minimum. Gamma_s is the mean of the gaps of all others by their
-        shares, None where there are none. `clients` has a row for each client with data: ||grad f_i
-        - grad f|| at `model` as `gradient_gap`, and for convex models f_i* as `optimum` and
-        f_i(w*) - f_i* as `gap`, None of both for a client that is left out.
+        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*), `gap`: the mean,
+        median and max of f_i(w*) - f_i* over the clients, and `left_out`: how many have no minimum.
+        Gamma_s is the mean of the others' gaps by their shares, or None. `clients` has a row for
+        each client with data: `gradient_gap`, ||grad f_i - grad f|| at `model`, and for convex
+        models `optimum`, f_i*, and `gap`, f_i(w*) - f_i*, both None without a minimum.
         """
-        return self._found
+        return self._values
 
     def _pieces(self) -> Iterator[None]:
         shares = self.shares[self.everyone]
@@ -101,13 +96,12 @@ class Heterogeneity:
         yield
         rows: list[dict[str, Any]] = []
         for client in self.everyone.tolist():
-            apart = np.linalg.norm(self.objective.client(self.model, client)[1] - mean)
-            rows.append({"client": client, "gradient_gap": float(apart)})
+            _, gradient = self.objective.mixture(self.model, [client], {client: 1.0})
+            rows.append({"client": client, "gradient_gap": float(np.linalg.norm(gradient - mean))})
             yield
         norms = np.array([row["gradient_gap"] for row in rows])
-        found: dict = {"gamma_n": float(np.sqrt(shares @ norms**2))}
-        found |= {"gamma_s": None, "optimum": None, "gap": None, "left_out": None, "clients": rows}
-        self._found = found
+        values = self._values = {"gamma_n": float(np.sqrt(shares @ norms**2))}
+        values |= dict.fromkeys(("gamma_s", "optimum", "gap", "left_out")) | {"clients": rows}
         if self.linear:
             for row in rows:
                 optimum, value = self.linear.alone(row["client"], theta)
@@ -115,15 +109,11 @@ class Heterogeneity:
                 yield
             some = np.array([row["gap"] is not None for row in rows])
             gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
-            found |= {"optimum": best, "left_out": int((~some).sum())}
+            values |= {"optimum": best, "left_out": int((~some).sum())}
             if len(gaps):
-                gap = {
-                    "mean": float(gaps.mean()),
-                    "median": float(np.median(gaps)),
-                    "max": float(gaps.max()),
-                }
-                gamma_s = float(shares[some] @ gaps / shares[some].sum())
-                found |= {"gamma_s": gamma_s, "gap": gap}
+                values["gamma_s"] = float(shares[some] @ gaps / shares[some].sum())
+                quantiles = {"median": float(np.median(gaps)), "max": float(gaps.max())}
+                values["gap"] = {"mean": float(gaps.mean()), **quantiles}
 
 
 def linear(
@@ -153,7 +143,7 @@ class LinearLosses:
         self.decay = weight_decay
         self.width = layer.inputs + (layer.bias is not None)
         # the rows that were read last, as a search asks for the same ones many times
-        self._held: tuple = (None, None)
+        self._cached: tuple = (None, None)
 
     def joint(
         self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray
@@ -201,8 +191,7 @@ class LinearLosses:
         """These clients' rows, some at once: x float64 [n, width], y [n], and the weights of the
         rows in the mixture, float64 [n].
         """
-        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
-        for part in np.split(clients, np.flatnonzero(np.diff(held // ROWS)) + 1):
+        for part in _groups(self.shards, clients):
             yield self._rows(part, shares)
 
     def alone(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
@@ -223,7 +212,7 @@ class LinearLosses:
             total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
             return total, by_output.T @ white + self.decay * c / scale**2
 
-        def known(c: np.ndarray) -> bool | None:
+        def decided(c: np.ndarray) -> bool | None:
             nonlocal exists
             if exists is None:
                 outputs = white @ c.T
@@ -238,14 +227,14 @@ class LinearLosses:
             return exists
 
         start = (theta @ basis) * scale
-        found, _ = _minimum(searched, start, scale, self.decay, known)
+        optimum, _ = _minimum(searched, start, scale, self.decay, decided)
         if exists is None:
             exists = _bounded(white, y, self.layer.outputs)
-        return (found if exists else None), value
+        return (optimum if exists else None), value
 
     def _one_sided(self, x: np.ndarray, y: np.ndarray) -> bool:
-        """Whether one input alone keeps a class apart from all others, but for ties: then there is
-        no minimum. A class that is not there is kept apart by its bias.
+        """Whether one input alone separates a class from all others, but for ties: then there is
+        no minimum. A class without rows is separated by its bias.
         """
         inputs = x[:, : self.layer.inputs]
         biased = self.layer.bias is not None
@@ -260,8 +249,8 @@ class LinearLosses:
             for sign in (1.0, -1.0):
                 low = (sign * inside).min(0)
                 high = (sign * outside).max(0)
-                apart = low >= high if biased else (low >= 0) & (high <= 0)
-                if (apart & varies).any():
+                separates = low >= high if biased else (low >= 0) & (high <= 0)
+                if (separates & varies).any():
                     return True
         return False
 
@@ -276,8 +265,8 @@ class LinearLosses:
         """The directions [width, k] in which rows lie, and the factors [k] that make the objective
         about as curved in all of them.
         """
-        kept = squares > 1e-14 * squares.max(initial=0.0)
-        return vectors[:, kept], np.sqrt(CURVATURE * squares[kept] + self.decay)
+        spanned = squares > 1e-14 * squares.max(initial=0.0)
+        return vectors[:, spanned], np.sqrt(CURVATURE * squares[spanned] + self.decay)
 
     def matrix(self, flat: np.ndarray) -> np.ndarray:
         """theta of a model's parameters, float [d]."""
@@ -286,23 +275,29 @@ class LinearLosses:
 
     def flat(self, theta: np.ndarray) -> np.ndarray:
         """The parameters of a model, float64 [d], of which this is theta."""
-        found = torch.empty(theta.size, dtype=torch.float64)
-        views = self.layer.views(found)
+        vector = torch.empty(theta.size, dtype=torch.float64)
+        views = self.layer.views(vector)
         views[0].copy_(torch.from_numpy(theta[:, : self.layer.inputs]))
         for bias in views[1:]:
             bias.copy_(torch.from_numpy(theta[:, self.layer.inputs :].T))
-        return found.numpy()
+        return vector.numpy()
 
     def _rows(
         self, clients: np.ndarray, shares: Shares
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        asked = (clients.tobytes(), shares[clients[0]])
-        if self._held[0] != asked:
+        key = (clients.tobytes(), shares[clients[0]])
+        if self._cached[0] != key:
             x, y, weights = _rows(self.shards, clients, shares)
             x = x.reshape(len(x), -1)
             ones = np.ones((len(x), self.width - x.shape[1]))
-            self._held = asked, (np.concatenate([x, ones], axis=1), y, weights)
-        return self._held[1]
+            self._cached = key, (np.concatenate([x, ones], axis=1), y, weights)
+        return self._cached[1]
+
+
+def _groups(shards: Shards, clients: np.ndarray) -> list[np.ndarray]:
+    """The clients in groups of about `ROWS` rows."""
+    rows = np.cumsum([int(shards.sizes[i]) for i in clients])
+    return np.split(clients, np.flatnonzero(np.diff(rows // ROWS)) + 1)
 
 
 def _rows(
@@ -349,12 +344,14 @@ def _bounded(x: np.ndarray, y: np.ndarray, outputs: int) -> bool:
     margins[np.arange(len(others)), y[rows]] = x[rows]
     margins[np.arange(len(others)), places] = -x[rows]
     flat = margins.reshape(len(others), -1)
-    found = linprog(-flat.sum(0), A_ub=-flat, b_ub=np.zeros(len(flat)), bounds=(-1, 1))
-    return found.status == 0 and -float(found.fun) < PRECISION * np.abs(flat).sum()
+    result = linprog(-flat.sum(0), A_ub=-flat, b_ub=np.zeros(len(flat)), bounds=(-1, 1))
+    return result.status == 0 and -float(result.fun) < PRECISION * np.abs(flat).sum()
 
 
 def least(gradient: np.ndarray, decay: float) -> bool:
-    """Whether a value with this gradient is a minimum, or as good as one."""
+    """Whether a value with this gradient is a minimum, or as good as one: with an L2 term of
+    `decay` it is at most ||gradient||^2 / (2 decay) above it.
+    """
     near = np.sum(gradient**2) <= 2 * decay * GAP
     return bool(near or np.abs(gradient).max() <= PRECISION)
 
@@ -367,10 +364,8 @@ def _minimum(
     exists: Callable[[np.ndarray], bool | None] = lambda c: True,
 ) -> tuple[float, np.ndarray]:
     """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its
-    gradient back to that by theta. `exists` says at each step whether there is a minimum: where
-    there is none the search ends, and where that is not known (None) it goes on below `PRECISION`.
-
-    With an L2 term of `decay`, a value is at most ||gradient||^2 / (2 decay) above the least one.
+    gradient back to that by theta. `exists` says at each step whether there is a minimum: without
+    one the search ends, and where that is unknown (None) it continues below `PRECISION`.
     """
     from scipy.optimize import minimize  # here, for every coordinator imports this module
 
@@ -387,10 +382,10 @@ def _minimum(
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}
-    found = minimize(
+    result = minimize(
         flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop
     )
-    return float(found.fun), found.x.reshape(start.shape)
+    return float(result.fun), result.x.reshape(start.shape)
 
 
 class _Objective:
@@ -401,27 +396,20 @@ class _Objective:
         self.module = copy.deepcopy(module).double().eval()
         self.shards = shards
         self.decay = weight_decay
-        self.parameters = [
-            parameter for parameter in self.module.parameters() if parameter.requires_grad
-        ]
-
-    def client(self, w: np.ndarray, client: int) -> tuple[float, np.ndarray]:
-        return self.mixture(w, [client], {client: 1.0})
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
 
     def mixture(
         self, w: np.ndarray, clients: Sequence[int] | np.ndarray, shares: Shares
     ) -> tuple[float, np.ndarray]:
         w = np.asarray(w, np.float64)
         with torch.no_grad():
-            parts = torch.from_numpy(w).split([parameter.numel() for parameter in self.parameters])
+            parts = torch.from_numpy(w).split([p.numel() for p in self.parameters])
             for parameter, part in zip(self.parameters, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
         value = 0.5 * self.decay * float(w @ w)
         gradient = self.decay * w
-        held = np.cumsum([int(self.shards.sizes[i]) for i in clients])
-        for together in np.split(np.asarray(clients), np.flatnonzero(np.diff(held // ROWS)) + 1):
-            rows, targets, shared = _rows(self.shards, together, shares)
-            x, y, weights = (torch.from_numpy(each) for each in (rows, targets, shared))
+        for group in _groups(self.shards, np.asarray(clients)):
+            x, y, weights = map(torch.from_numpy, _rows(self.shards, group, shares))
             y = y.double() if y.is_floating_point() else y
             loss = self.task.loss(self.module(x), y) @ weights
             gradients = torch.autograd.grad(loss, self.parameters)

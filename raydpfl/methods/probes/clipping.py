@@ -63,12 +63,12 @@ class BoundingProbe(Probe):
 
     def chunk(self, sent: Sent) -> Columns:
         norms = torch.linalg.vector_norm(sent.vectors, dim=1).cpu().numpy()
-        found = {"bounded_norm": norms, "angle": _angles(sent)}
+        columns = {"bounded_norm": norms, "angle": _angles(sent)}
         if self.repeats:
-            found["expected_norm"] = self._expected(sent)
+            columns["expected_norm"] = self._expected(sent)
         if sent.noise is not None:
-            found["noise_norm"] = np.linalg.norm(sent.noise, axis=1)
-        return found
+            columns["noise_norm"] = np.linalg.norm(sent.noise, axis=1)
+        return columns
 
     def _expected(self, sent: Sent) -> np.ndarray:
         """The variance of the mean, as the repeats show it, is taken off its squared norm."""
@@ -115,10 +115,9 @@ def _angle(update: np.ndarray, previous: np.ndarray) -> float | None:
 
 
 def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None]:
-    """What the columns of a round's clients, float64 [r] each, come to.
-
-    `norm` is of what each would have sent. Optional are `bounded_norm` and `noise_norm` of what it
-    sent and drew, `angle`, and `expected_norm`. A client that failed has NaN, and is left out.
+    """The columns of the rounds table, of those of its clients, float64 [r] each: `norm` of what
+    each would have sent, and optional `bounded_norm`, `noise_norm`, `angle` and `expected_norm`. A
+    client that failed has NaN, and is left out.
     """
     row: dict[str, float | None] = dict.fromkeys(("snr", *ANGLES, *BIAS))
     if len(columns.get("noise_norm", ())):
@@ -131,15 +130,13 @@ def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None
     here = np.isfinite(columns["norm"])
     if bound is None or not here.any():
         return row
-    alpha = bound / np.maximum(bound, columns["norm"][here])
-    expected = alpha
+    alpha = expected = bound / np.maximum(bound, columns["norm"][here])
+    biases = {}
     if "expected_norm" in columns:
         expected = bound / np.maximum(bound, columns["expected_norm"][here])
-        within = np.abs(alpha - expected)
-        row["bias_within"] = float(within.mean())
-        row["bias_within_squared"] = float((within**2).mean())
-    across = np.abs(expected - expected.mean())
+        biases["bias_within"] = np.abs(alpha - expected)
+    biases["bias_across"] = np.abs(expected - expected.mean())
     row["alpha_mean"] = float(expected.mean())
-    row["bias_across"] = float(across.mean())
-    row["bias_across_squared"] = float((across**2).mean())
+    for name, bias in biases.items():
+        row |= {name: float(bias.mean()), f"{name}_squared": float((bias**2).mean())}
     return row

@@ -21,21 +21,20 @@ class HeterogeneityProbe(Probe):
     kind: str = "heterogeneity"
 
     def afterwards(self, run: Finished) -> Afterwards | None:
-        return _Computed(run)
+        return _Written(run)
 
 
-class _Computed:
+class _Written(Heterogeneity):
+    """Writes the rows of clients to a table."""
+
     def __init__(self, run: Finished):
-        of = run.problem
-        self._work = Heterogeneity(of.module, of.task, of.shards, run.model, of.l2)
+        problem = run.problem
+        super().__init__(problem.module, problem.task, problem.shards, run.model, problem.l2)
         self._out = run.out
 
-    def advance(self, seconds: float) -> tuple[int, int]:
-        return self._work.advance(seconds)
-
     def result(self) -> dict[str, Any]:
-        found = self._work.result()
-        rows = found.pop("clients")
+        values = super().result()
+        rows = values.pop("clients")
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(self._out / "heterogeneity.parquet", table)
-        return found
+        return values

@@ -1,8 +1,8 @@
-"""Where a scalar problem ends, beside the exact point where the algorithm stands still (000 Claims
+"""Where a scalar problem ends, and the exact point where the algorithm stands still (000 Claims
 2.1 and 2.2, eq. 8 and Table 1).
 
 Client i's mean loss is a parabola, 1/2 k_i (x - o_i)^2 and a constant: k_i is the mean of its
-squared inputs, o_i its own optimum. Q full gradient steps with learning rate lr move it from x to
+squared inputs, o_i its optimum. Q full gradient steps with learning rate lr move it from x to
 
     x + s_i (o_i - x),    s_i = 1 - (1 - lr k_i)^Q,
 
@@ -41,22 +41,20 @@ class StationaryProbe(Probe):
     kind: str = "stationary"
 
     def check(self, setting: Setting) -> None:
-        kinds = setting.kinds
-        if setting.drawn_by is not None:
-            raise _refused(
-                "noise.kind", kinds["noise"], "none, as a noisy model is never stationary"
-            )
-        if not setting.plain_steps:
-            expected = "sgd without momentum, decay or proximal term"
-            raise _refused("local.kind", kinds["local"], expected)
         changes = setting.adaptive_bound or setting.per_sample_bound is not None
-        if "bounding" in setting.stateful or changes:
-            expected = "one that does the same in every round"
-            raise _refused("bounding.kind", kinds["bounding"], expected)
+        refusals = {
+            "noise": setting.drawn_by is not None and "none, as a noisy model is never stationary",
+            "local": not setting.plain_steps and "sgd without momentum, decay or proximal term",
+            "bounding": (changes or "bounding" in setting.stateful)
+            and "one that does the same in every round",
+        }
+        for section, expected in refusals.items():
+            if expected:
+                raise _refused(f"{section}.kind", setting.kinds[section], expected)
 
     def fits(self, problem: Problem) -> None:
-        found = linear(problem.module, problem.task, problem.shards, 0.0)
-        if problem.shards.classes or found is None or found.width != 1:
+        losses = linear(problem.module, problem.task, problem.shards, 0.0)
+        if problem.shards.classes or losses is None or losses.width != 1:
             expected = "none of it, but for regression by a linear model of one parameter"
             raise ConfigError("measure", self.kind, expected)
         local = problem.local
@@ -79,9 +77,8 @@ class StationaryProbe(Probe):
         clients = _Parabolas(run.problem)
         low, high = clients.stationary()
         final = float(run.model[0])
-        found = {"final_x": final, "exact_x": min(max(final, low), high)}
-        found |= {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()}
-        return Done(found)
+        values = {"final_x": final, "exact_x": min(max(final, low), high)}
+        return Done(values | {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()})
 
 
 def _refused(field: str, value: object, expected: str) -> ConfigError:
@@ -93,16 +90,17 @@ class _Parabolas:
 
     def __init__(self, problem: Problem):
         self._problem = problem
-        of = linear(problem.module, problem.task, problem.shards, 0.0)
-        assert of is not None
+        losses = linear(problem.module, problem.task, problem.shards, 0.0)
+        assert losses is not None
         sizes = problem.population.sizes
         self.shares = sizes / sizes.sum()
         self.curvature = np.zeros(len(sizes))
         self.slope = np.zeros(len(sizes))
         for client in np.flatnonzero(sizes).tolist():
-            for x, y, weights in of.parts(np.array([client]), {client: 1.0}):
+            for x, y, weights in losses.parts(np.array([client]), {client: 1.0}):
                 self.curvature[client] = weights @ x[:, 0] ** 2
                 self.slope[client] = weights @ (x[:, 0] * y)
+        self.optima = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
 
     def optimum(self) -> float:
         """The minimum of the mean loss over all rows."""
@@ -111,9 +109,8 @@ class _Parabolas:
     def stationary(self) -> tuple[float, float]:
         """The least and the greatest model that a round leaves as it is. Raises `ConfigError`."""
         pull = self._round()
-        own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
-        low = _beyond(pull, float(own.min()), -1.0)
-        high = _beyond(pull, float(own.max()), 1.0)
+        low = _beyond(pull, float(self.optima.min()), -1.0)
+        high = _beyond(pull, float(self.optima.max()), 1.0)
         least = _last(lambda x: pull(x) > 0, low, high)[1]
         greatest = _last(lambda x: pull(x) >= 0, low, high)[0]
         return least, max(least, greatest)
@@ -129,22 +126,23 @@ class _Parabolas:
         lr = problem.local.learning_rate(0)
         bound = bounding.initial_bound
         state = bounding.start(1)
-        told = {name: torch.tensor(each) for name, each in bounding.broadcast_state(state).items()}
+        broadcast = {
+            name: torch.tensor(array) for name, array in bounding.broadcast_state(state).items()
+        }
         moved = _moved(lr * self.curvature, problem.local.step_counts(clients.sizes))
-        own = self.slope / np.where(self.curvature > 0, self.curvature, 1.0)
 
         def pull(x: float) -> float:
             model = np.array([x])
             nothing = torch.zeros(count, 1, dtype=torch.float64)
-            view = View(0, lr, bound, torch.from_numpy(model), told, lambda: nothing)
-            updates = torch.from_numpy((moved * (own - x))[:, None])
+            view = View(0, lr, bound, torch.from_numpy(model), broadcast, lambda: nothing)
+            updates = torch.from_numpy((moved * (self.optima - x))[:, None])
             sent = bounding.send(updates, view)
             norms = sent.abs()[:, 0]
             factors = bounding.factors(norms, math.inf if bound is None else bound)
-            each = weights * (factors * sent[:, 0]).numpy()
+            parts = weights * (factors * sent[:, 0]).numpy()
             facts = Facts(0, lr, model, divisor, count, count)
-            mean = float(bounding.receive(np.array([each.sum()]), state, facts)[0])
-            rounding = ROUNDING * max(float(np.abs(each).sum()) / divisor, abs(x))
+            mean = float(bounding.receive(np.array([parts.sum()]), state, facts)[0])
+            rounding = ROUNDING * max(float(np.abs(parts).sum()) / divisor, abs(x))
             return 0.0 if abs(mean) <= rounding else mean
 
         return pull

@@ -47,16 +47,16 @@ class SuboptimalityProbe(Probe):
         return COLUMNS
 
     def fits(self, problem: Problem) -> None:
-        found = linear(problem.module, problem.task, problem.shards, problem.l2)
-        if found is None:
+        losses = linear(problem.module, problem.task, problem.shards, problem.l2)
+        if losses is None:
             expected = "none of it for this model: only one linear layer has an optimum to find"
             raise ConfigError("measure", self.kind, expected)
         if problem.shards.classes and not problem.l2:
             expected = (
-                "a number above 0 with measure suboptimality: without an L2 term there may be no "
+                "a number above 0 with measure suboptimality: without an L2 term there may be "
             )
-            raise ConfigError("local.weight_decay", problem.l2, f"{expected}optimum")
-        if not problem.shards.classes and found.width > WIDTH:
+            raise ConfigError("local.weight_decay", problem.l2, f"{expected}no optimum")
+        if not problem.shards.classes and losses.width > WIDTH:
             expected = f"none of it for a linear model of more than {WIDTH} inputs"
             raise ConfigError("measure", self.kind, expected)
 
@@ -74,31 +74,31 @@ class SuboptimalityProbe(Probe):
     def afterwards(self, run: Finished) -> Afterwards | None:
         optimum = _Optimum(run.problem, run.out)
         start = models.flatten(run.problem.module).numpy()
-        found = {"optimum": optimum.value}
+        values = {"optimum": optimum.value}
         for name, model in (("start", start), ("final", run.model)):
-            found[name], found[f"{name}_distance"] = optimum.gap(model)
-        return Done(found)
+            values[name], values[f"{name}_distance"] = optimum.gap(model)
+        return Done(values)
 
 
 class _Optimum:
     """f* as `value`, and how far a model is from it. Writes w* to the run directory."""
 
     def __init__(self, problem: Problem, out: Path):
-        found = linear(problem.module, problem.task, problem.shards, problem.l2)
-        assert found is not None
-        self._start = models.flatten(problem.module).numpy()
-        self._linear = found
+        losses = linear(problem.module, problem.task, problem.shards, problem.l2)
+        assert losses is not None
+        self._linear = losses
         sizes = np.asarray(problem.shards.sizes)
-        whose = np.flatnonzero(sizes), sizes / sizes.sum()
-        self._value = found.mixture(*whose)
+        clients = np.flatnonzero(sizes), sizes / sizes.sum()
+        self._value = losses.mixture(*clients)
         self._gap: Gap = self._convex
         if problem.shards.classes:
-            stored = _stored(out, found, self._value)
-            self.theta = found.joint(*whose, self._start)[1] if stored is None else stored
+            start = models.flatten(problem.module).numpy()
+            stored = _stored(out, losses, self._value)
+            self.theta = losses.joint(*clients, start)[1] if stored is None else stored
         else:
-            self.theta, self._gap = _quadratic(found, *whose)
+            self.theta, self._gap = _quadratic(losses, *clients)
         self.value = self._value(self.theta)[0]
-        flat = found.flat(self.theta)
+        flat = losses.flat(self.theta)
         replace_file(out / OPTIMUM, lambda part: part.write(flat.astype("<f8").tobytes()))
 
     def gap(self, model: np.ndarray) -> tuple[float, float]:
@@ -106,8 +106,7 @@ class _Optimum:
         return self._gap(self._linear.matrix(model))
 
     def _convex(self, theta: np.ndarray) -> tuple[float, float]:
-        apart = float(np.linalg.norm(theta - self.theta))
-        return self._value(theta)[0] - self.value, apart
+        return self._value(theta)[0] - self.value, float(np.linalg.norm(theta - self.theta))
 
 
 def _stored(

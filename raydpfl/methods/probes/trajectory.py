@@ -48,19 +48,18 @@ def together(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Several paths on the principal directions of all their models together (001 Fig. 3).
 
-    The axes depend on the paths alone, and are found from the inner products of all models in
-    float64, which are summed over blocks of parameters: paths may be mapped files, larger than
-    memory. The larger coordinates of each axis are positive.
+    The axes are found from the inner products of all models in float64, summed over blocks of
+    parameters: paths may be mapped files, larger than memory. The larger coordinates of each axis
+    are positive. A model with NaN (lost by a run) has no part in the axes.
 
     Args:
-        paths: of models, float [T_i, d] each; a model with NaN (lost by a run) has no part in the
-            axes.
-        marks: other points to project, float [m, d], as an optimum; None: none.
+        paths: of models, float [T_i, d].
+        marks: other points to project, as an optimum, float [m, d]; None: none.
         onto: how many axes.
 
     Returns:
-        The paths, float64 [T_i, onto] each, and the marks, float64 [m, onto], all from the first
-        mark on, or from the first model of the first path where there are no marks.
+        The paths, float64 [T_i, onto], and the marks, float64 [m, onto], less the first mark or,
+        without marks, the first model of the first path.
     """
     d = paths[0].shape[1]
     extra = np.zeros((0, d)) if marks is None else np.asarray(marks)
@@ -72,28 +71,28 @@ def together(
     width = max(1, BLOCK // count)
     for first in range(0, d, width):
         part = slice(first, first + width)
-        rows = [np.asarray(each[:, part], np.float64) for each in (*paths, extra)]
+        rows = [np.asarray(points[:, part], np.float64) for points in (*paths, extra)]
         block = np.concatenate(rows) - np.asarray(origin[part], np.float64)
         block[: len(lost)][lost] = 0.0
         products += block @ block.T
     axes = np.concatenate([~lost, np.zeros(len(extra), bool)])
     coordinates = _principal(products, axes, onto)
     coordinates[: len(lost)][lost] = np.nan
-    *found, last = np.split(coordinates, np.cumsum(lengths))
-    return found, last
+    *projected, last = np.split(coordinates, np.cumsum(lengths))
+    return projected, last
 
 
 def _principal(products: np.ndarray, axes: np.ndarray, onto: int) -> np.ndarray:
     """The coordinates float64 [n, onto] of n points with these inner products, [n, n], on the
     principal directions of those that `axes`, bool [n], picks; 0 on directions that they lack.
     """
-    apart = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
-    spread = apart[axes] - apart[axes].mean(axis=0, keepdims=True)
+    centred = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
+    spread = centred[axes] - centred[axes].mean(axis=0, keepdims=True)
     values, vectors = np.linalg.eigh(spread)
-    found = np.zeros((len(products), onto))
+    coordinates = np.zeros((len(products), onto))
     for axis in range(min(onto, len(values))):
         value = values[-1 - axis]
         if value > 1e-12 * max(values[-1], 0.0) > 0:
-            found[:, axis] = apart @ vectors[:, -1 - axis] / np.sqrt(value)
-    signs = np.sign(found[np.abs(found).argmax(axis=0), np.arange(onto)])
-    return found * np.where(signs < 0, -1.0, 1.0)
+            coordinates[:, axis] = centred @ vectors[:, -1 - axis] / np.sqrt(value)
+    signs = np.sign(coordinates[np.abs(coordinates).argmax(axis=0), np.arange(onto)])
+    return coordinates * np.where(signs < 0, -1.0, 1.0)
