@@ -50,7 +50,7 @@ from raydpfl.check import (
 from raydpfl.check.contract import Clause, Look, looked_at
 from raydpfl.check.example import AROUND, SECTIONS, Example, arounds, examples_of
 from raydpfl.config import user_classes
-from raydpfl.config.registry import home, load, own_class
+from raydpfl.config.registry import home, load, user_class
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.models import Module, factory
@@ -161,7 +161,7 @@ def resolved(target: str | type) -> tuple[str, type, str]:
             return section, cls, kind
     path = path or f"{cls.__module__}:{cls.__qualname__}"
     if section in SECTIONS:
-        user_classes.complete(own_class(path, section, BASES[section]), section, path)
+        user_classes.complete(user_class(path, section, BASES[section]), section, path)
     return section, cls, path
 
 

@@ -17,89 +17,81 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Keys of Flower, pfl-research, Opacus, TensorFlow Federated, FedJAX and papers, by what they are
-# here. A key that the section has itself is never asked for.
-FOREIGN: dict[str, str] = {
-    **dict.fromkeys(
-        ("n_clients", "num_clients", "num_supernodes", "num_users", "population"),
-        "data.clients",
-    ),
-    **dict.fromkeys(
-        ("clients_per_round", "cohort_size", "num_clients_per_round", "clients_per_step"),
-        "selection.cohort",
-    ),
-    **dict.fromkeys(
-        ("fraction", "fraction_fit", "fraction_train", "client_fraction", "participation_rate",
-         "sampling_rate"),
-        "selection.cohort (a number of clients)",
-    ),
-    **dict.fromkeys(
-        ("num_rounds", "n_rounds", "num_server_rounds", "central_num_iterations", "iterations"),
-        "rounds",
-    ),
-    **dict.fromkeys(("learning_rate", "client_lr", "local_lr", "client_learning_rate"), "local.lr"),
-    **dict.fromkeys(("server_lr", "global_lr", "server_learning_rate", "eta_g"), "server.lr"),
-    **dict.fromkeys(("batch_size", "local_batch_size", "train_batch_size"), "local.batch"),
-    **dict.fromkeys(("local_epochs", "num_epochs", "n_epochs", "epochs"), "local.epochs"),
-    **dict.fromkeys(("local_steps", "local_num_steps", "num_steps", "max_steps"), "local.steps"),
-    **dict.fromkeys(("mu", "proximal_mu", "prox"), "local.proximal"),
-    **dict.fromkeys(
-        ("clip", "clip_norm", "clipping_norm", "clipping_bound", "clipping_threshold",
-         "max_grad_norm", "l2_norm_clip", "threshold"),
-        "bounding.bound",
-    ),
-    **dict.fromkeys(("target_unclipped_quantile", "target_quantile"), "bounding.quantile"),
-    **dict.fromkeys(("noise_multiplier", "z", "sigma"), "noise.multiplier"),
-    **dict.fromkeys(("noise_std", "noise_scale", "stddev"), "noise.std"),
-    **dict.fromkeys(("target_epsilon", "eps"), "noise.epsilon"),
-    "epsilon": "noise.epsilon (what a run must stay below: privacy.budget)",
-    **dict.fromkeys(("target_delta", "delta"), "noise.delta"),
-    **dict.fromkeys(("alpha", "dirichlet_alpha"), "data.partition.psi (kind: dirichlet)"),
-    "bound": "bounding.bound",
-    **dict.fromkeys(("random_seed", "random_state"), "seed"),
-    **dict.fromkeys(("dataset", "dataset_name"), "data.kind"),
-    **dict.fromkeys(("architecture", "net", "model_name"), "model.kind"),
-    **dict.fromkeys(("aggregator", "strategy", "server_optimizer"), "server.kind"),
-    **dict.fromkeys(("optimizer", "client_optimizer"), "local.kind"),
-    **dict.fromkeys(("accountant", "accounting"), "privacy.accountants"),
-    **dict.fromkeys(("evaluation_frequency", "eval_every", "test_every"), "evaluate.every"),
-    **dict.fromkeys(("val_split", "validation_split", "val_fraction"), "evaluate.validation"),
-    **dict.fromkeys(("gpus", "gpus_per_client", "client_gpus"), "client.num_gpus"),
-    **dict.fromkeys(("cpus", "client_cpus"), "client.num_cpus"),
-    **dict.fromkeys(("workers", "num_workers", "processes"), "client.actors"),
-    "mechanism": "noise.kind",
-}  # fmt: skip
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    """What each of the names, in texts by what they are called here, is called here."""
+    return {name: key for key, text in names.items() for name in text.split()}
+
+
+# Keys of Flower, pfl-research, Opacus, TensorFlow Federated, FedJAX and papers, which no section
+# has itself.
+FOREIGN = _by_name(
+    {
+        "data.clients": "n_clients num_clients num_supernodes num_users population",
+        "selection.cohort": "clients_per_round cohort_size num_clients_per_round clients_per_step",
+        "selection.cohort (a number of clients)": (
+            "fraction fraction_fit fraction_train client_fraction participation_rate sampling_rate"
+        ),
+        "rounds": "num_rounds n_rounds num_server_rounds central_num_iterations iterations",
+        "local.lr": "learning_rate client_lr local_lr client_learning_rate",
+        "server.lr": "server_lr global_lr server_learning_rate eta_g",
+        "local.batch": "batch_size local_batch_size train_batch_size",
+        "local.epochs": "local_epochs num_epochs n_epochs epochs",
+        "local.steps": "local_steps local_num_steps num_steps max_steps",
+        "local.proximal": "mu proximal_mu prox",
+        "bounding.bound": (
+            "clip clip_norm clipping_norm clipping_bound clipping_threshold max_grad_norm "
+            "l2_norm_clip threshold bound"
+        ),
+        "bounding.quantile": "target_unclipped_quantile target_quantile",
+        "noise.multiplier": "noise_multiplier z sigma",
+        "noise.std": "noise_std noise_scale stddev",
+        "noise.epsilon": "target_epsilon eps",
+        "noise.epsilon (what a run must stay below: privacy.budget)": "epsilon",
+        "noise.delta": "target_delta delta",
+        "data.partition.psi (kind: dirichlet)": "alpha dirichlet_alpha",
+        "seed": "random_seed random_state",
+        "data.kind": "dataset dataset_name",
+        "model.kind": "architecture net model_name",
+        "server.kind": "aggregator strategy server_optimizer",
+        "local.kind": "optimizer client_optimizer",
+        "privacy.accountants": "accountant accounting",
+        "evaluate.every": "evaluation_frequency eval_every test_every",
+        "evaluate.validation": "val_split validation_split val_fraction",
+        "client.num_gpus": "gpus gpus_per_client client_gpus",
+        "client.num_cpus": "cpus client_cpus",
+        "client.actors": "workers num_workers processes",
+        "noise.kind": "mechanism",
+    }
+)
 # Names of methods, likewise, in lower case.
-METHODS: dict[str, str] = {
-    **dict.fromkeys(("fedavg", "fedsgd"), "server.kind=sgd"),
-    "fedavgm": "server.kind=momentum",
-    "fedadam": "server.kind=adam",
-    "fedyogi": "server.kind=yogi",
-    "fedadagrad": "server.kind=adagrad",
-    "fedprox": "local.proximal",
-    "ditto": "personal (kind: sgd, with proximal)",
-    "random": "selection.kind=uniform",
-    "round_robin": "selection.kind=cyclic",
-    **dict.fromkeys(
-        ("lda", "latent_dirichlet", "label_skew", "non_iid", "noniid"),
-        "data.partition.kind=dirichlet",
-    ),
-    "pathological": "data.partition.kind=shards",
-    **dict.fromkeys(("adaptive", "adaptive_clipping"), "bounding.kind=quantile_clip"),
-    **dict.fromkeys(("dpsgd", "dp_sgd"), "bounding.kind=per_sample_clip"),
-    **dict.fromkeys(
-        ("dp_ftrl", "dpftrl", "matrix_factorization", "tree"), "noise.kind=banded_gaussian"
-    ),
-    **dict.fromkeys(("logistic_regression", "logreg"), "model.kind=softmax"),
-    "num_examples": "weights.kind=data",
-}
-# What there is not, and what there is instead.
-ABSENT: dict[str, str] = {
-    "noise.schedule": "noise has one std in all rounds; local and server have schedules, of lr",
-    **dict.fromkeys(
-        ("laplace", "laplacian"), "no accountant here counts Laplace noise: gaussian bounds in L2"
-    ),
-}
+METHODS = _by_name(
+    {
+        "server.kind=sgd": "fedavg fedsgd",
+        "server.kind=momentum": "fedavgm",
+        "server.kind=adam": "fedadam",
+        "server.kind=yogi": "fedyogi",
+        "server.kind=adagrad": "fedadagrad",
+        "local.proximal": "fedprox",
+        "personal (kind: sgd, with proximal)": "ditto",
+        "selection.kind=uniform": "random",
+        "selection.kind=cyclic": "round_robin",
+        "data.partition.kind=dirichlet": "lda latent_dirichlet label_skew non_iid noniid",
+        "data.partition.kind=shards": "pathological",
+        "bounding.kind=quantile_clip": "adaptive adaptive_clipping",
+        "bounding.kind=per_sample_clip": "dpsgd dp_sgd",
+        "noise.kind=banded_gaussian": "dp_ftrl dpftrl matrix_factorization tree",
+        "model.kind=softmax": "logistic_regression logreg",
+        "weights.kind=data": "num_examples",
+    }
+)
+# What there is not, by what there is instead.
+ABSENT = _by_name(
+    {
+        "noise has one std in all rounds; local and server have schedules, of lr": "noise.schedule",
+        "no accountant here counts Laplace noise: gaussian bounds in L2": "laplace laplacian",
+    }
+)
 
 
 def said(where: str, known: Iterable[str]) -> str:

@@ -1,9 +1,7 @@
-"""Members of families. A member is one of the choices that make an algorithm, and has its own
-section in the config.
+"""Members of families: the choices that make an algorithm, each a section of the config.
 
-A family is a dictionary of the members that come with the project, found by looking into its
-package (`family`). A user's own member is a class with the same base, named by import path; nothing
-has to be changed here:
+A family is a dictionary of the members in its package (`family`). A user-defined member is a class
+with the same base, named by import path:
 
 >>> class Scale(Member):
 ...     kind: str = "scale"
@@ -46,39 +44,34 @@ class Section(BaseModel):
 
 
 class Member(Section):
-    """Base of all members. Its fields are the keys of its section in the config.
-
-    `examples` are settings worth running, each a mapping of fields. `raydpfl check` runs each of
-    them, a user's own too.
-    """
+    """Base of all members. Its fields are the keys of its section in the config."""
 
     # other sections that the privacy it spends depends on
     accounted_with: ClassVar[tuple[str, ...]] = ()
+    # settings worth running, each a mapping of fields: `raydpfl check` runs each of them
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # fields that name files
-    # fields that there were not always: see `meaning`
-    newer: ClassVar[frozenset[str]] = frozenset()
+    newer: ClassVar[frozenset[str]] = frozenset()  # fields added later: see `meaning`
 
     kind: str = ""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Notes whose a class is: on an actor it comes with the experiment, and is not loaded."""
+        """Registers the module of a user-defined class, which on an actor is not loaded by name."""
         super().__pydantic_init_subclass__(**options)
         if user_classes.is_user_defined(cls):
             know(cls.__module__)
 
     @property
     def is_user_defined(self) -> bool:
-        """Whether this member's class is a user's own."""
+        """Whether this member's class is user-defined."""
         return user_classes.is_user_defined(type(self))
 
     def check(self, setting: Setting) -> None:
         """Raises `ConfigError` for an experiment that this member cannot be part of.
 
-        It is called when the config has been read, before any data are. Only the member itself
-        knows the combinations that it refuses. The `check` of each base is called too, the first
-        base first, so a class need not call it.
+        Called when the config has been read, before any data are. The `check` of each base is
+        called too, the first base first, so a class need not call it.
         """
 
     def warnings(self, setting: Setting) -> tuple[str, ...]:
@@ -87,46 +80,41 @@ class Member(Section):
 
     def files(self) -> dict[str, str]:
         """The files that this member names, by field (`named`)."""
-        given = {name: getattr(self, name) for name in sorted(self.named)}
-        return {name: value for name, value in given.items() if isinstance(value, str)}
+        values = {name: getattr(self, name) for name in sorted(self.named)}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def meaning(self) -> dict[str, Any]:
         """Its section of the config in JSON types, of which the keys of noise and of prepared data
-        are made.
-
-        A field that is `newer` is left out at its default, which does what was done before there
-        was such a field: so a config that does not use it keeps its bits.
+        are made. A `newer` field at its default, which does what was done before, is left out: so
+        a config without it keeps its bits.
         """
-        found = self.model_dump(mode="json")
+        section = self.model_dump(mode="json")
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in self.newer and value == field.get_default(call_default_factory=True):
-                del found[name]
+                del section[name]
             elif isinstance(value, Member):
-                found[name] = value.meaning()
-        return found
+                section[name] = value.meaning()
+        return section
 
     @classmethod
     def unread(cls) -> bool:
         """Whether this stands for a class that was not imported: its keys are as in the config,
-        without defaults."""
+        without defaults.
+        """
         return cls.__name__ == "Unread"
 
 
 K = TypeVar("K", bound="Member")
-PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
 T = TypeVar("T")
+PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
 _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
 
 
 @contextmanager
 def importing(sections: Iterable[str] | None) -> Iterator[None]:
-    """Within it `choose` imports only what these sections of a config, and sections in them, name.
-    Other import paths become members that are `unread`. An import runs code, which a question about
-    a config need not do.
-
-    Args:
-        sections: their names; None: all.
+    """Within it `choose` imports only what these sections of a config, and sections in them, name
+    (None: all). Other import paths become members that are `unread`: an import runs code.
     """
     token = _IMPORTS.set(None if sections is None else tuple(sections))
     try:
@@ -135,17 +123,17 @@ def importing(sections: Iterable[str] | None) -> Iterator[None]:
         _IMPORTS.reset(token)
 
 
-def is_path(kind: object) -> TypeGuard[str]:
-    """Whether a kind is an import path."""
-    return isinstance(kind, str) and (":" in kind or "." in kind)
-
-
 def imports(section: str) -> bool:
     """Whether what this section names may be imported here."""
     allowed = _IMPORTS.get()
     if allowed is None:
         return True
     return any(section == name or section.startswith(f"{name}.") for name in allowed)
+
+
+def is_path(kind: object) -> TypeGuard[str]:
+    """Whether a kind is an import path."""
+    return isinstance(kind, str) and (":" in kind or "." in kind)
 
 
 @functools.cache
@@ -158,45 +146,35 @@ def _stand_in(base: type[M]) -> type[M]:
 def family(
     package: str, base: type[T], first: Sequence[str] = (), name: str = "kind"
 ) -> dict[str, type[T]]:
-    """The classes with this base that the modules of a package define, by name.
-
-    A class without a name is a base of others.
+    """The classes with this base that the modules of a package define, by name; a class without a
+    name is a base of others.
 
     Args:
         package: the `__name__` of the package whose `__init__` is calling.
         base: the base of the family.
-        first: names that come first, in this order, as messages list them; the others follow by
-            file and line.
+        first: names in the order of messages; the others follow by file and line.
         name: the field, or class constant, that holds the name of a class.
     """
-    found: dict[str, type[T]] = {}
+    members: dict[str, type[T]] = {}
     for module in pkgutil.iter_modules(sys.modules[package].__path__):
         loaded = importlib.import_module(f"{package}.{module.name}")
         for cls in vars(loaded).values():
-            here = inspect.isclass(cls) and cls.__module__ == loaded.__name__
-            if here and issubclass(cls, base) and _name_of(cls, name):
-                found[_name_of(cls, name)] = cls
-    return {**{kind: found[kind] for kind in first}, **found}
-
-
-def _name_of(cls: type, field: str) -> str:
-    """The name of a class: a constant, or the default of a field."""
-    fields = getattr(cls, "model_fields", {})
-    return fields[field].default if field in fields else getattr(cls, field, "")
+            if inspect.isclass(cls) and cls.__module__ == loaded.__name__ and issubclass(cls, base):
+                field = getattr(cls, "model_fields", {}).get(name)
+                kind = field.default if field else getattr(cls, name, "")
+                if kind:
+                    members[kind] = cls
+    return {**{kind: members[kind] for kind in first}, **members}
 
 
 def home(cls: object, bases: Mapping[str, type]) -> str | None:
-    """The family that a class belongs to: the first of these with a base that it is derived from
-    (and is not itself); None: of none.
-
-    Args:
-        cls: a class, or anything else.
-        bases: the base of each family, by the family's name.
+    """The name of the first of these families, given by their bases, that a class is derived from
+    (and is not itself the base of); None: of none.
     """
     if not isinstance(cls, type):
         return None
-    found = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
-    return next(found, None)
+    names = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
+    return next(names, None)
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
@@ -210,9 +188,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         base: the base of the family.
 
     Raises:
-        ConfigError: the kind is unknown, its module cannot be imported, its class does not have
-            this base, the member refuses a field, or the class has a method that cannot be used or
-            is probably misspelt (`raydpfl.config.user_classes`).
+        ConfigError: the kind is unknown, its class cannot be imported or is refused (`user_class`),
+            or the member refuses a field.
     """
     if isinstance(values, base):
         return _named(section, values, family, base)
@@ -233,25 +210,24 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         return validate(family[kind], section, values)
     if not imports(section):
         return validate(_stand_in(base), section, values)
-    return validate(own_class(kind, section, base), section, values)
+    return validate(user_class(kind, section, base), section, values)
 
 
-def own_class(kind: str, section: str, base: type[K]) -> type[K]:
+def user_class(kind: str, section: str, base: type[K]) -> type[K]:
     """The class at an import path.
 
     Raises:
-        ConfigError: it cannot be imported, does not have this base, or has what cannot be used.
+        ConfigError: it cannot be imported, does not have this base, or has a method that cannot be
+            used or is probably misspelt (`raydpfl.config.user_classes`).
     """
-    cls = load(kind, f"{section}.kind")
+    field = f"{section}.kind"
+    cls = load(kind, field)
     if not (isinstance(cls, type) and issubclass(cls, base) and cls is not base):
-        raise ConfigError(
-            f"{section}.kind",
-            kind,
-            f"a subclass of {base.__module__.removesuffix('.base')}.{base.__qualname__}",
-        )
+        family = f"{base.__module__.removesuffix('.base')}.{base.__qualname__}"
+        raise ConfigError(field, kind, f"a subclass of {family}")
     if cls.model_fields["kind"].annotation is not str:
         expected = "a class without a field kind of its own: the config's kind is its import path"
-        raise ConfigError(f"{section}.kind", kind, expected)
+        raise ConfigError(field, kind, expected)
     user_classes.check(cls, base, section, kind)
     return cls
 
@@ -277,20 +253,19 @@ def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
             if type(part) not in PLAIN:  # of which there are most
                 yield from within(part, f"{section}.{name}")
     elif isinstance(value, tuple):
-        for each in value:
-            yield from within(each, section)
+        for part in value:
+            yield from within(part, section)
 
 
 def unread(value: Any) -> list[str]:
     """The import paths that a member, a section or an experiment names and that were not
-    imported."""
+    imported.
+    """
     return [member.kind for _, member in within(value, "") if member.unread()]
 
 
 def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
-    """Raises `ConfigError` where a run directory names code by these import paths, which would be
-    imported to answer.
-    """
+    """Raises `ConfigError` where a run directory names code by these import paths."""
     names = ", ".join(dict.fromkeys(paths))
     if names:
         expected = f"the directory of a run that needs no import of {names}, which runs its code; "
@@ -298,54 +273,43 @@ def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
         raise ConfigError("run", str(run), expected)
 
 
-def fields_of(found: Any) -> dict[str, Any] | None:
+def fields_of(cls: Any) -> dict[str, Any] | None:
     """The fields of a class of members, by name; None for anything else."""
-    if isinstance(found, type) and issubclass(found, Member):
-        return dict(found.model_fields)
-    return None
+    is_member = isinstance(cls, type) and issubclass(cls, Member)
+    return dict(cls.model_fields) if is_member else None
 
 
-def own_code(member: Member) -> dict[str, str | None]:
-    """The user's own modules that the classes of this member, and of those in its fields, come
-    from.
-
-    Returns:
-        The digest of each module's source, by the module's name; None for a module without a file.
+def user_modules(member: Member) -> dict[str, str | None]:
+    """The user-defined modules of the classes of this member and of those in its fields: the digest
+    of each one's source by its name; None for a module without a file.
     """
-    found: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     for cls in type(member).__mro__:
         module = cls.__module__
         if issubclass(cls, Member) and not module.startswith("raydpfl."):
             source = getattr(sys.modules.get(module), "__file__", None)
-            found[module] = digest(Path(source)) if source else None
+            digests[module] = digest(Path(source)) if source else None
     for name in type(member).model_fields:
         value = getattr(member, name)
         if isinstance(value, Member):
-            found |= own_code(value)
-    return found
+            digests |= user_modules(value)
+    return digests
 
 
 def load(path: str, field: str) -> Any:
     """The object at `package.module:Name` (or `package.module.Name`), which may be a class within a
-    class. It is imported and not called.
-
-    Args:
-        path: the import path.
-        field: what names it, for the message.
-
-    Raises:
-        ConfigError: it cannot be imported.
+    class; it is imported and not called. Raises `ConfigError`, on the `field` that names it.
     """
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         know(module)
         *outer, last = name.split(".")
         for part in outer:
-            found = getattr(found, part)
-            if not isinstance(found, type):
+            value = getattr(value, part)
+            if not isinstance(value, type):
                 raise TypeError(f"{part} is no class")
-        return getattr(found, last)
+        return getattr(value, last)
     except RAISED as error:  # a user's module may raise anything
         expected = f"an import path package.module:Name that can be imported ({in_line(error)})"
         raise ConfigError(field, path, expected) from None

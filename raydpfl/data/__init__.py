@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydpfl.config.registry import choose, is_path, own_class
+from raydpfl.config.registry import choose, is_path, user_class
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
@@ -76,7 +76,7 @@ def _class(kind: str) -> type[Data]:
     if kind in FAMILY:
         return FAMILY[kind]
     if is_path(kind):
-        return own_class(kind, "data", Data)
+        return user_class(kind, "data", Data)
     expected = f"one of {', '.join(FAMILY)}, or the import path of your own class"
     raise ConfigError("data.kind", kind, expected)
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.config.registry import own_code
+from raydpfl.config.registry import user_modules
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
 from raydpfl.data.source_checks import checked, source_errors
 from raydpfl.data.sources import Data, Split
@@ -101,7 +101,7 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
         "data": data.facts(),
         "seed": seed,
         "sources": data.identity(root),
-        "code": own_code(data),
+        "code": user_modules(data),
     }
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config.registry import own_code
+from raydpfl.config.registry import user_modules
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import RAISED, ConfigError, in_line
 from raydpfl.models.tasks import Form, Target
@@ -23,7 +23,7 @@ def source_errors(data: Data) -> Iterator[None]:
     except (ConfigError, MemoryError):
         raise
     except RAISED as error:
-        if not own_code(data):
+        if not user_modules(data):
             raise
         expected = f"a source that gives its samples ({in_line(error)})"
         raise ConfigError("data.kind", data.kind, expected) from None
