@@ -32,12 +32,8 @@ CPU = torch.device("cpu")
 ENGINE = "unable to find an engine"
 # in the message of an error other than torch.OutOfMemoryError
 FULL = (
-    "ALLOC_FAILED",
-    "ALLOCATION_FAILED",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    ENGINE,
-)
+    "ALLOC_FAILED", "ALLOCATION_FAILED", "CUDA out of memory", "CUDA error: out of memory", ENGINE,
+)  # fmt: skip
 SHOWN = 200  # characters of an error
 SMALL = 16_000_000_000  # bytes of memory, of a GPU that is not seen
 PINNED = 1 << 28  # bytes of a copy at most that goes through pinned memory
@@ -49,14 +45,8 @@ _undo: list[Callable[[], None]] = []
 
 
 def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
-    """What an actor with such a share of GPUs trains on: a GPU, and never the CPU in its place.
-
-    Args:
-        num_gpus: of the actor, `client.num_gpus`.
-        where: the node, in words.
-
-    Raises:
-        ConfigError: torch finds no GPU.
+    """What an actor with such a share of GPUs (`client.num_gpus`) trains on. Raises `ConfigError`,
+    which names the node, where torch finds no GPU.
     """
     if num_gpus <= 0:
         return CPU
@@ -70,11 +60,8 @@ def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
 
 def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     """Sets this process so that the device gives the same bits every time, and bounds its memory
-    there to its share. With `tf32` its products of float32 numbers are taken in TF32. Call it
-    before CUDA starts in the process. Nothing for a CPU.
-
-    Raises:
-        ConfigError: cuBLAS was set to something else by the environment.
+    there to its share, before CUDA starts in the process; nothing for a CPU. With `tf32` products
+    of float32 numbers are taken in TF32. Raises `ConfigError` for another setting of cuBLAS.
     """
     if device.type == "cpu":
         return
@@ -91,16 +78,16 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
 
 def _bound_memory(share: float) -> None:
     """Has this process take at most this share of the device's memory."""
-    known = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
-    given = known() if known else 1.0
-    _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(given))
+    current = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
+    before = current() if current else 1.0
+    _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(before))
     torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _workspace() -> None:
-    given = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-    if given not in WORKSPACES:
-        raise ConfigError(WORKSPACE, given, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
+    value = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if value not in WORKSPACES:
+        raise ConfigError(WORKSPACE, value, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
 
 
 def _filling(fills: bool) -> None:
@@ -115,7 +102,9 @@ def _float32(tf32: bool) -> None:
     for backend in LEGACY:
         backend.allow_tf32 = tf32
     for backend in () if tf32 else _named():
-        if backend.fp32_precision not in ("ieee", "none") or _asked_of_all():
+        # or the process has asked for less than float32 wherever nothing else is said
+        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
+        if backend.fp32_precision not in ("ieee", "none") or lowered:
             backend.fp32_precision = "ieee"
 
 
@@ -126,13 +115,8 @@ def _named() -> list[Any]:
     return [place for place in places if hasattr(place, "fp32_precision")]
 
 
-def _asked_of_all() -> bool:
-    """Whether the process has asked for less than float32 wherever nothing else is said."""
-    return getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
-
-
 def _state() -> Callable[[], None]:
-    """What makes what `settle` sets of torch as it is now."""
+    """A function that restores what `settle` sets of torch."""
     cudnn = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -158,7 +142,7 @@ def _state() -> Callable[[], None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """What `settle` sets of torch within is afterwards as it was."""
+    """Restores what `settle` sets of torch within."""
     before = len(_undo)
     try:
         yield
@@ -174,12 +158,14 @@ def facts(num_gpus: float) -> dict[str, str]:
     if num_gpus <= 0 or not torch.cuda.is_available():
         return {}
     _workspace()
-    found = _properties()
-    parts = [found.name, f"compute {found.major}.{found.minor}"]
-    parts.append(f"{found.multi_processor_count} multiprocessors")
-    known = {"device": ", ".join(parts), "cuda": str(torch.version.cuda)}
-    known["cudnn"] = str(torch.backends.cudnn.version())
-    return known | {"cublas": os.environ[WORKSPACE]}
+    gpu = _properties()
+    return {
+        "device": f"{gpu.name}, compute {gpu.major}.{gpu.minor}, "
+        f"{gpu.multi_processor_count} multiprocessors",
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "cublas": os.environ[WORKSPACE],
+    }
 
 
 def _properties() -> Any:
@@ -195,11 +181,8 @@ def exhausted(error: BaseException) -> bool:
 
 
 def blame(device: torch.device, error: BaseException) -> None:
-    """Returns where an error is not the device's.
-
-    Raises:
-        DeviceError: the device had no memory left, or cuDNN no algorithm.
-        DeviceLost: nothing that this process asks of the device works any more.
+    """Raises `DeviceError` where the device had no memory left, or cuDNN no algorithm, `DeviceLost`
+    where it no longer works for this process, and nothing for any other error.
     """
     if device.type == "cpu" or isinstance(error, DeviceError):
         return
@@ -236,9 +219,9 @@ def memory(num_gpus: float) -> int:
 
 
 def sent(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-    """A tensor of the CPU there, through pinned memory: any other way of copying it would wait for
-    all that the device was asked before. A large one goes by itself, which takes less of the
-    host's memory. It is the same one where it is there already, and where `to` is the CPU.
+    """A tensor of the CPU there, through pinned memory, which waits for nothing that the device was
+    asked before; a large one directly, to take less of the host's memory. The same tensor where it
+    is there already, and where `to` is the CPU.
     """
     if to.type == "cpu" or tensor.device.type != "cpu":
         return tensor
@@ -264,11 +247,11 @@ def norms(vectors: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(vectors, dim=1)
     k, d = vectors.shape
     rows = max(1, GROUP // max(d, 1))
-    found = []
-    for some in vectors.split(rows):
-        group = some if len(some) == rows else F.pad(some, (0, 0, 0, rows - len(some)))
-        found.append(torch.linalg.vector_norm(group, dim=1))
-    return torch.cat(found)[:k].cpu()
+    lengths = []
+    for part in vectors.split(rows):
+        group = part if len(part) == rows else F.pad(part, (0, 0, 0, rows - len(part)))
+        lengths.append(torch.linalg.vector_norm(group, dim=1))
+    return torch.cat(lengths)[:k].cpu()
 
 
 def synchronise(device: torch.device) -> None:
@@ -284,14 +267,9 @@ def freed(device: torch.device) -> None:
 
 
 def check_numbers(device: torch.device, values: np.ndarray, below: int, what: str) -> None:
-    """Raises IndexError for a label or a token that a model does not know, before it reaches a GPU,
-    where it would end the whole process's use of it. A CPU finds it by itself.
-
-    Args:
-        device: that trains.
-        values: [...], integers; all others are neither.
-        below: they are from 0 to this, excluded.
-        what: they are, for the message.
+    """Raises IndexError for integers `values` [...] (labels or tokens: `what` says it) that are not
+    from 0 to below `below`, before they reach a GPU, which the process could not use any more. A
+    CPU raises it by itself.
     """
     if device.type == "cpu" or values.dtype.kind not in "iu" or not values.size:
         return

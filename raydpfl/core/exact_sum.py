@@ -39,36 +39,23 @@ def add(
     factors: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> None:
-    """Adds what clients send, on the grid: rows[i], or factors[i] rows[i] (+ noise[i]), where every
-    product and sum is rounded to float64 before.
-
-    Args:
-        total: float64 [d], multiples of the grid; changed in place.
-        rows: float64 [k, d], or float32 with factors.
-        grid: of the round.
-        factors: float64 [k].
-        noise: float64 [k, d].
-
-    Raises:
-        RunError: a coordinate is out of range, or not a number.
+    """Adds what clients send, on the grid, as `raydpfl.core.native.add`. Raises `RunError` for a
+    coordinate that is out of range, or not a number.
     """
     if not native.add(total, rows, grid.step, grid.most, factors, noise):
         check_range(math.inf, grid)
 
 
 def snapped(vectors: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """What clients send rounded to multiples of the grid as `add` does it, where the vectors are,
-    without a look at them: float64 [k, d], changed in place, and the size of the largest coordinate
-    before, for `check_range`.
+    """What clients send, float64 [k, d], rounded in place to the grid as `add` does it, without a
+    wait for the device, and the size of the largest coordinate before, for `check_range`.
     """
     largest = vectors.abs().max()
     return vectors.div_(grid.step).round_().mul_(grid.step), largest
 
 
 def check_range(largest: float, grid: Grid) -> None:
-    """Raises `RunError` for a client's vector with a coordinate of this size, that the grid does
-    not hold.
-    """
+    """Raises `RunError` for a coordinate of this size, if the grid does not hold it."""
     if not largest <= grid.most:
         raise RunError(
             f"the updates diverged: a coordinate of one exceeds {grid.most:g} in size; "
@@ -79,19 +66,13 @@ def check_range(largest: float, grid: Grid) -> None:
 def gathered(
     arriving: Iterable[tuple[int, ChunkResult]], d: int
 ) -> tuple[np.ndarray, list[ChunkResult]]:
-    """What actors have returned, added up while others are at work.
-
-    Args:
-        arriving: each result as it arrives, and its place among them.
-        d: parameters of the model.
-
-    Returns:
-        The exact sum, float64 [d], whatever the order of arrival, and the results by place.
+    """The exact sum of what actors have returned, float64 [d], added up as (place, result) arrive,
+    in whatever order, and the results by place.
     """
-    found: dict[int, ChunkResult] = {}
+    results: dict[int, ChunkResult] = {}
     total = np.zeros(d)
     for place, result in arriving:
-        found[place] = result
+        results[place] = result
         total += result.total
         result.total = NOTHING
-    return total, [found[place] for place in sorted(found)]
+    return total, [results[place] for place in sorted(results)]

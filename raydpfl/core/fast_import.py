@@ -14,9 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """Within, where torch is not yet imported, nobody looks through what is imported for garbage:
-    none of it ever is.
-    """
+    """Within, where torch is not yet imported, nothing is garbage-collected: modules never are."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -38,8 +38,7 @@ def maker() -> str:
 
 def has_bfloat16() -> bool:
     """Whether it multiplies bfloat16 numbers; True where that is not known."""
-    known = flags()
-    return not known or bool(known & BFLOAT16)
+    return not flags() or bool(flags() & BFLOAT16)
 
 
 def flags() -> frozenset[str]:
@@ -50,12 +49,11 @@ def flags() -> frozenset[str]:
 
 def vectors() -> str:
     """What torch will call the vectors of an x86 processor, by what Linux says of it: AVX512, AVX2,
-    or "" for others, or where ATEN_CPU_CAPABILITY says otherwise.
+    or "" for others, or where ATEN_CPU_CAPABILITY is set.
     """
-    found = flags()
-    if "ATEN_CPU_CAPABILITY" in os.environ or not {"avx2", "fma"} <= found:
+    if "ATEN_CPU_CAPABILITY" in os.environ or not {"avx2", "fma"} <= flags():
         return ""
-    return "AVX512" if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= found else "AVX2"
+    return "AVX512" if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= flags() else "AVX2"
 
 
 def cores() -> int:
@@ -69,19 +67,16 @@ def threads() -> int:
     """The threads that train in this process: a core each, or as many as OMP_NUM_THREADS says,
     which Ray sets for the trials of a sweep.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores(), int(asked))) if asked.isdecimal() else cores()
+    count = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores(), int(count))) if count.isdecimal() else cores()
 
 
 @contextmanager
 def single_blas() -> Iterator[None]:
-    """While it holds, products of numpy and scipy have the same bits on any number of cores, and
-    any thread may start processes although another one multiplies.
-
-    Their OpenBLAS sums in another order with more threads, joins its threads before every fork
-    (`pthread_atfork`), and hangs there where another thread is inside a product that uses them. So
-    it gets one thread: as it is loaded and, by the environment, as it will be. torch has its own
-    products, which it keeps.
+    """Within it products of numpy and scipy have the same bits on any number of cores, and any
+    thread may start processes while another one multiplies: OpenBLAS, which sums in another order
+    with more threads, and hangs in a fork (`pthread_atfork`) where another thread uses them, has
+    one thread, as it is loaded and, by the environment, as it will be.
     """
     before = os.environ.get(BLAS)
     os.environ[BLAS] = "1"

@@ -34,10 +34,8 @@ _under_way: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
 
 
 def command(kind: str) -> list[str] | None:
-    """What compiles; None for a processor that nothing is written for.
-
-    Args:
-        kind: of an x86 processor, as torch calls it; no other has any.
+    """The compiler and its flags, for the kind of an x86 processor, as torch calls it; None for a
+    processor that nothing is written for.
     """
     compiler = os.environ.get("CC", "").split() or ["cc"]
     if platform.machine() in ("aarch64", "arm64"):
@@ -46,9 +44,7 @@ def command(kind: str) -> list[str] | None:
 
 
 def name(command: list[str]) -> str:
-    """The file of what a command makes of the source: `SOURCE` and what it includes, all that lies
-    next to it.
-    """
+    """The file name of what a command makes of the source: all files next to `SOURCE`."""
     files = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".c", ".h"))
     text = b"".join(path.read_bytes() for path in files) + " ".join(command).encode()
     return f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -60,12 +56,11 @@ def place(name: str) -> Path:
 
 
 def compiled(command: list[str], path: Path) -> None:
-    """Compiles to `path`, where another process may be doing the same; or takes what this process
-    has compiled ahead. Its digest comes to stand beside it.
+    """Compiles to `path`, where another process may be doing the same, or takes what this process
+    has compiled ahead, and writes its digest next to it.
 
-    Raises:
-        OSError: there is no compiler, or nowhere to write to but where others can.
-        subprocess.SubprocessError: it fails.
+    Raises OSError without a compiler, or for a folder that others can write to;
+    subprocess.SubprocessError where it fails.
     """
     make(path.parent)
     _check_folder(path)
@@ -79,12 +74,9 @@ def compiled(command: list[str], path: Path) -> None:
 
 
 def loaded(path: Path) -> ctypes.CDLL:
-    """The library that `compiled` has put there. What is loaded is the open file that was looked
-    at: nothing that takes its place meanwhile.
-
-    Raises:
-        OSError: there is none, another user could have written it, it is not what was compiled, or
-            it cannot be loaded.
+    """The library that `compiled` has put there: the open file that was checked, and nothing that
+    takes its place meanwhile. Raises OSError where there is none, another user could have written
+    it, it is not what was compiled, or it cannot be loaded.
     """
     _check_folder(path)
     try:
@@ -127,9 +119,8 @@ def _taken(path: Path, made: Path) -> bool:
 
 
 def ahead() -> None:
-    """Begins to compile in a thread, where the cache lacks the library, for the processor that
-    Linux names. Nothing is left of it in a process that needs no library, and nothing is raised:
-    whoever needs one meets what is in the way.
+    """Starts to compile in a thread, where the cache lacks the library, for the processor that
+    Linux names. Nothing is raised: who needs the library meets the reason.
     """
     made = command(hardware.vectors())
     if made is None:

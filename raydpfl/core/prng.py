@@ -11,24 +11,17 @@ the blocks within a stream (2^64 of them).
 0.5441855385880319
 
 `normals` draws noise: one flat vector of standard normals per name, by the Box-Muller transform of
-ChaCha with 8 rounds (Bernstein 2008). Its input has room for the whole name: seed, purpose, round
-and client are the 256 bits of the key, draw and step the 64 of the nonce, and 64 more count the
-blocks. Names differ in some bit of it, so these streams share no block either, and each is the one
-that the cipher gives under its key and nonce.
+ChaCha with 8 rounds (Bernstein 2008). Seed, purpose, round and client are the 256 bits of its key,
+draw and step the 64 of the nonce, and 64 more count the blocks, so these streams share no block
+either.
 
 >>> normals(7, Purpose.STEP_NOISE, 3, t=3, client=12, step=1)
 tensor([-0.8958,  0.2055,  0.8524])
 
-The generators are for simulation: reproducible and statistically sound. A seed of 64 bits is no
-secret key, also where the cipher is a good one.
-
-Design note. numpy's ziggurat takes 11 ns per normal and torch's generator 3, but the latter stops
-at 5.77 standard deviations and its seed at 32 bits. Box-Muller of Philox took 1.5 in compiled code
-(`raydpfl/core/native/normals.c`), two thirds of it for Philox, whose products of 64 bits no vector
-holds. ChaCha adds, xors and rotates words of 32 bits, in 16 blocks at once, and a normal takes a
-third of that, half of it for ChaCha, as its polynomials are fused multiply-adds. In numpy, where
-there is no compiler, a fused multiply-add takes seven operations of float64 and a normal 60 ns; a
-test of both holds that the bits are the same.
+The generators are for simulation: reproducible and statistically sound, but a seed of 64 bits is no
+secret key. A normal takes 0.5 ns in compiled code (`raydpfl/core/native/normals.c`; numpy's
+ziggurat 11, torch's generator, which stops at 5.77 standard deviations and a seed of 32 bits, 3);
+without a compiler numpy gives the same bits in 60 ns.
 """
 
 from __future__ import annotations
@@ -67,7 +60,7 @@ class Purpose(IntEnum):
     BUDGET = 13  # budgets of clients
     CANARY = 14  # audit
     SWEEP = 15  # values that a sweep tries
-    GLOBAL = 16  # what a user's own code draws from the process's global generators
+    GLOBAL = 16  # what user-defined code draws from the process's global generators
     VALIDATION = 17  # rows that are held out of training
     SURVEY_NOISE = 18  # noise on a histogram over all clients
 
@@ -132,16 +125,8 @@ def bit_streams(
     clients: Sequence[int] | np.ndarray,
     draws: Sequence[int] | np.ndarray,
 ) -> Iterator[np.random.Philox]:
-    """The bit generators of clients' streams, one after another, in a third of the time.
-
-    It is always the same object: read it before you ask for the next.
-
-    Args:
-        seed: as for `stream`.
-        purpose: as for `stream`.
-        t: the round.
-        clients: [C].
-        draws: [C], as `draw` of `stream`.
+    """The bit generators of the streams of `clients` [C] and their `draws` [C], one after another,
+    in a third of the time. It is always the same object: read it before you ask for the next.
     """
     philox = _philox(seed, purpose, t, 0, 0, 0)
     state = philox.state
@@ -164,31 +149,20 @@ def words(
     steps: np.ndarray,
     sizes: np.ndarray,
 ) -> np.ndarray:
-    """The first random words of clients' streams, a row of them for each step.
-
-    Args:
-        seed: as for `stream`.
-        purpose: as for `stream`.
-        t: the round.
-        clients: [C].
-        draws: [C], as `draw` of `stream`.
-        steps: int64 [C], how many rows each client has.
-        sizes: int64 [C], how many words a row of the client has.
-
-    Returns:
-        uint64 [C, Q, n], Q the most steps and n the most words of a row; all bits are set in rows
-        and words that a client does not have.
+    """The first random words of the streams of `clients` [C] and their `draws` [C], a row for each
+    step: uint64 [C, Q, n], for `steps` int64 [C], at most Q, of `sizes` int64 [C] words each, at
+    most n. All bits are set in rows and words that a client does not have.
     """
     shape = (len(steps), int(steps.max(initial=0)), int(sizes.max(initial=0)))
-    found = np.empty(shape, np.uint64)
-    who = (np.asarray(clients), np.asarray(draws))
-    if native.words((seed, purpose, t), *who, steps, sizes, found):
-        return found
-    found.fill(np.iinfo(np.uint64).max)
-    streams = bit_streams(seed, purpose, t=t, clients=who[0], draws=who[1])
+    out = np.empty(shape, np.uint64)
+    keys = (np.asarray(clients), np.asarray(draws))
+    if native.words((seed, purpose, t), *keys, steps, sizes, out):
+        return out
+    out.fill(np.iinfo(np.uint64).max)
+    streams = bit_streams(seed, purpose, t=t, clients=keys[0], draws=keys[1])
     for place, (step, size, bits) in enumerate(zip(steps, sizes, streams, strict=True)):
-        found[place, :step, :size] = bits.random_raw(int(step * size)).reshape(step, size)
-    return found
+        out[place, :step, :size] = bits.random_raw(int(step * size)).reshape(step, size)
+    return out
 
 
 BLOCKS = 16  # of a group of blocks of the stream of normals
@@ -206,16 +180,13 @@ def normals(
     draw: int = 0,
     step: int = 0,
 ) -> torch.Tensor:
-    """Standard normals of one named stream, by Box and Muller (1958): two from every 64-bit word.
+    """Standard normals of one named stream, float32 [n], by Box and Muller (1958): two from every
+    64-bit word, with the same bits on every processor. Arguments as for `stream`.
 
     40 bits of a word give the radius and 24 the angle. The uniform under the logarithm is in
     [2^-41, 1], in steps that shrink towards 0 as those of float32 do. So values reach 7.53 standard
     deviations; 5e-14 of the distribution is beyond. The vector depends on n as a whole (two draws
-    of 1000 are not one of 2000). It has the same bits on every processor. Arguments as for
-    `stream`.
-
-    Returns:
-        float32 [n].
+    of 1000 are not one of 2000).
     """
     return clients_normals(seed, purpose, n, t=t, clients=[client], draws=[draw], step=step)[0]
 
@@ -231,12 +202,8 @@ def clients_normals(
     step: int = 0,
     stds: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """The `normals` of C clients, float32 [C, n], with the same bits and in less time.
-
-    Args:
-        clients: [C]; the other arguments are those of `stream`.
-        draws: [C], as `draw` of `stream`.
-        stds: [C], what each client's normals are multiplied by; None: 1.
+    """The `normals` of C clients with their draws, float32 [C, n], times `stds` [C] (None: 1), with
+    the same bits and in less time.
     """
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
@@ -284,12 +251,8 @@ def _in_numpy(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:
 
 
 def chacha(names: np.ndarray, first: int, blocks: int) -> np.ndarray:
-    """Blocks of ChaCha with 8 rounds (Bernstein 2008): the words of each, uint32 [16, C, blocks].
-
-    Args:
-        names: uint64 [C, 5]: the key, by its four words, and the nonce.
-        first: the counter of the first block.
-        blocks: how many.
+    """Blocks of ChaCha with 8 rounds (Bernstein 2008), from the counter `first` on: their words,
+    uint32 [16, C, blocks], of `names` uint64 [C, 5], the key and the nonce.
     """
     words = np.empty((8, len(names), blocks), np.uint64)
     words[:2] = np.array([0x3320646E61707865, 0x6B20657479622D32], np.uint64)[:, None, None]
@@ -405,10 +368,7 @@ def torch_stream(
     seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> torch.Generator:
     """A torch CPU generator for one named stream; its Mersenne state is filled from the Philox
-    stream. Arguments as for `stream`.
-
-    `torch.Generator.manual_seed` keeps only 32 bits of a seed on the CPU, so keys never go through
-    it.
+    stream, as `manual_seed` has only 32 bits of a seed. Arguments as for `stream`.
     """
     generator = torch.Generator()
     generator.set_state(mersenne_state(_philox(seed, purpose, t, client, draw, step)))
@@ -431,10 +391,8 @@ def keyed_globals(
     seed: int, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> Iterator[None]:
     """Within it `random`, `np.random` and torch's global generators, of the CPU and of a GPU that
-    this process uses, are at the start of one named stream; afterwards they are as they were. For a
-    user's own code that draws from them.
-
-    Arguments as for `stream`.
+    this process uses, are at the start of one named stream; afterwards they are as before. For
+    user-defined code. Arguments as for `stream`.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     philox = _philox(seed, Purpose.GLOBAL, t, client, draw, step)

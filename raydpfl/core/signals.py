@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM, from the first instruction of a command to its last.
 
-A signal raises KeyboardInterrupt where it finds the program, or inside `deferred` is kept until
-somebody asks for it; a second one always raises. What is raised in the midst of a library may be
-lost there (in a callback, in a destructor, while Ray starts), so it is remembered too: `check`
-raises it again, and whoever does one thing after another calls that in between.
+A signal raises KeyboardInterrupt at once, or inside `deferred` is only noted (`asked`); a second
+one always raises. What is raised inside a library may be lost there (in a callback, in a
+destructor, while Ray starts), so it is noted too: `check`, called between one step and the next,
+raises it once more.
 
 >>> with handled(), deferred():
 ...     signal.raise_signal(signal.SIGTERM)

@@ -1,17 +1,15 @@
 """The parts of the engine that are compiled, from C: `kernels.c` and what it includes.
 
 The first process that needs them compiles them, in some two seconds, with the C compiler of the
-machine (`cc`, or what CC names), and keeps the library in the cache directory, by a digest of the
-source and the command (`raydpfl.core.kernel_build`). What another user could have written there, is
-not what was compiled, cannot be loaded, or computes something else is compiled again; where that
-cannot be kept (a folder that cannot be written to, or that nothing may be run from), the process
-compiles one for itself. Where there is no compiler `library` is None: sums then take numpy, with
-the same bits, clients' rows are read one by one, and training takes another way
-(`raydpfl.training.backends`).
+machine (`cc`, or what CC names), into the cache directory, by a digest of the source and the
+command (`raydpfl.core.kernel_build`). What another user could have written there, is not what was
+compiled, cannot be loaded, or computes something else is compiled once more; where that cannot be
+stored, the process compiles a library for itself. Without a compiler `library` is None: sums then
+take numpy, with the same bits, clients' rows are read one by one, and training takes another
+backend (`raydpfl.training.backends`).
 
-The bits of what the library computes depend neither on the processor nor on who calls it, nor on
-the number of threads (`use`): every sum has an order of its own, and every vector length gives the
-same.
+The bits of what the library computes depend neither on the processor nor on the number of threads
+(`use`): every sum has a fixed order, and every vector length gives the same.
 
 >>> rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
 >>> norms(rows)
@@ -32,8 +30,10 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +53,8 @@ CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cac
 
 def library() -> ctypes.CDLL | None:
     """The compiled library; None where there is none, as `found` says."""
-    given = found()
-    return None if isinstance(given, str) else given
+    compiled = found()
+    return None if isinstance(compiled, str) else compiled
 
 
 @functools.cache
@@ -76,17 +76,17 @@ def found() -> ctypes.CDLL | str:
 
 
 def _line(error: Exception) -> str:
-    """What went wrong, in one line: of a compiler's own words the first."""
+    """An error in one line: of a compiler's output the first."""
     text = str(error)
     if isinstance(error, subprocess.CalledProcessError | subprocess.TimeoutExpired):
-        said = (error.stderr or b"").decode(errors="replace").splitlines()
-        text = f"{error.cmd[0]} fails" + (f": {said[0]}" if said else "")
+        output = (error.stderr or b"").decode(errors="replace").splitlines()
+        text = f"{error.cmd[0]} fails" + (f": {output[0]}" if output else "")
     return " ".join(text.split())[:SHOWN]
 
 
 def _opened(command: list[str], name: str) -> ctypes.CDLL:
     """The library, from the cache or, where it cannot be, from a folder of this process alone.
-    Raises what `compiling.compiled` does.
+    Raises what `kernel_build.compiled` does.
     """
     path = kernel_build.place(name)
     with suppress(OSError):
@@ -95,41 +95,48 @@ def _opened(command: list[str], name: str) -> ctypes.CDLL:
         kernel_build.compiled(command, path)
         return _sound(path)
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / name
-        kernel_build.compiled(command, own)
-        return _sound(own)
+        private = Path(folder) / name
+        kernel_build.compiled(command, private)
+        return _sound(private)
 
 
 def _sound(path: Path) -> ctypes.CDLL:
-    """What `compiling.loaded` gives, once its noise, norms and sums have been looked at (0.2 ms).
-    Raises OSError.
-    """
-    found = kernel_build.loaded(path)
+    """`kernel_build.loaded`, with a test of its noise, norms and sums (0.2 ms). Raises OSError."""
+    loaded = kernel_build.loaded(path)
     names = np.arange(15, dtype=np.uint64).reshape(3, 5)
     drawn = np.empty((3, 2 * CHECKED), np.float32)
     stds = np.array([1.0, 0.5, 3.0], np.float32)
-    sizes = ctypes.c_int64(3), ctypes.c_int64(CHECKED)
-    found.raydpfl_normals(*sizes, _at(names), _at(stds), _at(drawn))
+    _call(loaded.raydpfl_normals, 3, CHECKED, names, stds, drawn)
     lengths = np.empty(3)
-    found.raydpfl_norms32(*_sizes(drawn), _at(drawn), _at(lengths))
+    _call(loaded.raydpfl_norms32, *drawn.shape, drawn, lengths)
     total = np.zeros(2 * CHECKED)
-    limits = ctypes.c_double(2.0**-30), ctypes.c_double(2.0**20)
-    found.raydpfl_add(*_sizes(drawn), _at(drawn), _at(lengths), None, *limits, _at(total))
-    computed = b"".join(each.tobytes() for each in (drawn, lengths, total))
+    _call(loaded.raydpfl_add, *drawn.shape, drawn, lengths, None, 2.0**-30, 2.0**20, total)
+    computed = b"".join(array.tobytes() for array in (drawn, lengths, total))
     if hashlib.sha256(computed).hexdigest() != COMPUTED:
         raise OSError(0, "computes something else", str(path))
-    return found
+    return loaded
+
+
+def _call(function: Callable[..., int], *values: Any) -> int:
+    """Calls compiled code with int64 and float64 numbers, and pointers to arrays."""
+    return function(*map(_converted, values))
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return ctypes.c_void_p(value.ctypes.data)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    return ctypes.c_int64(value) if isinstance(value, (int, np.integer)) else value
 
 
 def use(count: int) -> None:
-    """Has so many threads of this process, the caller's among them, take up clients in training and
-    parts of sums from now on, one after another, while Python goes on with what is done.
-
-    Where two threads of Python call at once, one of them has these threads.
+    """Has so many threads of this process, the caller's among them, train clients and add parts of
+    sums from now on. Where two threads of Python call at once, one of them has these threads.
     """
     compiled = library()
     if compiled is not None:
-        compiled.raydpfl_threads(ctypes.c_int64(count))
+        _call(compiled.raydpfl_threads, count)
 
 
 def threads() -> int:
@@ -143,13 +150,14 @@ def norms(rows: torch.Tensor) -> np.ndarray:
 
     The squares are added up in float64: those of every 64th number, then these 64 sums by halves.
     """
-    given = rows.numpy()
+    values = rows.numpy()
     compiled = library()
-    if compiled is None or not given.flags.c_contiguous or given.dtype not in EXACT:
-        return np.array([_norm(row.astype(np.float64)) for row in given])
-    lengths = np.empty(len(given))
-    called = compiled.raydpfl_norms32 if given.dtype == np.float32 else compiled.raydpfl_norms64
-    called(*_sizes(given), _at(given), _at(lengths))
+    if compiled is None or not values.flags.c_contiguous or values.dtype not in EXACT:
+        return np.array([_norm(row.astype(np.float64)) for row in values])
+    lengths = np.empty(len(values))
+    single = values.dtype == np.float32
+    function = compiled.raydpfl_norms32 if single else compiled.raydpfl_norms64
+    _call(function, *values.shape, values, lengths)
     return lengths
 
 
@@ -185,14 +193,14 @@ def add(
         Whether no number that is added exceeds `most` in size: else the total is any.
     """
     compiled = library()
-    doubles = [each for each in (total, factors, noise) if each is not None]
-    known = rows.dtype == (np.float64 if factors is None else np.float32)
-    fits = known and all(array.dtype == np.float64 for array in doubles)
-    if compiled is None or not (fits and all(each.flags.c_contiguous for each in (rows, *doubles))):
+    doubles = [array for array in (total, factors, noise) if array is not None]
+    exact = rows.dtype == (np.float64 if factors is None else np.float32)
+    exact = exact and all(array.dtype == np.float64 for array in doubles)
+    contiguous = all(array.flags.c_contiguous for array in (rows, *doubles))
+    if compiled is None or not (exact and contiguous):
         return _added(total, rows, step, most, factors, noise)
-    places = (None if each is None else _at(each) for each in (rows, factors, noise))
-    limits = ctypes.c_double(step), ctypes.c_double(most)
-    return bool(compiled.raydpfl_add(*_sizes(rows), *places, *limits, _at(total)))
+    limits = float(step), float(most)
+    return bool(_call(compiled.raydpfl_add, *rows.shape, rows, factors, noise, *limits, total))
 
 
 def _added(
@@ -229,8 +237,7 @@ def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
     if compiled is None:
         return False
     rows, numbers = out.shape
-    sizes = ctypes.c_int64(rows), ctypes.c_int64(numbers // 2)
-    compiled.raydpfl_normals(*sizes, *map(_at, (names, stds, out)))
+    _call(compiled.raydpfl_normals, rows, numbers // 2, names, stds, out)
     return True
 
 
@@ -247,8 +254,7 @@ def read(
 
     Args:
         file: its descriptor.
-        at: where each begins in the file, in bytes, int64 [k].
-        lengths: bytes of each, int64 [k].
+        at, lengths: where each begins in the file, and its length, in bytes, int64 [k].
         into: uint8 [n].
         places: where each goes in `into`, int64 [k].
         most: bytes that are read at once, at most.
@@ -261,13 +267,12 @@ def read(
     if compiled is None:
         return False
     done = np.zeros(len(at), np.int64)
-    given = [np.ascontiguousarray(each, np.int64) for each in (at, lengths, places)]
+    starts, counts, targets = _whole(at, lengths, places)
     assert (places >= 0).all() and (places + lengths <= into.size).all()
-    arrays = [*map(_at, (*given[:2], into, given[2]))]
+    arrays = (starts, counts, into, targets, most, done)
     failed = errno.EINTR
-    while failed == errno.EINTR:  # here Python looks at what the signal was
-        sizes = ctypes.c_int(file), ctypes.c_int64(len(done))
-        failed = compiled.raydpfl_read(*sizes, *arrays, ctypes.c_int64(most), _at(done))
+    while failed == errno.EINTR:  # here Python handles the signal
+        failed = _call(compiled.raydpfl_read, ctypes.c_int(file), len(done), *arrays)
     if failed < 0:
         raise EOFError
     if failed:
@@ -297,11 +302,9 @@ def words(
     if compiled is None:
         return False
     most, width = out.shape[1:]
-    assert (steps <= most).all() and (sizes <= width).all()  # nothing is written beside it
-    given = [np.ascontiguousarray(each, np.int64) for each in (clients, draws, steps, sizes)]
-    seeds = (ctypes.c_uint64(each) for each in key)
-    shape = (ctypes.c_int64(most), ctypes.c_int64(width))
-    compiled.raydpfl_words(ctypes.c_int64(len(out)), *seeds, *map(_at, given), *shape, _at(out))
+    assert (steps <= most).all() and (sizes <= width).all()  # nothing is written outside of it
+    arrays = _whole(clients, draws, steps, sizes)
+    _call(compiled.raydpfl_words, len(out), *map(ctypes.c_uint64, key), *arrays, most, width, out)
     return True
 
 
@@ -327,7 +330,7 @@ def shuffled(
         sizes: int64 [k], its rows.
         places: int64 [k], its place among the C.
         batches: int64 [k], how many of its rows are in a batch, B at most.
-        index: int64 [C, Q, B]; batches beyond a client's own hold its first rows.
+        index: int64 [C, Q, B]; batches that a client does not have hold its first rows.
     """
     compiled = library()
     if compiled is None or sizes.max() > RANKED:
@@ -336,18 +339,11 @@ def shuffled(
     most = int(steps.max())
     assert most <= rows and (batches <= np.minimum(sizes, width)).all()
     assert (places < len(index)).all() and index.flags.c_contiguous
-    every = (clients, draws, steps, sizes, places, batches)
-    given = [np.ascontiguousarray(each, np.int64) for each in every]
-    seeds = (ctypes.c_uint64(each) for each in key)
-    shape = (ctypes.c_int64(each) for each in (most, rows, width))
-    arrays = map(_at, given)
-    compiled.raydpfl_shuffled(ctypes.c_int64(len(steps)), *seeds, *arrays, *shape, _at(index))
+    arrays = _whole(clients, draws, steps, sizes, places, batches)
+    seeds = map(ctypes.c_uint64, key)
+    _call(compiled.raydpfl_shuffled, len(steps), *seeds, *arrays, most, rows, width, index)
     return True
 
 
-def _sizes(rows: np.ndarray) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_int64(rows.shape[0]), ctypes.c_int64(rows.shape[1])
-
-
-def _at(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _whole(*arrays: np.ndarray) -> list[np.ndarray]:
+    return [np.ascontiguousarray(array, np.int64) for array in arrays]
