@@ -127,7 +127,7 @@ def _converted(value: Any) -> Any:
         return ctypes.c_void_p(value.ctypes.data)
     if isinstance(value, float):
         return ctypes.c_double(value)
-    return ctypes.c_int64(value) if isinstance(value, (int, np.integer)) else value
+    return ctypes.c_int64(int(value)) if isinstance(value, (int, np.integer)) else value
 
 
 def use(count: int) -> None:
