@@ -79,7 +79,7 @@ def chances(case: SchemeCase) -> str:
 def covered(case: SchemeCase) -> str:
     """Some rigorous accountant covers it, under some relation."""
     covered = [f"{name} under {relation}" for name, relation in case.covered()]
-    hold(covered, f"{case.sampling}: give losses, renyi or both")
+    hold(covered, f"{case.sampling}: give curves, renyi or both")
     return ", ".join(covered)
 
 

@@ -7,18 +7,17 @@ are float64.
 
 >>> float(gaussian_epsilon(1.0, 1e-5).round(3))  # exact; Renyi accounting gives 4.729
 4.377
->>> one_round = fixed_size(q=80 / 1920, mu=0.5)  # replace-one at std = 4c
+>>> curve = fixed_size_curve(q=80 / 1920, mu=0.5)  # replace-one at std = 4c
+>>> (one_round,) = distributions(((curve, curve),))
 >>> round(float(one_round.epsilons(delta=1e-5, first=100, last=100)[0]), 3)
 0.984
 
-Design note. dp-accounting has no curve for sampling of fixed size or with replacement, and its
-composition costs seconds where an epsilon per round is wanted. So curves are discretised here, by
-its own method (pessimistic connect-the-dots, [3]), and the tests compare the results with it. It is
-cheap because the grid step is 1/40 of the standard deviation of one round's loss, so that tiny
-noise costs no more than large, and because every number of rounds is one inverse FFT of a power of
-one transform. It is safe because connect-the-dots never underestimates, and because the mass beyond
-the window (Chernoff, at most 1e-15 per number of rounds) and a bound on the rounding of the FFTs
-are added to the mass at infinity. The grid costs at most about 1e-4 of epsilon.
+dp-accounting has no curve for sampling of fixed size or with replacement, and takes seconds for a
+composition. Curves are discretised here by its own method (pessimistic connect-the-dots, [3]) on a
+grid of 1/40 of the standard deviation of one round's loss; every number of rounds is one inverse
+FFT of a power of one transform. Connect-the-dots never underestimates; the mass beyond the window
+(Chernoff, at most 1e-15 per number of rounds) and a bound on the rounding of the FFTs are added to
+the mass at infinity. The grid costs at most about 1e-4 of epsilon.
 
 References:
 [1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
@@ -36,7 +35,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -46,7 +45,8 @@ from raydpfl.privacy.search import halved
 # scipy is imported where it is used: every client actor imports this package, and only the
 # accounting needs scipy.
 
-Curve = Callable[[np.ndarray], np.ndarray]  # delta at each epsilon >= 0
+Curve = Callable[[np.ndarray], np.ndarray]  # delta at every epsilon >= 0
+CurvePair = tuple[Curve, Curve]  # delta(P, Q) and delta(Q, P)
 # of some number of rounds: the logarithms of the masses, their grid indices, how many rounds
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 Recursion = Callable[[np.ndarray, float, float], np.ndarray]  # see `_recursion`
@@ -119,24 +119,14 @@ class LossDistribution:
     ) -> np.ndarray:
         """Epsilon at `delta` after first, first + every, ..., last rounds.
 
-        Args:
-            delta: that epsilon is at.
-            first: the smallest number of rounds, a multiple of `every` with `also`.
-            last: the largest.
-            every: the step from one number to the next.
-            also: the loss of what is released once in `every` rounds in addition, on the same
-                grid; None: nothing is.
-            once: whether that is released once in all, however many rounds there are.
+        `also` is the loss, on the same grid, of what is released in addition: once in all (`once`),
+        else once in `every` rounds, of which `first` is then a multiple.
 
         Returns:
             float64 [numbers of rounds]; infinite where delta is out of reach.
         """
-        return np.array(
-            [
-                _epsilon_at(delta, self.step, tail)
-                for tail in self._tails(first, last, every, also, once)
-            ]
-        )
+        tails = self._tails(first, last, every, also, once)
+        return np.array([_epsilon_at(delta, self.step, tail) for tail in tails])
 
     def delta(
         self,
@@ -181,18 +171,29 @@ class LossDistribution:
             times = times + 1 if once else rounds // every
         upper, lower = self._window(rounds, other, times)
         longest = max((upper - lower).max() + 1, len(self.masses), len(other.masses))
-        powers = _Powers.of(self, int(first), int(every), next_fast_len(int(longest), real=True))
+        size = next_fast_len(int(longest), real=True)
+        transform, modulus = _transform(self, size)
+        power = transform ** int(first)
+        fading = modulus ** (int(first) - 1)  # of one round less
+        hop = transform if every == 1 else transform ** int(every)  # to the next number of rounds
+        fade = modulus if every == 1 else modulus ** int(every)
         if also:
-            powers = powers.times(also, int(times[0]), each_hop=not once)
+            transform, modulus = _transform(also, size)
+            power = power * transform ** int(times[0])
+            fading = fading * modulus ** (int(times[0]) - 1)
+            if not once:
+                hop = hop * transform
+                fade = fade * modulus
         recursion = _recursion(int(upper.sum()))
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
-            composed = np.roll(irfft(powers.power, powers.size), -half * t - other_half * c)
+            composed = np.roll(irfft(power, size), -half * t - other_half * c)
             lost = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
             yield self._finite(composed, top, recursion) + (
-                _WINDOW + powers.rounding(int(t + c)) - lost
+                _WINDOW + _rounding(fading, int(t + c)) - lost
             )
-            powers = powers.hopped()
+            power = power * hop
+            fading = fading * fade
 
     def _finite(self, composed: np.ndarray, top: int, recursion: Recursion) -> np.ndarray:
         """Delta at each grid point from 0 on, of the finite losses up to `top`."""
@@ -232,54 +233,14 @@ class LossDistribution:
         return np.maximum(upper, 1).astype(int), np.minimum(-below, 0).astype(int)
 
 
-@dataclass(frozen=True, eq=False)
-class _Powers:
-    """Fourier transforms, of length `size`, of composed losses: `power` is that of some number of
-    rounds, `fading` the modulus of that of one round less; `hop` and `fade` are the factors to the
-    next number of rounds.
+def _rounding(fading: np.ndarray, count: int) -> float:
+    """How far rounding can have moved any sum of entries of the inverse of a transform of `count`
+    losses; `fading` is the modulus of that of one loss less.
+
+    A coefficient of a transform is off by a few ulp, and of its t-th power by t times that;
+    Parseval and Cauchy-Schwarz bound any sum of the entries.
     """
-
-    size: int
-    power: np.ndarray
-    fading: np.ndarray
-    hop: np.ndarray
-    fade: np.ndarray
-
-    @classmethod
-    def of(cls, loss: LossDistribution, first: int, every: int, size: int) -> _Powers:
-        """Of `first` rounds of a loss; each hop adds `every` rounds."""
-        transform, modulus = _transform(loss, size)
-        hop = transform
-        fade = modulus
-        if every != 1:
-            hop = transform**every
-            fade = modulus**every
-        return cls(size, transform**first, modulus ** (first - 1), hop, fade)
-
-    def times(self, loss: LossDistribution, count: int, each_hop: bool) -> _Powers:
-        """Together with `count` rounds of another loss; `each_hop`: each hop adds one."""
-        transform, modulus = _transform(loss, self.size)
-        together = replace(
-            self,
-            power=self.power * transform**count,
-            fading=self.fading * modulus ** (count - 1),
-        )
-        if not each_hop:
-            return together
-        return replace(together, hop=self.hop * transform, fade=self.fade * modulus)
-
-    def hopped(self) -> _Powers:
-        """Of the next number of rounds."""
-        return replace(self, power=self.power * self.hop, fading=self.fading * self.fade)
-
-    def rounding(self, count: int) -> float:
-        """How far rounding can have moved any sum of entries of the inverse of `power`, the
-        transform of `count` losses.
-
-        Each coefficient of a transform is off by a few ulp, and of its t-th power by t times that.
-        By Parseval and Cauchy-Schwarz any sum of the entries is off by no more than this.
-        """
-        return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (self.fading @ self.fading))
+    return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (fading @ fading))
 
 
 def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -291,9 +252,9 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _recursion(steps: int) -> Recursion:
-    """What gives y_k = decay y_(k-1) + gain x_k from x (float64 [n]), gain and decay, by the same
-    operations in the same order: scipy's where it is imported, which takes 0.6 s, or for many
-    `steps` altogether, else Python's.
+    """A function of x float64 [n], gain and decay that gives y_k = decay y_(k-1) + gain x_k, by the
+    same operations in the same order: scipy's where it is imported (0.6 s), or for many `steps`,
+    else Python's.
     """
     if steps < _SHORT and "scipy.signal" not in sys.modules:
         return _plain_recursion
@@ -351,15 +312,11 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 
 def discretise(up: Curve, down: Curve) -> LossDistribution:
-    """Pessimistic connect-the-dots [3] of a pair (P, Q).
+    """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P).
 
     The loss -x has under P e^-x times the probability that the loss x has under Q in the reversed
     pair. So both sides of the grid come from curves at epsilon >= 0, where they are exact to many
     digits, and the centre takes what is left.
-
-    Args:
-        up: delta(P, Q) at each epsilon >= 0.
-        down: delta(Q, P).
     """
     reach = max(_reach(up), _reach(down))
     step = reach / 4
@@ -407,24 +364,15 @@ def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
     )
 
 
-def poisson(q: float, mu: float) -> tuple[LossDistribution, LossDistribution]:
-    """One round of the Poisson-sampled Gaussian, under add_remove or zero_out.
+def poisson_curves(q: float, mu: float) -> tuple[CurvePair, CurvePair]:
+    """One round of the Poisson-sampled Gaussian, under add_remove or zero_out: the curves of
+    removing and of adding a client (or its contribution), delta(P, Q) and delta(Q, P) with
+    P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
 
     Args:
-        q: each client's probability, below 1.
+        q: the probability of a client, below 1.
         mu: sensitivity / std of the sum, c/std.
-
-    Returns:
-        The losses of removing and of adding a client (or its contribution): of (P, Q) and (Q, P)
-        with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
-    (removed, added), _ = poisson_curves(q, mu)
-    forward = discretise(removed, added)
-    return forward, _on_grid(added, removed, forward.step, len(forward.masses) // 2)
-
-
-def poisson_curves(q: float, mu: float) -> tuple[tuple[Curve, Curve], tuple[Curve, Curve]]:
-    """The curves of one round of the Poisson-sampled Gaussian, both ways: see `poisson`."""
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
         return q * gaussian_delta(_unsampled(epsilon, q), mu)
@@ -442,11 +390,6 @@ def poisson_curves(q: float, mu: float) -> tuple[tuple[Curve, Curve], tuple[Curv
 
 
 def fixed_size_curve(q: float, mu: float) -> Curve:
-    """The curve of one round on a uniform subset: see `fixed_size`."""
-    return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
-
-
-def fixed_size(q: float, mu: float) -> LossDistribution:
     """One round on a uniform subset of fixed size, under replace-one. For eps >= 0
 
         delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
@@ -458,26 +401,24 @@ def fixed_size(q: float, mu: float) -> LossDistribution:
         q: the fraction that the subset is of the population.
         mu: sensitivity / std of the sum, 2c/std.
     """
-    curve = fixed_size_curve(q, mu)
-    return discretise(curve, curve)
+    return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
+
+
+def distributions(pairs: Sequence[CurvePair]) -> tuple[LossDistribution, ...]:
+    """The losses of the directions of a round, all on the grid that suits the first."""
+    loss = discretise(*pairs[0])
+    n = len(loss.masses) // 2
+    return loss, *(_on_grid(*pair, loss.step, n) for pair in pairs[1:])
 
 
 def and_gaussian(
-    pairs: Sequence[tuple[Curve, Curve]], every: int, other: float
+    pairs: Sequence[CurvePair], every: int, other: float
 ) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
-    """The losses of rounds, and that of a Gaussian over everyone, on one grid.
+    """For each direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
+    on the grid that suits the composition of one of the latter with `every` of the former.
 
-    The grid suits the composition of one of the latter with `every` of the former. On a step h far
-    above the std s of the former, their variance grows from s^2 to about h s sqrt(2 / pi); h keeps
-    that below 1e-4 of the whole.
-
-    Args:
-        pairs: for each direction, the curves of a round in it and in the other one.
-        every: rounds per Gaussian over everyone.
-        other: sensitivity / std over everyone.
-
-    Returns:
-        For each direction, the loss of a round and that of the Gaussian.
+    On a step h far above the std s of the former, their variance grows from s^2 to about
+    h s sqrt(2 / pi); h keeps that below 1e-4 of the whole.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
@@ -495,27 +436,20 @@ def and_gaussian(
     also = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
     if step == loss.step:
         rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
-        return tuple((each, also) for each in (loss, *rest))
+        return tuple((loss, also) for loss in (loss, *rest))
     n = math.ceil(max(_reach(up), _reach(down)) / step)
     return tuple((_on_grid(*pair, step, n), also) for pair in pairs)
 
 
-def with_replacement(p_max: float, draws: int, mu: float) -> LossDistribution:
-    """One round on draws with replacement, under replace-one.
-
-    The bound of [2] Theorem 10, for the likeliest client, which holds for all (docs/proofs.md).
+def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
+    """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
+    for the likeliest client, which holds for all (docs/proofs.md).
 
     Args:
         p_max: the largest probability of any client at one draw.
         draws: of a round.
         mu: sensitivity / std of the sum, 2c/std, for a client drawn once.
     """
-    curve = with_replacement_curve(p_max, draws, mu)
-    return discretise(curve, curve)
-
-
-def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
-    """The curve of one round on draws with replacement: see `with_replacement`."""
     chance, times, chances, rest = _draws_of_one(p_max, draws)
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
@@ -527,11 +461,9 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
 
 
 def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:
-    """How often a client of probability `p` comes up in `draws` draws with replacement.
-
-    Returns:
-        The probability that it does at all; counts from 1, int64 [k]; their probabilities, float64
-        [k]; and that of more, at most 1e-17.
+    """How often a client of probability `p` comes up in `draws` draws with replacement: the
+    probability that it does at all; counts from 1, int64 [k]; their probabilities, float64 [k]; and
+    that of more, at most 1e-17.
     """
     from scipy.special import bdtrc, gammaln
 
@@ -541,7 +473,7 @@ def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, 
     counts = np.arange(1, draws + 1)
     most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p) < _TAIL, True))) + 1
     times = counts[:most]
-    ways = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
-    chances = np.exp(ways + times * math.log(p) + (draws - times) * math.log1p(-p))
+    log_binomials = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
+    chances = np.exp(log_binomials + times * math.log(p) + (draws - times) * math.log1p(-p))
     rest = float(bdtrc(most, draws, p)) if most < draws else 0.0
     return chance, times, chances, rest

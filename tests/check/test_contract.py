@@ -245,8 +245,8 @@ class Unrepeatable(Uniform):
 class Boasting(type(SCHEMES["poisson"])):
     """Claims the amplification of half the chance."""
 
-    def losses(self, sampling: Sampling, mu: float) -> Any:
-        return pld.poisson(sampling.q / 2, mu)
+    def curves(self, sampling: Sampling, mu: float) -> Any:
+        return pld.poisson_curves(sampling.q / 2, mu)
 
     def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
         return super().renyi(sampling, mu) / 4
@@ -262,10 +262,11 @@ class Boasted(Uniform):
 
 
 class Bragging(type(SCHEMES["fixed"])):
-    """Fixed size, with the losses of half the size."""
+    """Fixed size, with the curve of half the size."""
 
-    def losses(self, sampling: Sampling, mu: float) -> Any:
-        return (pld.fixed_size(sampling.q / 2, mu),)
+    def curves(self, sampling: Sampling, mu: float) -> Any:
+        curve = pld.fixed_size_curve(sampling.q / 2, mu)
+        return ((curve, curve),)
 
 
 class Undeclared(Probe):

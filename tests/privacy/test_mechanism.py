@@ -239,8 +239,9 @@ class Halves(SamplingScheme):
     def refuses(self, relation):
         return None if relation == "replace_one" else "halves are covered under replace_one only"
 
-    def losses(self, sampling, mu):
-        return (pld.fixed_size(sampling.q, mu),)
+    def curves(self, sampling, mu):
+        curve = pld.fixed_size_curve(sampling.q, mu)
+        return ((curve, curve),)
 
 
 def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():

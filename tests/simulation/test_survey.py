@@ -31,13 +31,11 @@ from raydpfl.privacy import (
     Sampling,
     Survey,
     Terms,
-    covers,
     epsilon,
     gaussian_epsilon,
     guarantees,
     report_of,
 )
-from raydpfl.privacy.sampling import SamplingScheme
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import of_config
 
@@ -50,9 +48,9 @@ APART = {"test": False, "validation": 0.2}
 SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
 
 
-def mechanism(kind, rounds=40, times=4, std=20.0, scheme=None):
+def mechanism(kind, rounds=40, times=4, std=20.0):
     cohort = 200 if kind == "full" else 20
-    sampling = Sampling(scheme or kind, 200, cohort)
+    sampling = Sampling(kind, 200, cohort)
     survey = Survey("accuracy", std, clients=200, times=times)
     return Mechanism(sampling, (Query("updates", 1.0, 3.0),), rounds, survey=survey)
 
@@ -137,24 +135,6 @@ def test_who_sees_single_answers_sees_each_clients_part_of_the_noise():
     rounds = 40 * 20 * (2 / 3) ** 2  # each of a cohort of 20 draws its part of the noise
     answers = 4 * 200 * 2 / 20**2  # as does each of 200 clients
     assert alone == pytest.approx(float(gaussian_epsilon(math.sqrt(rounds + answers), DELTA)))
-
-
-class Unknown(SamplingScheme):
-    """A scheme that gives Renyi divergences alone, or the loss of a round alone."""
-
-    kind = "unknown"
-
-    def words(self, sampling):
-        return "by a user-defined scheme"
-
-    def losses(self, sampling, mu):
-        raise AssertionError
-
-
-def test_a_law_without_the_loss_of_both_is_not_covered():
-    whole = mechanism("fixed", scheme=Unknown())
-    assert "noised histograms of the accuracy" in covers("pld", whole, "replace_one")
-    assert covers("pld", replace(whole, survey=None), "replace_one") is None
 
 
 # --- runs ---

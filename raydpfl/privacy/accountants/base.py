@@ -12,7 +12,7 @@ from raydpfl.privacy.observers import place_of
 from raydpfl.privacy.paper_formulas import FormulaValue
 from raydpfl.privacy.types import Relation
 
-NEEDS = {"pld": "losses", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
+NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
 
 
 class Accountant:
@@ -21,7 +21,7 @@ class Accountant:
     A member gives `name`, and `curve` and `delta_of` for the events that it covers. One that is no
     composition of events gives `epsilons` and `delta` for mechanisms instead. A rigorous member
     names in `needs` the method of a sampling scheme that it accounts for a secret cohort by
-    (`SamplingScheme.losses` or `SamplingScheme.renyi`).
+    (`SamplingScheme.curves` or `SamplingScheme.renyi`).
 
     >>> from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
     >>> class Exact(Accountant):

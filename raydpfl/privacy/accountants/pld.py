@@ -8,9 +8,7 @@ import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import NEEDS, Accountant
-from raydpfl.privacy.mechanism import Event, Mechanism
-from raydpfl.privacy.sampling.base import Losses
-from raydpfl.privacy.types import Relation
+from raydpfl.privacy.mechanism import Event
 
 
 class Pld(Accountant):
@@ -18,14 +16,6 @@ class Pld(Accountant):
 
     name = "pld"
     needs = NEEDS["pld"]
-
-    def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
-        refused = super().covers(mechanism, relation)
-        scheme = mechanism.sampling.scheme
-        asked = mechanism.survey is not None and mechanism.sampling.hidden
-        if refused is None and asked and not scheme.gives("losses_with_gaussian"):
-            return f"{scheme.plural()} with {mechanism.survey} are not covered by pld; nearest: rdp"
-        return refused
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
@@ -53,12 +43,14 @@ class Pld(Accountant):
 
 
 @lru_cache(maxsize=16)
-def _losses(event: Event, times: int) -> tuple[Losses, ...]:
+def _losses(
+    event: Event, times: int
+) -> tuple[tuple[pld.LossDistribution, pld.LossDistribution | None], ...]:
     """The losses of an event, a pair for each direction that can differ: that of one of its `each`
     Gaussians, and that of a Gaussian over everyone, released once in so many `times`.
     """
-    sampling = event.sampling
+    pairs = event.sampling.scheme.curves(event.sampling, event.mu)
     over_everyone = event.also or event.once
     if over_everyone:
-        return sampling.scheme.losses_with_gaussian(sampling, event.mu, times, over_everyone)
-    return tuple((loss, None) for loss in sampling.scheme.losses(sampling, event.mu))
+        return pld.and_gaussian(pairs, times, over_everyone)
+    return tuple((loss, None) for loss in pld.distributions(pairs))

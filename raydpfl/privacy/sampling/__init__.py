@@ -9,10 +9,9 @@ the audit read its properties, and never ask which scheme it is:
 >>> [Sampling(kind, population=1000, cohort=10).hidden for kind in ("poisson", "public")]
 [True, False]
 
-A user-defined scheme is an object of a class derived from `SamplingScheme`, given in place of the
-name. It is what the `sampling` of a user-defined selection returns. Losses come from curves
-delta(epsilon) of one round: those of `raydpfl.privacy.pld`, or any other by `pld.discretise`. A
-cohort of 10 or 20 of 1000, as a coin decides, costs the mean of both:
+A user-defined scheme is an object of a class derived from `SamplingScheme`, in place of the name;
+the `sampling` of a user-defined selection returns it. A cohort of 10 or 20 of 1000, as a coin
+decides, costs the mean of both:
 
 >>> from raydpfl.privacy import Mechanism, Query, epsilon, pld
 >>> class Coin(SamplingScheme):
@@ -23,11 +22,11 @@ cohort of 10 or 20 of 1000, as a coin decides, costs the mean of both:
 ...         return f"{sampling.cohort - 5} or {sampling.cohort + 5} of {sampling.population}"
 ...     def refuses(self, relation):
 ...         return None if relation == "replace_one" else "replace_one is covered alone"
-...     def losses(self, sampling, mu):
+...     def curves(self, sampling, mu):
 ...         sizes = (sampling.cohort - 5, sampling.cohort + 5)
-...         curves = [pld.fixed_size_curve(size / sampling.population, mu) for size in sizes]
-...         curve = lambda epsilon: (curves[0](epsilon) + curves[1](epsilon)) / 2
-...         return (pld.discretise(curve, curve),)
+...         halves = [pld.fixed_size_curve(size / sampling.population, mu) for size in sizes]
+...         curve = lambda epsilon: (halves[0](epsilon) + halves[1](epsilon)) / 2
+...         return ((curve, curve),)
 >>> sampling = Sampling(Coin(), population=1000, cohort=15)
 >>> round(epsilon(Mechanism(sampling, (Query("update", 1.0, 1.0),), 50), "replace_one", 1e-5), 2)
 7.21

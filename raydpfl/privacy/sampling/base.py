@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.pld import LossDistribution
+from raydpfl.privacy.pld import CurvePair
 from raydpfl.privacy.types import Relation, is_count
-
-# that of one of an event's Gaussians, and that of the one over everyone, on the same grid
-Losses: TypeAlias = tuple[LossDistribution, LossDistribution | None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Who takes part in a round.
+    """Who takes part in a round. What its properties mean is said at `SamplingScheme`.
 
     >>> Sampling("fixed", population=10, cohort=11)
     Traceback (most recent call last):
@@ -27,7 +24,7 @@ class Sampling:
         kind: a sampling scheme, by name, or an object of a user-defined `SamplingScheme`:
 
             - `fixed`: a uniform subset of fixed size;
-            - `poisson`: each client independently, with probability cohort / population;
+            - `poisson`: clients independently, with probability cohort / population;
             - `full`: everyone;
             - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
             - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
@@ -65,38 +62,26 @@ class Sampling:
 
     @property
     def q(self) -> float:
-        """The probability that a client is in a cohort: cohort / population, and 1 for a public
-        cohort, where only the client's own rounds count.
-        """
         return self.scheme.q(self)
 
     @property
     def everyone(self) -> bool:
-        """Whether every round takes everyone, under any scheme: nothing is amplified."""
         return self.scheme.everyone(self)
 
     @property
     def hidden(self) -> bool:
-        """Whether who takes part is a secret, which amplifies privacy against an observer who does
-        not know it.
-        """
         return self.scheme.hidden(self)
 
     @property
     def size(self) -> int | None:
-        """The size of every cohort; None where it varies."""
         return self.scheme.size(self)
 
     @property
     def coins(self) -> float | None:
-        """The probability with which each client takes part, independently of the others; None
-        where clients are not independent.
-        """
         return self.scheme.coins(self)
 
     @property
     def repeats(self) -> bool:
-        """Whether a client may be in a cohort more than once."""
         return self.scheme.repeats()
 
     @property
@@ -137,7 +122,7 @@ class SamplingScheme:
     those of the `Sampling` that it is asked about.
 
     A member gives `kind` and `words`. Where a cohort is a secret it also gives `refuses`, and
-    `losses` (for pld) or `renyi` (for rdp). The other defaults are those of a cohort of fixed size
+    `curves` (for pld) or `renyi` (for rdp). The other defaults are those of a cohort of fixed size
     without replacement, all subsets equally likely.
 
     If a scheme draws `any_subset`, a run checks how many clients two consecutive cohorts share
@@ -159,27 +144,41 @@ class SamplingScheme:
             raise ConfigError("cohort", sampling.cohort, expected)
 
     def default(self, population: int) -> int | None:
-        """The default cohort; None: it must be given."""
+        """The default cohort; None: there is none."""
         return None
 
+    def q(self, sampling: Sampling) -> float:
+        """The probability that a client is in a cohort; 1 for a public cohort, where only the
+        client's own rounds count.
+        """
+        return sampling.cohort / sampling.population
+
+    def everyone(self, sampling: Sampling) -> bool:
+        """Whether every round takes everyone, so that nothing is amplified."""
+        return sampling.cohort == sampling.population
+
     def hidden(self, sampling: Sampling) -> bool:
-        """See `Sampling.hidden`."""
+        """Whether who takes part is a secret, which amplifies privacy against an observer who does
+        not know it.
+        """
         return not self.everyone(sampling)
 
     def size(self, sampling: Sampling) -> int | None:
-        """See `Sampling.size`."""
+        """The size of every cohort; None where it varies."""
         return sampling.cohort
 
     def coins(self, sampling: Sampling) -> float | None:
-        """See `Sampling.coins`. With coins the size of a cohort is a secret too."""
+        """The probability with which a client takes part, independently of the others; the size of
+        a cohort is then a secret too. None where clients are not independent.
+        """
         return None
 
     def repeats(self) -> bool:
-        """See `Sampling.repeats`."""
+        """Whether a client may be in a cohort more than once."""
         return False
 
     def any_subset(self, sampling: Sampling) -> bool:
-        """Whether, given its size, a cohort is a uniform subset, independent of other rounds. The
+        """Whether, for its size, a cohort is a uniform subset, independent of other rounds. The
         draws of a run are then checked for that.
         """
         return self.as_in_the_papers(sampling)
@@ -191,7 +190,7 @@ class SamplingScheme:
         return True
 
     def gives(self, method: str) -> bool:
-        """Whether this scheme has a method that an accountant needs (`losses` or `renyi`); False
+        """Whether this scheme has a method that an accountant needs (`curves` or `renyi`); False
         for an accountant that needs none.
         """
         return bool(method) and getattr(type(self), method) is not getattr(SamplingScheme, method)
@@ -199,14 +198,6 @@ class SamplingScheme:
     def plural(self) -> str:
         """What its cohorts are called in messages."""
         return f"cohorts by sampling scheme {self.kind}"
-
-    def q(self, sampling: Sampling) -> float:
-        """See `Sampling.q`."""
-        return sampling.cohort / sampling.population
-
-    def everyone(self, sampling: Sampling) -> bool:
-        """See `Sampling.everyone`."""
-        return sampling.cohort == sampling.population
 
     def words(self, sampling: Sampling) -> str:
         """The scheme in a few words, for guarantees."""
@@ -218,26 +209,17 @@ class SamplingScheme:
         """
         return None
 
-    def losses(self, sampling: Sampling, mu: float) -> tuple[LossDistribution, ...]:
-        """The privacy loss of one round, for pld; without this method pld does not cover the
-        scheme.
+    def curves(self, sampling: Sampling, mu: float) -> tuple[CurvePair, ...]:
+        """The privacy curves delta(epsilon), at epsilon >= 0, of one round, for pld (those of
+        `raydpfl.privacy.pld`, or any other); without this method pld does not cover the scheme.
 
         Args:
             sampling: population and cohort.
             mu: sensitivity / std of the Gaussian sum.
 
         Returns:
-            A distribution for each direction that can differ: one under replace_one, which is
-            symmetric, and two where a client is removed or added.
-        """
-        raise NotImplementedError
-
-    def losses_with_gaussian(
-        self, sampling: Sampling, mu: float, each: int, also: float
-    ) -> tuple[Losses, ...]:
-        """As `losses`, where one more Gaussian, of mu `also` and over everyone, is released with
-        every `each` rounds: the losses of both, on one grid. Without this method pld does not cover
-        that.
+            For each direction that can differ (one under replace_one, which is symmetric; two where
+            a client is removed or added) its curve, and that of the opposite direction.
         """
         raise NotImplementedError
 
@@ -248,26 +230,15 @@ class SamplingScheme:
         raise NotImplementedError
 
     def known(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
-        """What a client spends against an observer who knows the cohorts.
-
-        Args:
-            sampling: population and cohort.
-            rounds: rounds composed.
-            most: the largest number of times that any client was drawn; None: unknown.
+        """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`
+        is the largest number of times that any client was drawn, None: unknown.
         """
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times, rounds)
 
     def most(self, sampling: Sampling, rounds: int, composed: int) -> tuple[int, float]:
-        """How often a client can be drawn, for the check of a run's draws.
-
-        Args:
-            sampling: population and cohort.
-            rounds: of the run.
-            composed: how many of them accountants compose.
-
-        Returns:
-            Trials, and the largest chance of any client in each.
+        """How often a client can be drawn in a run of which accountants compose `composed` rounds,
+        for the check of its draws: trials, and the largest chance of any client in each.
         """
         return composed, self.q(sampling)
 

@@ -24,12 +24,9 @@ class FixedSizeSampling(SamplingScheme):
         covered = "a cohort of fixed size is covered under replace_one only"
         return f"{covered}; nearest: selection poisson with {relation}"
 
-    def losses(self, sampling, mu):
-        return (pld.fixed_size(sampling.q, mu),)
-
-    def losses_with_gaussian(self, sampling, mu, each, also):
+    def curves(self, sampling, mu):
         curve = pld.fixed_size_curve(sampling.q, mu)
-        return pld.and_gaussian(((curve, curve),), each, also)
+        return ((curve, curve),)
 
     def renyi(self, sampling, mu):
         return rdp.fixed_size(sampling.q, mu)

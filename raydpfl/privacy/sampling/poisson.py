@@ -1,4 +1,4 @@
-"""Each client independently with probability q = cohort / population (PRIVACY.md sec. 2). The size
+"""Clients independently with probability q = cohort / population (PRIVACY.md sec. 2). The size
 of a cohort is a secret too.
 """
 
@@ -41,21 +41,16 @@ class PoissonSampling(SamplingScheme):
         covered = "Poisson sampling is covered under add_remove and zero_out only"
         return f"{covered}; nearest: add_remove, or selection uniform with replace_one"
 
-    def losses(self, sampling, mu):
-        return pld.poisson(sampling.q, mu)
-
-    def losses_with_gaussian(self, sampling, mu, each, also):
-        return pld.and_gaussian(pld.poisson_curves(sampling.q, mu), each, also)
+    def curves(self, sampling, mu):
+        return pld.poisson_curves(sampling.q, mu)
 
     def renyi(self, sampling, mu):
-        """By dp-accounting, whose RDP accountant takes the noise multiplier as std / sensitivity
-        under every relation.
-        """
+        """By dp-accounting, whose noise multiplier is std / sensitivity under every relation."""
         from dp_accounting import dp_event, rdp
 
         event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
         logger = logging.getLogger("absl")
-        # an order that does not converge is infinite, with a warning for each
+        # an order that does not converge is infinite, with a warning
         level = logger.level
         logger.level = logging.ERROR
         try:

@@ -1,4 +1,4 @@
-"""Draws with replacement: r draws of one client each, uniform or with no client likelier than
+"""Draws with replacement: r draws of one client, uniform or with no client likelier than
 `p_max` (PRIVACY.md sec. 2).
 """
 
@@ -38,10 +38,9 @@ class SamplingWithReplacement(SamplingScheme):
         return False
 
     def words(self, sampling):
-        likely = (
-            f", no client likelier than {sampling.p_max:.3g}" if sampling.p_max is not None else ""
-        )
-        return f"{sampling.cohort} draws with replacement from {sampling.population}{likely}"
+        words = f"{sampling.cohort} draws with replacement from {sampling.population}"
+        limit = sampling.p_max
+        return words if limit is None else f"{words}, no client likelier than {limit:.3g}"
 
     def refuses(self, relation):
         if relation == "replace_one":
@@ -49,13 +48,9 @@ class SamplingWithReplacement(SamplingScheme):
         covered = "draws with replacement are covered under replace_one only"
         return f"{covered}; nearest: replace_one, by pld"
 
-    def losses(self, sampling, mu):
-        return (pld.with_replacement(self._likeliest(sampling), sampling.cohort, mu),)
-
-    def losses_with_gaussian(self, sampling, mu, each, also):
-        likeliest = self._likeliest(sampling)
-        curve = pld.with_replacement_curve(likeliest, sampling.cohort, mu)
-        return pld.and_gaussian(((curve, curve),), each, also)
+    def curves(self, sampling, mu):
+        curve = pld.with_replacement_curve(self._likeliest(sampling), sampling.cohort, mu)
+        return ((curve, curve),)
 
     def _likeliest(self, sampling):
         """The largest probability of any client at one draw."""

@@ -36,14 +36,16 @@ class Spread(SamplingScheme):
             return None
         return "cohorts of varying size are covered under replace_one only; nearest: replace_one"
 
-    def losses(self, sampling, mu):
+    def curves(self, sampling, mu):
         sizes = range(sampling.cohort - self.spread, sampling.cohort + self.spread + 1)
 
         def curve(epsilon):
-            each = [pld.fixed_size_curve(size / sampling.population, mu)(epsilon) for size in sizes]
-            return np.mean(each, axis=0)
+            deltas = [
+                pld.fixed_size_curve(size / sampling.population, mu)(epsilon) for size in sizes
+            ]
+            return np.mean(deltas, axis=0)
 
-        return (pld.discretise(curve, curve),)
+        return ((curve, curve),)
 
 
 class Varying(Selection):
