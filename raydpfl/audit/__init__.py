@@ -215,7 +215,8 @@ def audit(
     data_root: str | Path | None = None,
     on_round: Callable[[int, int], None] = lambda done, of: None,
 ) -> Audit:
-    """Audits an experiment, in this process, whatever `client.actors` says.
+    """Audits an experiment, in this process, whatever `client.actors` says. Raises `ConfigError` if
+    it claims nothing, or cannot be audited.
 
     Args:
         experiment: is run as often as the canaries need.
@@ -226,9 +227,6 @@ def audit(
         delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
         data_root: the folder of data sets.
         on_round: is called with the rounds done, and of how many.
-
-        Raises:
-            ConfigError: the run claims nothing, or cannot be audited.
     """
     with nullcontext() if out is None else storage.at(out) as folder:
         _check_folder(folder)

@@ -57,18 +57,12 @@ def one_run_bound(
     confidence: float = 0.95,
     tolerance: float = 1e-9,
 ) -> float:
-    """The largest epsilon that the guesses refute.
+    """The largest epsilon that `right` of `guesses` on so many canaries refute, with this
+    confidence; 0 if they refute none. `guesses` must have been fixed before the scores were seen.
 
     Args:
-        canaries: m.
-        guesses: r; it must have been fixed before the scores were seen.
-        right: v, the guesses that were right.
         delta: that epsilon is at.
-        confidence: with which the mechanism's epsilon is no lower.
         tolerance: of epsilon.
-
-    Returns:
-        0 if they refute none.
 
     Raises:
         ValueError: unless 0 <= right <= guesses <= canaries.
@@ -88,14 +82,9 @@ def one_run_bound(
 
 def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
     """On how many canaries to guess, for the largest bound to be expected. It is fixed before
-    anything is seen, and the expectation is 1.5 standard deviations low.
-
-    Args:
-        evidence: float64 [n], log-likelihood ratios of simulated canaries, if the claim were true.
-            A guess by the sign is right with probability 1 / (1 + e^-|evidence|).
-        canaries: in the audit.
-        delta: of the bound.
-        confidence: of the bound.
+    anything is seen, and the expectation is 1.5 standard deviations low. `evidence` float64 [n] are
+    log-likelihood ratios of simulated canaries, if the claim were true: a guess by the sign is
+    right with probability 1 / (1 + e^-|evidence|).
     """
     chance = expit(np.sort(np.abs(evidence))[::-1])
     right = np.cumsum(chance)
@@ -136,16 +125,14 @@ def one_shot(
     worst: float,
     delta: float,
 ) -> OneShot:
-    """The estimate [1] of epsilon.
+    """The estimate [1] of epsilon at `delta`, for a canary of exposure `worst`.
 
     Args:
-        statistics: float64 [m], what was released along each canary, in stds: N(0, 1) without it.
-        shifts: float64 [m], how far each canary's presence should move it.
+        statistics: float64 [m], what was released along a canary, in stds: N(0, 1) without it.
+        shifts: float64 [m], how far a canary's presence should move it.
         inside: bool [m], the coins.
         mirrored: whether canaries outside send their opposite: the worlds are N(m, s^2) and
             N(-m, s^2), fitted to all. Else they are N(m, s^2), fitted to those inside, and N(0, 1).
-        worst: the exposure of the canary that the estimate is for.
-        delta: that epsilon is at.
     """
     signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
     use = np.ones(len(inside), bool) if mirrored else inside

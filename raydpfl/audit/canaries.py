@@ -316,12 +316,12 @@ class PlantedCoordinator(Coordinator):
 
 @dataclass
 class CanaryRecord:
-    """What an observer sees of one run, in units of the noise that the accountants count on,
-    and what it was made from.
+    """What an observer sees of one run, in units of the noise that the accountants count on, and
+    what it was made from.
 
-    The observer knows everything except the coins and the noise, so it subtracts what other clients
-    contribute. Scores are <direction, what is left> / std: N(0, 1) for a canary that is not in it,
-    N(amplitude, 1) for one that is. ([1] of `bounds` takes sqrt(d) cos, as its std is not known;
+    The observer knows everything but the coins and the noise, so it subtracts what other clients
+    contribute. Scores are <direction, what is left> / std: N(0, 1) for an absent canary,
+    N(amplitude, 1) for a present one. ([1] of `bounds` takes sqrt(d) cos, as its std is unknown;
     where an amplitude is not far below sqrt(d), that is not Gaussian.)
     """
 

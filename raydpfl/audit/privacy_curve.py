@@ -50,16 +50,9 @@ def presence(q: float, draws: int = 1) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def least_delta(epsilon: float, mu: float, presence: tuple[float, ...], rounds: int) -> float:
-    """The least delta at `epsilon` >= 0 of a mechanism that contains these rounds.
-
-    Args:
-        epsilon: that delta is at.
-        mu: sensitivity / std of a round, above 0.
-        presence: the probabilities that the client is drawn 0, 1, ... times in a round.
-        rounds: how many.
-
-    Returns:
-        A number from 0 to 1, below the true delta of the pair by some per mille of epsilon at most.
+    """The least delta, from 0 to 1, at `epsilon` >= 0 of a mechanism that contains `rounds` rounds
+    of mu = sensitivity / std in which the client is drawn 0, 1, ... times with the probabilities
+    `presence`; below the true delta of the pair by some per mille of epsilon at most.
     """
     if presence == CERTAIN:
         whole = mu * math.sqrt(rounds)  # one Gaussian: Balle and Wang 2018, Theorem 8

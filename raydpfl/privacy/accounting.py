@@ -45,18 +45,11 @@ UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
-    """Why an accountant does not cover a mechanism under a relation.
+    """Why an accountant does not cover a mechanism under a relation, with the nearest combination
+    that is covered, in words; None: it covers it.
 
     Args:
-        accountant: its name.
-        mechanism: what runs.
-        relation: the neighbouring relation.
-
-    Returns:
-        The reason, with the nearest combination that is covered, in words; None: it covers it.
-
-    Raises:
-        ConfigError: there is no such accountant or relation.
+        accountant, mechanism, relation: as of `epsilon`.
     """
     one_of("relation", relation, Relation)
     return named(accountant).covers(mechanism, relation)
@@ -79,18 +72,15 @@ def epsilon(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> float:
-    """Epsilon of a mechanism after some rounds.
+    """Epsilon of a mechanism after some rounds; infinite without noise.
 
     Args:
         mechanism: what runs.
         relation: the neighbouring relation: `add_remove`, `zero_out` or `replace_one`.
         delta: between 0 and 1, both excluded.
         rounds: how many, at least 1; None: the mechanism's own.
-        accountant: `pld`, `rdp` or `paper`.
+        accountant: `pld`, `rdp`, `paper` or the import path of a user-defined one.
         v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
-
-    Returns:
-        Epsilon at `delta`; infinite without noise.
 
     Raises:
         ConfigError: the accountant does not cover the mechanism under this relation, or an argument
@@ -109,18 +99,11 @@ def epsilon_curve(
     v: float = 4.0,
     first: int = 1,
 ) -> np.ndarray:
-    """Epsilon after each round.
-
-    The composition is that of `epsilon`: the two agree to about 1e-9, and neither is below the
-    truth. pld pays one inverse FFT a round, rdp adds up one Renyi curve.
+    """Epsilon after `first`, ..., `rounds` rounds, float64 [rounds - first + 1]. The composition is
+    that of `epsilon`: the two agree to about 1e-9, and neither is below the truth.
 
     Args:
-        rounds: the last one, at least 1; None: the mechanism's own.
-        first: the first one, at least 1. The other arguments, and the errors, are those of
-            `epsilon`.
-
-    Returns:
-        float64 [rounds - first + 1], after `first`, ..., `rounds` rounds.
+        first: at least 1. The others, and the errors, are those of `epsilon`.
     """
     last = mechanism.rounds if rounds is None else rounds
     return _epsilons(mechanism, relation, delta, first, last, accountant, v)
@@ -137,8 +120,8 @@ def delta(
     """Delta of a mechanism after some rounds; 1 without noise.
 
     Args:
-        epsilon: that delta is at, finite and at least 0. The other arguments, and the errors, are
-            those of the function `epsilon`.
+        epsilon: finite, at least 0. The others, and the errors, are those of the function
+            `epsilon`.
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
@@ -158,22 +141,16 @@ def guarantees(
     participations: int | None = None,
     v: float = 4.0,
 ) -> list[Guarantee]:
-    """What holds after some rounds, by every accountant and against every observer that differs.
-
-    The observers see every aggregate, with the cohort hidden or known (see the module). Where
-    clients draw the noise, one more sees every single update: std / sqrt(r), in the client's own
-    rounds. Where an accountant does not cover the mechanism, epsilon is infinite and the guarantee
-    says why.
+    """What holds after some rounds, by every accountant and against every observer that differs: of
+    every aggregate, with the cohort hidden or known (see the module); where clients draw the noise,
+    of every single update too, at std / sqrt(r) in the client's own rounds. Where an accountant
+    does not cover the mechanism, epsilon is infinite and the guarantee says why.
 
     Args:
-        mechanism: what ran.
-        relation: the neighbouring relation.
-        delta: the delta that epsilons are at.
-        rounds: how many; None: the mechanism's own.
         accountants: their names.
         participations: the largest number of times that any client was drawn; None: unknown, so
-            that every round counts against an observer who knows the cohorts.
-        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
+            that every round counts against an observer who knows the cohorts. The others are those
+            of `epsilon`.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     claims = []

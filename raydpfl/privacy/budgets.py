@@ -52,18 +52,9 @@ class BudgetDistribution(Member):
     public: float = Field(default=0.0, ge=0, le=1)
 
     def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
-        """The budgets of all clients.
-
-        Args:
-            seed: of the run.
-            clients: their number.
-            root: the folder of data sets.
-
-        Returns:
-            Epsilons, float64 [clients]; infinite for public clients.
-
-        Raises:
-            ConfigError: the distribution gives no numbers, or a file lacks them.
+        """The budgets of all clients, epsilons float64 [clients]; infinite for public clients.
+        Raises `ConfigError` if the distribution gives no numbers, or a file under `root`, the
+        folder of data sets, lacks them.
         """
         words = (
             stream(seed, Purpose.BUDGET)
@@ -82,15 +73,7 @@ class BudgetDistribution(Member):
         return budgets
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
-        """Epsilons made of uniform random numbers.
-
-        Args:
-            uniform: float64 [clients, 2], two numbers in (0, 1) for each client.
-            root: the folder of data sets.
-
-        Returns:
-            float64 [clients].
-        """
+        """Epsilons float64 [clients], made of `uniform` float64 [clients, 2], numbers in (0, 1)."""
         raise NotImplementedError
 
 

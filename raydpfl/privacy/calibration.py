@@ -46,24 +46,16 @@ def noise_for(
     rounds: int | None = None,
     v: float = 4.0,
 ) -> float:
-    """The noise multiplier that spends at most a given epsilon.
-
-    Answers are cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but
-    not those for a user-defined sampling scheme or accountant.
+    """The noise multiplier z = std of the sum / bound, all queries of a round together, that spends
+    at most a given epsilon: at most 1e-4 (relative) above the smallest that is enough. Answers are
+    cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but not those for
+    a user-defined sampling scheme or accountant.
 
     Args:
         target: epsilon, positive and finite.
-        mechanism: what runs. Its noise says only how its queries share z. Per-client queries
-            and surveys keep theirs, and z is what the others need in addition.
-        relation: the neighbouring relation.
-        delta: the delta that epsilon is at.
-        accountant: `pld`, `rdp` or `paper`.
-        rounds: how many; None: the mechanism's own.
-        v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
-
-    Returns:
-        z = std of the sum / bound, all queries of a round together: at most 1e-4 (relative) above
-        the smallest that is enough.
+        mechanism: what runs. Its noise says only how its queries share z. Per-client queries and
+            surveys keep theirs, and z is what the others need in addition. The others are those of
+            `raydpfl.privacy.epsilon`.
 
     Raises:
         ConfigError: the target is out of range, the accountant does not cover the mechanism, no
@@ -91,9 +83,7 @@ def rounds_for(
     and 2^20 at most.
 
     Args:
-        target: epsilon, positive and finite.
-        mechanism: what runs, with its noise. The other arguments, and the errors, are those of
-            `noise_for`.
+        mechanism: what runs, with its noise. The others, and the errors, are those of `noise_for`.
     """
     _check(target, mechanism)
 
@@ -104,12 +94,8 @@ def rounds_for(
 
 
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
-    """`compute()`, from the cache if the same question was asked before.
-
-    Args:
-        question: what the answer depends on, as JSON values.
-        compute: gives one noise multiplier, or a list of `length` of them.
-        length: None: one number.
+    """`compute()`, one noise multiplier or a list of `length` of them, from the cache if the same
+    question (what the answer depends on, as JSON values) was asked before.
     """
     question = [_VERSION, *_versions(), *question]
     path = cache_root() / f"noise-{check(question)}.json"

@@ -57,18 +57,9 @@ from raydpfl.privacy.sampling import Sampling
 
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The coefficients c with the least `error`.
-
-    Args:
-        bands: diagonals of C, from 1 to `rounds`.
-        rounds: of the run.
-        momentum: of the server, from 0, below 1.
-
-    Returns:
-        float64 [bands], of norm 1.
-
-    Raises:
-        ConfigError: bands or momentum are out of range.
+    """The coefficients c with the least `error`, float64 [bands], of norm 1, for a server of this
+    momentum. Raises `ConfigError` if bands (1 to `rounds`) or momentum (from 0, below 1) are out of
+    range.
     """
     _check_shape(bands, rounds, momentum)
     return _optimum(bands, rounds, momentum).copy()
@@ -126,19 +117,9 @@ def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarra
 
 
 def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -> float:
-    """Std of the noise on each coordinate of the sum so far.
-
-    Args:
-        c: [bands], the diagonals of C. Only its direction matters: the noise scales with the
-            largest column of C.
-        rounds: of the run.
-        momentum: of the server; the sum so far is that of its velocities, v = momentum v + u.
-
-    Returns:
-        The root mean square over the rounds, in units of noise multiplier x bound.
-
-    Raises:
-        ConfigError: there are more bands than rounds, or the momentum is out of range.
+    """Std of the noise on each coordinate of the sum so far (with momentum, of the velocities v =
+    momentum v + u), root mean square over the rounds, in units of noise multiplier x bound. Only
+    the direction of c [bands], the diagonals of C, matters. Raises `ConfigError`.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
@@ -146,19 +127,10 @@ def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -
 
 
 def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -> float:
-    """The most that one client can add to C x, an L2 norm: sqrt(ceil(rounds / separation)) |c|.
-
-    Exact if `separation` divides `rounds` and is `len(c)`; else an upper bound, as the last columns
-    are cut off.
-
-    Args:
-        c: [bands], the diagonals of C.
-        rounds: of the run.
-        separation: the fewest rounds from one participation of a client to its next; its updates
-            have norm at most 1.
-
-    Raises:
-        ConfigError: participations may be nearer than the bands, where columns overlap.
+    """The most that one client can add to C x, an L2 norm: sqrt(ceil(rounds / separation)) |c|, for
+    updates of norm at most 1, at least `separation` rounds apart. Exact if `separation` divides
+    `rounds` and is `len(c)`; else an upper bound, as the last columns are cut off. Raises
+    `ConfigError` if participations may be nearer than the bands, where columns overlap.
     """
     if separation < len(c):
         raise ConfigError(
@@ -170,12 +142,9 @@ def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -
 
 
 def check(bands: int, sampling: Sampling, separation: int) -> None:
-    """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above).
-
-    Args:
-        bands: diagonals of C. sampling: the sampling within the group whose turn it is; without
-        turns that of the population. separation: rounds from one turn of a group to its next; 1
-        without turns.
+    """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above). `sampling`
+    is that of the group whose turn it is, without turns that of the population; `separation` the
+    rounds from one turn of a group to its next, 1 without turns.
     """
     if bands == 1:
         return

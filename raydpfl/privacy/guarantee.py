@@ -54,12 +54,10 @@ class Scope:
 
     Args:
         words: the sampling scheme, what is hidden, and what composes.
-        knows: the second of these alone, for a table: "cohort hidden", "cohort known", "batch
-            hidden".
+        knows: the second of these alone: "cohort hidden", "cohort known", "batch hidden".
         secret: what the observer does not know, in words; empty if it knows all.
-        participations: what a client spends against an observer who knows the cohorts; None for
-            other observers.
-        client: the client that has spent most, where each is accounted for by itself.
+        participations: what a client spends against an observer who knows the cohorts.
+        client: the client that has spent most, where clients are accounted for one by one.
     """
 
     words: str
@@ -75,8 +73,8 @@ class Scope:
     def of_cohorts(
         cls, sampling: Sampling, participations: Participations | None = None, also: str = ""
     ) -> Scope:
-        """Cohorts of clients; with `known`, against an observer who knows them. `also` is released
-        next to the rounds, in words.
+        """Cohorts of clients; with `participations`, against an observer who knows them. `also` is
+        released next to the rounds, in words.
         """
         hidden = sampling.hidden and participations is None
         knows = "cohort hidden" if hidden else "cohort known" if participations else ""
@@ -105,13 +103,9 @@ class Guarantee:
     Args:
         kind: `rigorous`, what holds for the mechanism that ran; `paper`, the formula as printed;
             `unproven`, computed like a rigorous one, where no proof is known.
-        accountant: its name.
-        unit: whose data are protected, a client's or a sample.
         relation: the neighbouring relation; `unstated` where a paper leaves it open.
-        observer: what the adversary sees.
         sampling: what the guarantee relies on in the sampling.
         epsilon: infinite where nothing is guaranteed; `conditions_failed` then says why.
-        delta: that epsilon is at.
         exclusions: what is not accounted for, in words.
         conditions_failed: conditions of the accountant that do not hold, in words.
     """
@@ -160,8 +154,8 @@ class Guarantee:
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
     def leaving_out(self, what: str, whose: str) -> Guarantee:
-        """The same as a number that nothing proves, as it leaves out `what`, in words; its
-        accountant is named as that `of the` clients it counts.
+        """The same as a number that nothing proves, as it leaves out `what`; its accountant is
+        named as that `of the` clients it counts.
         """
         return replace(
             self,
@@ -222,10 +216,8 @@ def column(accountant: str) -> str:
 
 
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
-    """The guarantees that hold: where several accountants make the same claim, the one with the
-    smallest epsilon, since each of them is valid.
-
-    Papers' formulas, guarantees without a proof and infinite epsilons are left out.
+    """The guarantees that hold: of several accountants' same claim, the one with the smallest
+    epsilon. Papers' formulas, guarantees without a proof and infinite epsilons are left out.
     """
     alike: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:

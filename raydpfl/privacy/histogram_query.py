@@ -23,17 +23,14 @@ class Survey:
     """A histogram over all clients, released after some of the rounds with noise of its own.
 
     A client is in one bin, or in none. One that is there or not moves one count by 1; one that is
-    replaced by another moves two counts by 1, which is a distance of sqrt(2). Nothing is amplified,
-    as everyone answers.
+    replaced by another moves two counts by 1, a distance of sqrt(2). Nothing is amplified, as
+    everyone answers.
 
     Args:
         name: of the score, in messages, guarantees and the ledger.
-        std: of the noise on each count, in clients.
+        std: of the noise on each count, in clients; positive and finite.
         clients: who are asked, and draw the noise where clients do.
         times: how many of these are composed with the rounds.
-
-    Raises:
-        ConfigError: the std is not positive and finite.
     """
 
     name: str

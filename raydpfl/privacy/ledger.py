@@ -58,9 +58,8 @@ class Segment:
 
 
 class Ledger:
-    """What a run has spent, on disk: one line of JSON per round.
-
-    A last line torn by a kill is cut off: its round was never released.
+    """What a run has spent, on disk: one line of JSON per round. A last line torn by a kill is cut
+    off: its round was never released.
 
     Args:
         path: of the file. A new run creates it.
@@ -106,15 +105,10 @@ class Ledger:
     def record(
         self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
     ) -> None:
-        """Writes a round to disk, before it is released; the same release a second time changes
-        nothing.
-
-        Args:
-            t: the round, the one after the last.
-            epsilon: after it, by accountant.
-            restart: above that of the last line begins a new segment, at any round up to the one
-                after the last. Rounds recorded before then count as releases of their own.
-            **release: what is released, as JSON values: digest of the mechanism, bound, std, ...
+        """Writes round t, the one after the last, to disk before it is released, with the epsilons
+        after it and what is released, as JSON values; the same release a second time changes
+        nothing. A `restart` above that of the last line starts a new segment, at any round up to
+        the one after the last; rounds recorded before then count as releases of their own.
 
         Raises:
             RunError: the round was recorded with another release (its noise key would be used

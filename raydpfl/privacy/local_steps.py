@@ -1,16 +1,9 @@
 """Noise at local steps (002, 003), as accountants read it: a mechanism per client.
 
-A client clips every sample's gradient, adds Gaussian noise to the mean gradient of a batch at each
-of its steps, and sends its update as it is. Every single update is seen, so only a client's own
-noise protects its samples, and only its own participations compose. These are known before
-training, since cohorts depend on the seed and on public sizes and budgets.
-
-`raydpfl.privacy.local_steps_calibration` finds the noise that each client's budget needs, and
-`raydpfl.privacy.local_steps_report` says what it costs. The tests compare both with
-`Mechanism.of_local_steps`, one client at a time.
-
-Public: sizes, budgets, participations, noise. A client with an infinite budget is public too: it
-draws no noise.
+A client clips every sample's gradient, adds Gaussian noise to the mean gradient of a batch at every
+step, and sends its update as it is. Every single update is seen, so only a client's own noise
+protects its samples, and only its own participations compose. These are public before training, as
+are sizes, budgets and noise; a client with an infinite budget draws no noise.
 """
 
 from __future__ import annotations
@@ -37,13 +30,9 @@ Participations = Mapping[int, int] | ArrayLike
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the noise was calibrated by.
-
-    Args:
-        method: `rigorous`, by an accountant; `paper` and `tcdp`, by the formula of 003 or 002.
-        accountant: the rigorous accountant that calibrated what no formula did; None: nothing.
-        unfit: the clients whom the formula does not cover, with the conditions of it that fail;
-            the accountant calibrated their noise.
+    """What the noise was calibrated by: `rigorous`, by an accountant; `paper` and `tcdp`, by the
+    formula of 003 or 002, and by the accountant for the clients (`unfit`) for whom conditions of it
+    fail, in words.
     """
 
     method: Method
@@ -53,22 +42,22 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class LocalSteps(Release):
-    """What N clients release, and what each of them was promised.
+    """What N clients release, and what they were promised.
 
     Args:
         samples: n_k, int64 [N].
-        batch: B; a client with fewer samples uses all of them. Or B_k of each, int64 [N]. None: all
-            samples at every step.
-        steps: Q, local steps of one participation; or Q_k of each client, int64 [N].
+        batch: B; a client with fewer samples uses all of them. Or B_k, int64 [N]. None: all samples
+            at every step.
+        steps: Q, local steps of one participation; or Q_k, int64 [N].
         bound: the per-sample clip norm.
         delta: the delta of all epsilons.
-        stds: of each client's noise on the mean gradient of a batch, in the units of `bound`,
+        stds: of a client's noise on the mean gradient of a batch, in the units of `bound`,
             float64 [N] or one for all; 0: no noise.
-        sampling: `fresh`, a uniform subset at each step; or `epochs`, shuffled samples in turn,
+        sampling: `fresh`, a uniform subset at every step; or `epochs`, shuffled samples in turn,
             which amplify nothing (see `compositions`).
-        claims: the epsilon promised to each client for its participations in the whole run,
+        claims: the epsilon promised to a client for its participations in the whole run,
             float64 [N]; infinite for a public client. None: nothing was promised.
-        calibration: of the noise; None: it was given.
+        calibration: of the noise; None: it was specified.
         exclusions: what is not accounted for, in words.
         side_query: a query that every participation also answers, by the mean over the client's
             n_k samples of values within [-bound, bound] plus noise of its std: replacing a sample
@@ -137,10 +126,10 @@ class LocalSteps(Release):
         """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset or
         over one that certainly holds the sample.
 
-        Fresh batches: one for each of the Q steps. Shuffled epochs, whose order is taken as known:
-        a sample is used once in each of the ceil(Q B / n) epochs begun. Where n is no multiple of
-        B, a batch that ends one epoch and begins the next may hold it twice, which moves the sum
-        twice as far and costs as much as four Gaussians; at worst every second time.
+        Fresh batches: one for every step. Shuffled epochs, whose order is taken as public: a sample
+        is used once in each of the ceil(Q B / n) epochs. Where n is no multiple of B, a batch that
+        ends one epoch and starts the next may hold it twice, which moves the sum twice as far and
+        costs as much as four Gaussians; at worst every second time.
         """
         n = self.samples
         b = np.maximum(self.batches, 1)
@@ -152,9 +141,7 @@ class LocalSteps(Release):
 
     @property
     def side_mu(self) -> np.ndarray:
-        """Sensitivity / std of a participation's answer to `side_query`, float64 [N]; 0 without
-        one.
-        """
+        """Sensitivity / std of a participation's answer to `side_query`, float64 [N]."""
         if self.side_query is None:
             return np.zeros(len(self.samples))
         return 2 * self.side_query.bound / (np.maximum(self.samples, 1) * self.side_query.std)
@@ -183,9 +170,7 @@ class LocalSteps(Release):
         }
 
     def unmet_conditions(self) -> tuple[str, ...]:
-        """The conditions of every paper's formula that fail, in words: fresh batches, and no other
-        release.
-        """
+        """The conditions of every paper's formula that fail, in words."""
         failed: tuple[str, ...] = ()
         if self.sampling != "fresh":
             failed += ("a fresh batch at each step (here: shuffled epochs)",)
@@ -195,9 +180,7 @@ class LocalSteps(Release):
         return failed
 
     def counts(self, participations: Participations) -> np.ndarray:
-        """How often each client takes part, int64 [N], from these numbers or from those by id.
-        Raises `ConfigError`.
-        """
+        """Participations, int64 [N], from these numbers or by id. Raises `ConfigError`."""
         if isinstance(participations, Mapping):
             counts = np.zeros(len(self.samples), np.int64)
             counts[list(participations)] = list(participations.values())

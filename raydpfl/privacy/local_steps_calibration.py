@@ -7,9 +7,9 @@
 >>> steps.stds.round(2)  # of the noise on the mean gradient; none where there is nothing to hide
 array([0.34, 0.61, 0.  ])
 
-Design note. Clients of the same size, batches, steps and budget are calibrated once. The search for
-a client's noise starts from the central limit theorem [1], corrected by what the most similar
-client needed, so that two or three evaluations suffice.
+Clients of the same size, batches, steps and budget are calibrated once. The search for a client's
+noise starts from the central limit theorem [1], corrected by what the most similar client needed,
+so that two or three evaluations suffice.
 
 [1] Bu, Dong, Long, Su. Deep learning with Gaussian differential privacy. HDSR 2020. Section 3.
 """
@@ -63,28 +63,19 @@ def calibrate_local_steps(
     exclusions: Sequence[str] = (),
     side_query: Query | None = None,
 ) -> LocalSteps:
-    """The noise with which each client spends its own budget over the whole run.
-
-    Public clients and those that never take part draw no noise.
+    """The noise with which clients spend their budgets over the whole run; none for public clients
+    and those that never take part. Other arguments as of `LocalSteps`.
 
     Args:
-        samples: Samples of each client, [N].
-        batch: Samples of a step, one or [N]; None: all samples of the client.
-        steps: Steps of a round, one or [N].
-        bound: The L2 norm to which the gradient of a sample is clipped.
-        delta: The delta of every client's guarantee.
-        participations: The rounds in which each client takes part.
-        budgets: Epsilons, one or [N].
+        participations: how often clients take part, by id or int64 [N].
+        budgets: epsilons, one or [N].
         calibration: `rigorous` is at most 1e-3 above the smallest noise that is enough; `paper` is
             sigma_k of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and
             the rigorous noise for the clients for whom a condition of it fails.
         accountant: pld or rdp, for `rigorous`.
-        sampling: Whether a step draws a fresh batch, or goes through the samples in epochs.
-        exclusions: What the guarantee does not cover, for the report.
-        side_query: A noisy query of a round beside the steps, counted within the budget.
 
     Raises:
-        ConfigError: No noise reaches some budget, or the `side_query` leaves less than 1 % to the
+        ConfigError: no noise reaches some budget, or the `side_query` leaves less than 1 % to the
             steps.
     """
     one_of("calibration", calibration, Method)
@@ -220,7 +211,7 @@ def _noise_multipliers(
     """z = std of the sum / bound with which clients spend at most their targets, float64 [k]; at
     most 1e-3 (relative) above the smallest.
 
-    `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of each participation,
+    `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of a participation,
     participations, targets, and mu of the side query of a participation.
     """
     q, gaussians, counts, targets, side = kinds.T

@@ -48,8 +48,7 @@ class Query:
             of indicators is centred first (indicator - 1/2), so its bound is 1/2.
         std: of the noise on each coordinate of the *sum*, in the units of `bound`; 0: no noise.
         per_client: whether each client's contribution is released by itself, with noise of this
-            std. `Mechanism.with_noise` leaves that std as it is, and an observer of single updates
-            sees the same noise.
+            std, which `Mechanism.with_noise` leaves as it is.
 
     Raises:
         ConfigError: the bound is not positive and finite, or the std is negative or infinite.
@@ -76,8 +75,7 @@ class Event:
         mu: sensitivity / std of each of these Gaussians; both of the sum.
         each: how many Gaussians there are, each over a fresh sample.
         also: mu of one more Gaussian, over everyone; 0: there is none.
-        once: mu of a Gaussian over everyone that is released once, however many events there are
-            (`Survey`); 0: there is none.
+        once: mu of a Gaussian over everyone released once for all events (`Survey`); 0: none.
     """
 
     sampling: Sampling
@@ -330,16 +328,10 @@ class Mechanism(Release):
         return replace(self, sampling=everyone)
 
     def with_noise(self, multiplier: float) -> Mechanism:
-        """The same mechanism at another noise multiplier.
-
-        Every std of `sums` is scaled by the same factor. Where there is no noise yet, the k sums
-        get equal shares, std = sqrt(k) z bound each.
-
-        Args:
-            multiplier: z = std of the sum / bound, all queries of a round together.
-
-        Raises:
-            ConfigError: it is negative or infinite, or only some queries have noise.
+        """The same mechanism at another noise multiplier z = std of the sum / bound, all queries of
+        a round together. Every std of `sums` is scaled by the same factor; where there is no noise
+        yet, the k sums get equal shares, std = sqrt(k) z bound. Raises `ConfigError` if z is
+        negative or infinite, or only some queries have noise.
         """
         if not (0 <= multiplier < math.inf):
             raise ConfigError("multiplier", multiplier, "a finite number, zero or above")

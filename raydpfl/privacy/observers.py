@@ -38,16 +38,9 @@ class ObserverView:
     def guarantee(
         self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
     ) -> Guarantee:
-        """The guarantee against this observer, with a rigorous accountant's epsilon.
-
-        Args:
-            accountant: its name.
-            epsilon: by that accountant; infinite where nothing is guaranteed.
-            delta: that epsilon is at.
-            failed: the conditions that fail, in words.
-
-        Returns:
-            A guarantee that is rigorous, or `unproven` where no proof is known for the mechanism.
+        """The guarantee against this observer, with a rigorous accountant's epsilon, infinite where
+        nothing is guaranteed, and the conditions that failed. It is `unproven` where no proof is
+        known for the mechanism.
         """
         mechanism = self.mechanism
         kind: Literal["rigorous", "unproven"] = "rigorous"
@@ -188,14 +181,9 @@ def place_of(name: str) -> Place:
 def views(
     mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
 ) -> Iterator[ObserverView]:
-    """The observers that differ, the one who sees least first.
-
-    Args:
-        mechanism: what runs.
-        relation: the neighbouring relation that is asked for. Against an observer who knows the
-            cohorts, `add_remove` becomes `zero_out`: it sees who is there.
-        rounds: rounds composed.
-        participations: the largest number of times that any client was drawn; None: unknown, so
-            that every round counts.
+    """The observers that differ in `rounds` rounds, the one who sees least first. Against one who
+    knows the cohorts, `add_remove` becomes `zero_out`: it sees who is there. `participations` is
+    the largest number of times that any client was drawn; None: unknown, so that every round
+    counts.
     """
     return place_of(mechanism.placement).views(mechanism, relation, rounds, participations)

@@ -45,22 +45,16 @@ class FormulaValue:
 def paper_multiplier(
     epsilon: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> float:
-    """The noise multiplier of 000 Theorem 3.2 and 001 Theorem 1,
+    """The noise multiplier z = std of the noise on the sum / bound of 000 Theorem 3.2 and 001
+    Theorem 1,
 
         z = (r/N) sqrt(v T ln(1/delta)) / epsilon.
 
     Args:
-        epsilon: that is claimed, positive and finite.
+        epsilon, delta: that are claimed; epsilon positive and finite, else `ConfigError`.
         sampling: who takes part; only q = r/N is read.
         rounds: T.
-        delta: that is claimed.
-        v: the constant that the papers leave open (PRIVACY.md sec. 3).
-
-    Returns:
-        z = std of the noise on the sum / bound.
-
-    Raises:
-        ConfigError: epsilon or v is not positive and finite.
+        v: the constant that the papers leave open (PRIVACY.md sec. 3), positive and finite.
     """
     for field, value in (("epsilon", epsilon), ("v", v)):
         if not (0 < value < math.inf):
@@ -253,20 +247,9 @@ def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLi
 def budget_variance(
     epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
 ) -> Any:
-    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2, with r = B / n_k (003 eq. 7).
-
-    Args:
-        epsilon: eps_k, positive; infinity for a public client.
-        delta: delta_k, between 0 and 1.
-        batch: B, at most `samples`.
-        samples: n_k.
-
-    Returns:
-        float64 [...], the noise variance for one local step and a bound of 1; 0 for a public
-        client.
-
-    Raises:
-        ConfigError: an argument is out of range.
+    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2, with r = B / n_k (003 eq. 7): the noise
+    variance for one local step and a bound of 1, float64 [...]; 0 for a public client, whose
+    epsilon is infinite. Raises `ConfigError` if an argument is out of range.
     """
     if not np.all(np.asarray(epsilon, float) > 0):
         raise ConfigError("epsilon", epsilon, "a positive number, or infinity for a public client")
@@ -327,13 +310,9 @@ def budget_epsilons(
 
 
 def lemma2(epsilon: float, delta: float, *, batch: int, samples: int) -> tuple[str, ...]:
-    """Whether 003 Lemma 2 holds where it is used, at eps' and delta / r, by the exact Gaussian
-    curve.
-
-    It gives large budgets too little noise, at r = 1 and delta 1e-5 those above 169.
-
-    Returns:
-        The condition that fails, in words; empty: it holds.
+    """The condition that fails, in words, if 003 Lemma 2 does not hold where it is used, at eps'
+    and delta / r, by the exact Gaussian curve. It gives large budgets too little noise, at r = 1
+    and delta 1e-5 those above 169.
     """
     r = batch / samples
 

@@ -64,11 +64,8 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
         Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu).
 
     Args:
-        epsilon: of any sign, [...].
+        epsilon: of any sign, [...], broadcast with `mu`.
         mu: sensitivity / std, above 0, [...].
-
-    Returns:
-        float64 [...], the two broadcast.
     """
     from scipy.special import log_ndtr
 
@@ -78,14 +75,12 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
 
 
 def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
-    """Epsilon of the Gaussian mechanism: the smallest at which `gaussian_delta` is at most `delta`.
+    """Epsilon of the Gaussian mechanism: the smallest at which `gaussian_delta` is at most `delta`,
+    float64 [...], 0 or above, rounded up by one part in 1e12.
 
     Args:
         mu: sensitivity / std, 0 or above, [...].
         delta: between 0 and 1.
-
-    Returns:
-        float64 [...], 0 or above, rounded up by one part in 1e12.
     """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
@@ -96,12 +91,8 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class LossDistribution:
-    """A pessimistic privacy loss distribution of one round.
-
-    Args:
-        step: of the grid of losses.
-        masses: [2n + 1], the probabilities of the losses -n step, ..., n step.
-        infinite: the probability of an infinite loss.
+    """A pessimistic privacy loss distribution of one round: the probabilities `masses` [2n + 1] of
+    the losses -n step, ..., n step, and that of an infinite loss.
     """
 
     step: float
@@ -274,11 +265,11 @@ def _plain_recursion(values: np.ndarray, gain: float, decay: float) -> np.ndarra
 
 def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
     """What sums of losses are above (`sign` 1) or below (-1; both as a size) with probability at
-    most e^-surprise, by the best of some orders, for each number of rounds.
+    most e^-surprise, by the best of some orders, for all numbers of rounds.
 
     The bound (n K(order) + surprise) / order, K convex, first falls and then rises with the order,
-    and more rounds are served best by a smaller one. So the best for the most rounds and the best
-    for the fewest are searched for, and all between them are tried.
+    and more rounds are served best by a smaller one. So all orders are tried from the best for the
+    most rounds to the best for the fewest.
     """
 
     @cache

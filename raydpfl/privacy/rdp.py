@@ -42,16 +42,9 @@ def gaussian(mu: float) -> np.ndarray:
 
 
 def fixed_size(q: float, mu: float) -> np.ndarray:
-    """Bounds on the divergences of one step on a uniform subset, under replace-one ([1] Theorem
-    27).
-
-    Args:
-        q: the fraction of the subset, 0 < q < 1.
-        mu: sensitivity / std of the sum, 2c/std.
-
-    Returns:
-        float64 [orders], at `ORDERS`. Between whole orders the log-moments are interpolated ([1]
-        Corollary 10).
+    """Bounds on the divergences at `ORDERS` of one step on a uniform subset of fraction q, 0 < q <
+    1, under replace-one ([1] Theorem 27), float64 [orders]; mu is sensitivity / std of the sum,
+    2c/std. Between whole orders the log-moments are interpolated ([1] Corollary 10).
     """
     i = np.arange(_WHOLE[-1] + 1)
     # The logarithm of what [1] has for the i-th moment of L - 1: 2 E L^i or, if that is less, 4
@@ -77,16 +70,9 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
 def epsilons(
     one_step: np.ndarray, delta: float, counts: ArrayLike, once: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """Epsilon after some steps, by the conversion of [2] as dp-accounting has it.
-
-    Args:
-        one_step: divergences of one step at `ORDERS`, float64 [orders].
-        delta: the delta that epsilon is at.
-        counts: numbers of steps, [...].
-        once: what is also spent, once in all, float64 [orders].
-
-    Returns:
-        float64 [...].
+    """Epsilon float64 [...] after `counts` [...] steps, by the conversion of [2] as dp-accounting
+    has it, from divergences of one step at `ORDERS`, float64 [orders], and of what is spent `once`
+    in all.
     """
     spent = np.asarray(counts, float)[..., None] * one_step + once
     epsilon = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)

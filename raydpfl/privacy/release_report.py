@@ -46,35 +46,29 @@ class ReleaseReport:
         rounds: np.ndarray,
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Epsilon after each round, by every accountant.
+        """Epsilon after every round, by every accountant: float64 [T], of any client, or of the
+        sample that has spent most.
 
         Args:
             draws: for every release its clients, int64, a client drawn twice listed twice; needed
                 for a release that counts draws, or is `unproved`. The last of them are those of the
                 `rounds`.
-            rounds: int64 [T], the number of releases composed after each round.
+            rounds: int64 [T], the number of releases composed after a round.
             surveys: int64 [T], how often all clients were asked until then; None: never.
-
-        Returns:
-            By accountant (named as in `guarantees`), epsilon float64 [T]: of any client, or of the
-            sample that has spent most.
         """
         raise NotImplementedError
 
     def guarantees(
         self, participations: Participations | None, rounds: int, surveys: int = 0
     ) -> list[Guarantee]:
-        """What holds after the run, by every accountant and against every observer that differs.
-
-        Args:
-            participations: how often each client was drawn, by id or int64 [N]; None: unknown.
-            rounds: the number of releases composed.
-            surveys: how often all clients were asked.
+        """What holds after `rounds` releases and so many `surveys`, by every accountant and against
+        every observer that differs. `participations` is how often clients were drawn, by id or
+        int64 [N]; None: unknown.
         """
         raise NotImplementedError
 
     def table(self, participations: Participations) -> list[dict[str, Any]] | None:
-        """A row for each client that took part; None without guarantees per client."""
+        """A row for a client that took part; None without guarantees per client."""
         return None
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
@@ -107,11 +101,10 @@ class SumsReport(ReleaseReport):
         rounds: np.ndarray,
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """See `ReleaseReport.curves`.
-
-        Of many surveys an epsilon may count some before they are released, never too few. Where the
-        mechanism is `unproved`, a rigorous accountant's epsilons are those against the first
-        observer against whom there is a proof; without `draws` a client may be in every round.
+        """See `ReleaseReport.curves`. Of many surveys an epsilon may count some before they are
+        released, never too few. Where the mechanism is `unproved`, a rigorous accountant's epsilons
+        are those against the first observer against whom there is a proof; without `draws` a client
+        may be in every round.
         """
         curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
         asked = _in_groups(np.zeros(len(rounds), int) if surveys is None else surveys)
@@ -125,16 +118,15 @@ class SumsReport(ReleaseReport):
             if accounting.covers(name, mechanism, terms.relation):
                 continue
             for times in np.unique(asked).tolist():
-                at = asked == times
-                curves[name][at] = _curve(mechanism.asking(times), name, counts[at], terms)
+                group = asked == times
+                curves[name][group] = _curve(mechanism.asking(times), name, counts[group], terms)
         return curves
 
     def _proved(
         self, draws: Sequence[ArrayLike] | None, rounds: np.ndarray
     ) -> tuple[Mechanism, np.ndarray, Terms] | None:
         """What the observer sees against whom guarantees are proved: its mechanism, how many
-        rounds of it are composed after each round, int64 [T], and its terms. None: no guarantee is
-        proved.
+        rounds of it are composed after a round, int64 [T], and its terms; None: there is none.
         """
         most: list[int | None] = [None] * len(rounds)
         if draws is not None:
@@ -162,15 +154,10 @@ class SumsReport(ReleaseReport):
             most = max(participations.values(), default=0)
         elif participations is not None:
             most = int(np.max(participations, initial=0))
+        mechanism = self.mechanism.asking(surveys)
         terms = self.terms
         return accounting.guarantees(
-            self.mechanism.asking(surveys),
-            terms.relation,
-            terms.delta,
-            rounds,
-            self.accountants,
-            participations=most,
-            v=terms.v,
+            mechanism, terms.relation, terms.delta, rounds, self.accountants, most, terms.v
         )
 
 
@@ -187,7 +174,7 @@ def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Ter
 
 
 def _in_groups(surveys: np.ndarray) -> np.ndarray:
-    """How many surveys each value of a curve counts, int64 [n], where these were released: as many,
+    """How many surveys a value of a curve counts, int64 [n], from how many were released: as many,
     or with many of them some more, so that few curves are composed. The last is itself.
     """
     step = max(1, -(-int(surveys.max(initial=0)) // _GROUPS))
@@ -204,18 +191,12 @@ class LocalStepsReport(ReleaseReport):
     def __init__(self, release: LocalSteps, accountants: Sequence[str]):
         self.release = release
         self.names = resolved(accountants, release.unit)
-        self._curves: dict[tuple, np.ndarray] = {}  # what is known of each kind of client
+        self._curves: dict[tuple, np.ndarray] = {}  # by kind of client
 
     def epsilons(self, name: str, participations: Participations) -> np.ndarray:
-        """Epsilon of every client's samples.
-
-        Args:
-            name: of an accountant or one of `FORMULAS`.
-            participations: how often each client takes part, by id or int64 [N].
-
-        Returns:
-            float64 [N], at the release's delta (002 Theorem 5 has a delta of its own). 0 for a
-            client that took no part, infinite for one that took part without noise.
+        """Epsilon of every client's samples, float64 [N], by an accountant or one of `FORMULAS`, at
+        the release's delta (002 Theorem 5 has a delta of its own): 0 for a client that took no
+        part, infinite for one that took part without noise.
         """
         release = self.release
         counts = release.counts(participations)
@@ -268,10 +249,9 @@ class LocalStepsReport(ReleaseReport):
         rounds: np.ndarray | None = None,
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """The largest epsilon of any client's samples after each round, public clients left out.
-
-        The last value is the largest of `epsilons`, to the bit. Without `rounds` there is one for
-        each of the `draws`.
+        """The largest epsilon of any client's samples after every round, public clients left out;
+        the last is the largest of `epsilons`, to the bit. Without `rounds` there is one for every
+        item of `draws`.
         """
         assert draws is not None
         releases = [np.unique(np.asarray(draw, np.int64), return_counts=True) for draw in draws]
@@ -284,10 +264,10 @@ class LocalStepsReport(ReleaseReport):
     def _worst(
         self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon of any client after each release, float64 [releases].
+        """The largest epsilon of any client after every release, float64 [releases].
 
-        `releases` are pairs (clients, how often each is drawn); `finals` int64 [N] is how often
-        each client is drawn in all.
+        `releases` are pairs (clients, how often they are drawn); `finals` int64 [N] is how often
+        clients are drawn in all.
         """
         most = np.where(self._covered(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
@@ -295,8 +275,8 @@ class LocalStepsReport(ReleaseReport):
         curve = np.zeros(len(releases))
         for t, (clients, times) in enumerate(releases):
             counts[clients] += times
-            # First those with nothing to come, which are known; a client that cannot exceed the
-            # worst need not be known.
+            # First those with nothing to come, whose epsilons need no curve; nor does a client that
+            # cannot exceed the worst.
             order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
             for k in clients[order].tolist():
                 if most[k] <= worst:
@@ -312,10 +292,8 @@ class LocalStepsReport(ReleaseReport):
         self, participations: Participations | None, rounds: int | None = None, surveys: int = 0
     ) -> list[Guarantee]:
         """What holds for the client that has spent most, by every accountant; its id and the
-        quantiles over clients are in `sampling`.
-
-        A formula has the conditions that fail for that client. Public clients have no guarantee and
-        are listed in the exclusions; if no one else takes part, epsilon is infinite.
+        quantiles over clients are in `sampling`. A formula has the conditions that fail for that
+        client. Public clients are exclusions; if only they take part, epsilon is infinite.
         """
         assert participations is not None
         counts = self.release.counts(participations)
@@ -387,7 +365,6 @@ class LocalStepsReport(ReleaseReport):
         return delta, failed + release.unmet_conditions()
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        """See `ReleaseReport.quantiles`: of the clients that took part, public ones left out."""
         release = self.release
         counts = release.counts(participations)
         protected = (counts > 0) & (release.samples > 0) & ~release.public
@@ -395,12 +372,10 @@ class LocalStepsReport(ReleaseReport):
         return quantiles(spent) if len(spent) else np.zeros(0)
 
     def table(self, participations: Participations) -> list[dict[str, Any]]:
-        """A row for each client that took part: sizes, participations, steps, noise, the promised
-        epsilon, and every accountant's.
-
-        `noise_std` is that of the noise on the mean gradient, `calibrated_by` names the accountant
-        or the formula that it comes from, if any, `epsilon_claimed` is None where nothing was
-        promised, and `conditions_failed` lists "formula: condition". Floats may be infinite.
+        """A row for a client that took part: sizes, participations, steps, noise (`noise_std` on
+        the mean gradient, `calibrated_by` an accountant, a formula or None), the promised epsilon
+        (`epsilon_claimed`, or None), those of all accountants, and `conditions_failed`, "formula:
+        condition". Floats may be infinite.
         """
         release = self.release
         counts = release.counts(participations)
@@ -461,13 +436,13 @@ class LocalStepsReport(ReleaseReport):
         """
         release = self.release
         exposed = release.counts(participations) > 0
-        lax = np.flatnonzero(exposed & (release.delta * release.samples > 1)).tolist()
-        above = (
-            f"delta {release.delta:g} is above 1/n for {len(lax)} clients ({client_list(lax)}): "
-            "it would allow a sample to be published outright"
-        )
         public = int((exposed & release.public).sum())
-        return (*((above,) if lax else ()), *self._unfit_words(), *_public_words(public))
+        words = (*self._unfit_words(), *_public_words(public))
+        lax = np.flatnonzero(exposed & (release.delta * release.samples > 1)).tolist()
+        if not lax:
+            return words
+        above = f"delta {release.delta:g} is above 1/n for {len(lax)} clients ({client_list(lax)}):"
+        return (f"{above} it would allow a sample to be published outright", *words)
 
     @property
     def _formula(self) -> str:
@@ -476,9 +451,7 @@ class LocalStepsReport(ReleaseReport):
         return formula_of(calibration.method if calibration else "paper").name
 
     def _calibrated_by(self, k: int) -> str | None:
-        """The accountant or the formula that calibrated client k's noise; None where it was given,
-        or there is none.
-        """
+        """What calibrated client k's noise; None: nothing, or there is no noise."""
         calibration = self.release.calibration
         if calibration is None or self.release.stds[k] == 0:
             return None
@@ -541,9 +514,9 @@ def report_of(
     """The report of a release.
 
     Args:
-        release: Noise on the sums of rounds, or noise at local steps.
-        accountants: Names of the accountants that state an epsilon.
-        terms: Relation, delta and v of noise on sums; noise at local steps has its own terms.
+        release: noise on the sums of rounds, or noise at local steps.
+        accountants: names of the accountants that state an epsilon.
+        terms: relation, delta and v of noise on sums; noise at local steps has its own.
     """
     if release.by_draws:
         return LocalStepsReport(cast(LocalSteps, release), accountants)

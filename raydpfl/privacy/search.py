@@ -34,20 +34,10 @@ _TURNS = 200  # after which a search gives up
 def safe_end(
     excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
 ) -> float:
-    """A safe point next to a root.
-
-    Args:
-        excess: at most 0 where x is safe; it changes sign once between the ends.
-        low: the smaller end of the bracket; either end may be the safe one.
-        high: the larger end.
-        xtol: absolute tolerance of x.
-        rtol: relative tolerance of x.
-
-    Returns:
-        An x with excess at most 0, less than xtol + rtol |x| from where excess is above 0.
-
-    Raises:
-        ValueError: both ends are safe, or neither is.
+    """A safe point next to the root of `excess`, which is at most 0 where x is safe and changes
+    sign once from `low` to `high`, the smaller and the larger end: an x with excess at most 0, less
+    than xtol + rtol |x| from where excess is above 0. Raises `ValueError` if both ends are safe, or
+    neither.
     """
     from scipy.optimize import brentq
 
@@ -69,17 +59,9 @@ def safe_end(
 def halved(
     unsafe: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray, times: int
 ) -> np.ndarray:
-    """Bisection of many brackets at once.
-
-    Args:
-        unsafe: whether each x is unsafe, bool [...] for float64 [...].
-        low: the unsafe ends, float64 [...].
-        high: the safe ends, float64 [...].
-        times: how often the brackets are halved.
-
-    Returns:
-        The upper ends, float64 [...]: `high` where everything is unsafe, and within a bracket of
-        `low` where nothing is.
+    """Bisection of many brackets at once, from `low`, the unsafe ends, to `high`, the safe ones,
+    float64 [...]: the upper ends after so many halvings, `high` where everything is unsafe, and
+    within a bracket of `low` where nothing is.
     """
     for _ in range(times):
         middle = (low + high) / 2
@@ -95,16 +77,9 @@ def narrowed(
     high: tuple[float, float],
     xtol: float,
 ) -> float:
-    """A safe point next to the root of a costly, falling function.
-
-    Args:
-        excess: at most 0 where x is safe.
-        low: (x, excess) at the unsafe end, with excess above 0.
-        high: (x, excess) at the safe end.
-        xtol: the width of the bracket at which the search stops.
-
-    Returns:
-        The upper end of the bracket.
+    """A safe point next to the root of a costly, falling function, which is at most 0 where x is
+    safe: the upper end of a bracket at most `xtol` wide. `low` and `high` are (x, excess) at the
+    unsafe and at the safe end.
     """
     for turn in range(_TURNS):
         width = high[0] - low[0]
@@ -126,16 +101,9 @@ def narrowed(
 def near_guess(
     excess: Callable[[float], float], x: float, slope: float, xtol: float
 ) -> float | None:
-    """A safe point next to the root of a costly, falling function whose root is about known.
-
-    Args:
-        excess: at most 0 where x is safe.
-        x: the guess.
-        slope: of excess near x, below 0.
-        xtol: how far below the answer excess is above 0.
-
-    Returns:
-        An x with excess at most 0; None if no root is found.
+    """A safe point next to the root of a costly, falling function whose root is about x, where it
+    has this slope: an x with excess at most 0, and above 0 at `xtol` below; None if there is no
+    root.
     """
     low: tuple[float, float] | None = None  # (x, excess), too little
     high: tuple[float, float] | None = None  # and enough

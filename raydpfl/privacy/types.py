@@ -14,16 +14,9 @@ Unit = Literal["client", "sample"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What guarantees are asked for.
-
-    Args:
-        relation: the neighbouring relation.
-        delta: the delta that epsilons are at.
-        v: the constant that 000 Theorem 3.2 and 001 Theorem 1 leave open; rigorous accountants have
-            none.
-
-    Raises:
-        ConfigError: delta is not above 0 and below 1.
+    """What guarantees are asked for: the neighbouring relation, the delta that epsilons are at
+    (above 0 and below 1, else `ConfigError`), and the constant v that 000 Theorem 3.2 and 001
+    Theorem 1 leave open; rigorous accountants have none.
     """
 
     relation: Relation

@@ -68,40 +68,22 @@ class Accountant:
         last: int,
         v: float,
     ) -> np.ndarray:
-        """Epsilon at `delta` after `first`, ..., `last` rounds of a mechanism with noise.
-
-        Args:
-            mechanism: one that it covers.
-            relation: the neighbouring relation.
-            delta: between 0 and 1.
-            first: the smallest number of rounds, at least 1.
-            last: the largest.
-            v: the constant that the formula of 000 and 001 leaves open.
-
-        Returns:
-            float64 [last - first + 1].
+        """Epsilon at `delta` after `first`, ..., `last` rounds (at least 1) of a mechanism with
+        noise that it covers, float64 [last - first + 1]. `v` is the constant that the formula of
+        000 and 001 leaves open.
         """
         return self.curve(mechanism.event(relation), delta, np.arange(first, last + 1))
 
     def delta(
         self, mechanism: Mechanism, relation: Relation, epsilon: float, rounds: int, v: float
     ) -> float:
-        """Delta at `epsilon` after `rounds` rounds of a mechanism with noise; arguments as for
-        `epsilons`.
-        """
+        """Delta at `epsilon` after `rounds` rounds of a mechanism with noise."""
         return self.delta_of(mechanism.event(relation), epsilon, rounds)
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        """Epsilon at `delta` after each number of events.
-
-        Args:
-            event: what one round releases about one unit, and what is released `once`.
-            delta: between 0 and 1.
-            counts: int64 [n], consecutive numbers of events.
-
-        Returns:
-            float64 [n], never below the truth if the accountant is rigorous; infinite where delta
-            is out of reach.
+        """Epsilon at `delta` after `counts` int64 [n], consecutive numbers of events, and after what
+        is released `once`: float64 [n], never below the truth if the accountant is rigorous;
+        infinite where delta is out of reach.
         """
         raise NotImplementedError
 
@@ -112,10 +94,8 @@ class Accountant:
 
 class Formula(Accountant):
     """Base of the papers' formulas for noise at local steps. A member gives `printed` and `noise`.
-
-    In all methods `std` is that of the noise on the mean gradient of a batch, and `client` has
-    `bound` (per-sample clip norm), `batch` (B), `samples` (n_k) and `steps` (local steps over all
-    participations).
+    `std` is that of the noise on the mean gradient of a batch, and `client` has `bound` (per-sample
+    clip norm), `batch` (B), `samples` (n_k) and `steps` (local steps over all participations).
     """
 
     rigorous = False
@@ -134,11 +114,7 @@ class Formula(Accountant):
         return ()
 
     def printed(self, std: float, delta: float, **client: Any) -> tuple[FormulaValue, float]:
-        """Its epsilon at this noise.
-
-        Returns:
-            Epsilon with the conditions that fail, and the delta that it is at.
-        """
+        """Its epsilon at this noise with the conditions that fail, and the delta that it is at."""
         raise NotImplementedError
 
     def noise(self, epsilon: float, delta: float, **client: Any) -> FormulaValue:
@@ -158,8 +134,8 @@ class Formula(Accountant):
         samples: ArrayLike,
         steps: ArrayLike,
     ) -> np.ndarray:
-        """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps each:
-        of one client, or of n clients whose `std`, `batch`, `samples` and `steps` are [n].
+        """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps: of one
+        client, or of n clients whose `std`, `batch`, `samples` and `steps` are [n].
         """
         columns = np.broadcast_arrays(std, np.asarray(steps) * counts, batch, samples)
         return np.array(

@@ -28,13 +28,13 @@ class Answer:
     """What one accountant answers against one observer.
 
     Args:
+        guarantee: for that noise and those rounds (for one round if there are none).
         noise_multiplier: std of the noise on the sum / bound, of the mechanism itself, whatever the
             observer sees of it; infinite if no noise is enough.
-        rounds: of the run, or, where samples are protected, those that the client takes part in; 0
-            if one spends too much.
-        guarantee: for that noise and those rounds (for one round if there are none).
+        rounds: of the run, or, where samples are protected, of the client; 0 if one spends too
+            much.
         true_epsilon: for a paper's formula, the epsilon that holds there, at the formula's own
-            delta, by the first rigorous accountant that has one; None otherwise.
+            delta.
     """
 
     guarantee: Guarantee
@@ -52,19 +52,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Budget:
-    """The answers to a question, and one mechanism's guarantees, where whole clients are protected.
-
-    Args:
-        unknown: what the answers found.
-        mechanism: with the noise and rounds of the first answer (pld, against the observer who sees
-            least), or those of the config.
-        relation: the neighbouring relation of the question.
-        delta: that epsilons are at.
-        answers: of every accountant, against every observer.
-        guarantees: of the mechanism, by every accountant, against every observer.
-        epsilon: the one given; None: it was the unknown.
-        steps: 1, or the local steps of a round where samples are protected.
-        notes: what else a reader should know.
+    """The answers to a question, of every accountant against every observer, and the guarantees of
+    one mechanism, where whole clients are protected: that with the noise and rounds of the first
+    answer (pld, against the observer who sees least), or that of the config. `epsilon` is None if
+    it was the unknown; `steps` are the local steps of a round where samples are protected.
     """
 
     unknown: Unknown
@@ -160,14 +151,9 @@ class SampleBudget(Budget):
 
 @dataclass(frozen=True)
 class PersonalBudget:
-    """What noise at local steps guarantees each client's samples, and what they were promised.
-
-    Args:
-        mechanism: what the clients release.
-        rows: `LocalStepsReport.table`, a row for each client that takes part.
-        guarantees: of the client that spends most, by every accountant.
-        broken: which clients were promised more than holds, in words.
-        notes: what else a reader should know.
+    """What noise at local steps guarantees each client's samples: `rows` of
+    `LocalStepsReport.table`, the guarantees of the client that spends most, and which clients were
+    promised more than holds, in words.
     """
 
     mechanism: LocalSteps
