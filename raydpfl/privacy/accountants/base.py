@@ -81,8 +81,8 @@ class Accountant:
         return self.delta_of(mechanism.event(relation), epsilon, rounds)
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        """Epsilon at `delta` after `counts` int64 [n], consecutive numbers of events, and after what
-        is released `once`: float64 [n], never below the truth if the accountant is rigorous;
+        """Epsilon at `delta` after `counts` int64 [n], consecutive numbers of events, and what is
+        released `once`: float64 [n], never below the truth if the accountant is rigorous;
         infinite where delta is out of reach.
         """
         raise NotImplementedError
