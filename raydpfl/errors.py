@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
-# What a user's own code may raise by mistake: sys.exit() in a module must not end a run.
+# What user-defined code may raise by mistake: sys.exit() in a module must not end a run.
 RAISED = (Exception, SystemExit)
-# Where code is installed: its frames say little to the author of a module of their own.
+# Where code is installed, whose frames are not the user's.
 _INSTALLED = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 
-_THEIRS: set[str] = set()  # the files of users' own modules, as far as they are known
+_THEIRS: set[str] = set()  # the files of user-defined modules, as registered by `know`
 
 
 class ConfigError(ValueError):
@@ -39,7 +39,10 @@ class ConfigError(ValueError):
         self.field = field
         self.value = value
         self.expected = expected
-        shown = _shown(value)
+        try:
+            shown = repr(value)
+        except Exception:  # more digits than Python prints, or values nested too deeply
+            shown = f"<{type(value).__name__} that cannot be shown>"
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
         super().__init__(f"{field} = {shown}: expected {' '.join(expected.split())}")
 
@@ -47,18 +50,10 @@ class ConfigError(ValueError):
         return ConfigError, (self.field, self.value, self.expected)
 
 
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    # a number with more digits than Python prints, or values nested too deeply
-    except Exception:
-        return f"<{type(value).__name__} that cannot be shown>"
-
-
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Raises a `ConfigError` from within again, with `name(field)` for its field. For callers that
-    know where the value of a parameter came from.
+    """Raises a `ConfigError` from within with `name(field)` for its field: for callers that know
+    where the value of a parameter came from.
     """
     try:
         yield
@@ -75,7 +70,7 @@ class FileError(RunError):
 
 
 def exited(error: SystemExit) -> str:
-    """What a user's own code did when it raised this, and where, in words."""
+    """Where user-defined code called sys.exit, in words."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"called sys.exit({error.code!r}) ({place.filename}, line {place.lineno})"
 
@@ -83,11 +78,8 @@ def exited(error: SystemExit) -> str:
 @contextmanager
 def contained(where: str = "") -> Iterator[None]:
     """Turns what user-defined code raises within, SystemExit too, into a `RunError` that shows its
-    frames first (`traceback_text`). Errors of memory stay what they are, and those of files that no
-    user-defined module has raised (`is_theirs`).
-
-    Args:
-        where: in which part of a run, in words.
+    frames first (`traceback_text`); `where` is the part of a run, in words. Errors of memory pass
+    unchanged, and those of files that no user-defined module has raised (`is_theirs`).
     """
     try:
         yield
@@ -102,11 +94,11 @@ def contained(where: str = "") -> Iterator[None]:
 
 
 class DeviceError(RunError):
-    """The device that trains could not; no client is to blame."""
+    """The device that trains failed; no client is to blame."""
 
 
 class DeviceLost(DeviceError):
-    """Nothing that a process asks of its device works any more: another process has to go on."""
+    """A process can no longer use its device: another process has to continue."""
 
 
 class ClientError(RunError):
@@ -128,9 +120,7 @@ class ClientError(RunError):
 
 
 class BudgetError(RunError):
-    """The next round would spend more than the run's privacy budget, or a client was promised more
-    than holds.
-    """
+    """The next round would exceed the privacy budget, or a client's guarantee does not hold."""
 
 
 ALL = "\nall frames:\n"  # in what `traceback_text` says, before them
@@ -142,27 +132,26 @@ def _ours(file: str) -> bool:
 
 
 def frames_of_user(error: BaseException) -> list[tuple[traceback.FrameSummary, str]]:
-    """The frames of a user's own code that an exception was raised through, each with the name of
-    its function (`Mine.factor`), the outermost first: of code that this package has called, and not
-    of what called it.
+    """The frames of user-defined code that this package has called, through which an exception was
+    raised, each with the name of its function (`Mine.factor`), the outermost first.
     """
-    every = traceback.walk_tb(error.__traceback__)
-    walked = list(dropwhile(lambda each: not _ours(each[0].f_code.co_filename), every))
-    named = [frame.f_code.co_qualname for frame, _ in walked]
-    found = zip(traceback.StackSummary.extract(iter(walked)), named, strict=True)
-    return [each for each in found if not each[0].filename.startswith((*_INSTALLED, "<"))]
+    frames = traceback.walk_tb(error.__traceback__)
+    walked = list(dropwhile(lambda frame: not _ours(frame[0].f_code.co_filename), frames))
+    names = [frame.f_code.co_qualname for frame, _ in walked]
+    named = zip(traceback.StackSummary.extract(iter(walked)), names, strict=True)
+    return [pair for pair in named if not pair[0].filename.startswith((*_INSTALLED, "<"))]
 
 
 def know(module: str) -> None:
-    """Notes that a module is a user's own, which a config names or has a class of."""
+    """Registers a user-defined module, which a config names or has a class of."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file and not file.startswith(_INSTALLED):
         _THEIRS.add(file)
 
 
 def is_theirs(error: BaseException) -> bool:
-    """Whether an exception was raised in a module of the user's own (`know`), or in what that
-    called, and not in this package.
+    """Whether an exception was raised in a user-defined module (`know`), or in what that called,
+    and not in this package.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     within = takewhile(lambda file: not _ours(file), reversed(files))
@@ -170,12 +159,8 @@ def is_theirs(error: BaseException) -> bool:
 
 
 def traceback_text(error: BaseException, where: str = "") -> str:
-    """An exception and where it was raised, in several lines: the place in the user's own code,
-    what was raised, the hook that it was raised in, then all frames.
-
-    Args:
-        error: what was raised.
-        where: in which part of a run, in words.
+    """An exception and where it was raised, in several lines: the place in user-defined code, what
+    was raised, the hook, then all frames; `where` is the part of a run, in words.
     """
     what = "".join(traceback.format_exception_only(error)).strip()
     whole = "".join(traceback.format_exception(error)).rstrip()
@@ -198,7 +183,7 @@ def brief(text: str) -> str:
 
 
 def in_line(error: BaseException) -> str:
-    """An exception, and where it was raised in the user's own code, in one line."""
+    """An exception, and where it was raised in user-defined code, in one line."""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     theirs = frames_of_user(error)
     if not theirs:

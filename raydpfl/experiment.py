@@ -9,9 +9,9 @@
 >>> experiment.local.lr, experiment.noise.kind
 (0.05, 'none')
 
-A section with a `kind` is one choice of a family and is checked by that member alone; the rest is
-checked here. What depends on the data or on the machine is checked by `raydpfl.simulation.plan` and
-`raydpfl.simulation.pool`, still before anything starts.
+A section with a `kind` is one choice of a family and is checked by that member. What depends on the
+data or on the machine is checked by `raydpfl.simulation.plan` and `raydpfl.runtime.actor_pool`,
+still before anything starts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PERSONAL = (
 )
 
 
-# Where a run's values of the parameters of `raydpfl.privacy` come from.
+# The fields that the parameters of `raydpfl.privacy` come from.
 _FIELDS = {
     "kind": "selection.kind",
     "population": "data.clients",
@@ -79,9 +79,7 @@ _FIELDS = {
 
 
 def as_fields() -> AbstractContextManager[None]:
-    """What `raydpfl.privacy` refuses by the name of a parameter is refused by that of the field
-    which its value came from.
-    """
+    """Errors on parameters of `raydpfl.privacy` name the fields that their values come from."""
     return renamed(lambda name: _FIELDS.get(name, name))
 
 
@@ -122,16 +120,13 @@ class Experiment(Section):
         overrides: Iterable[str] = (),
         imports: Iterable[str] | None = None,
     ) -> Experiment:
-        """An experiment from a config.
+        """An experiment from the tree of a config. Raises `ConfigError` for the first wrong field.
 
         Args:
-            values: the tree of the config.
+            values: the tree.
             overrides: fields to change, each `section.key=value`, the value in YAML.
             imports: sections whose import paths are imported; None: all. Members of the others are
-                `unread`; what no section alone can refuse is left to whoever imports them.
-
-        Raises:
-            ConfigError: names the first field that is wrong.
+                `unread`, and combinations with them are not checked.
         """
         with importing(imports):
             tree = overridden(values, overrides)
@@ -156,7 +151,7 @@ class Experiment(Section):
         return experiment
 
     def setting(self) -> Setting:
-        """What its members may know of each other, of the section `noise`."""
+        """The facts that cross its families, for the section `noise`."""
         members = dict(self._every_member())
         rule = self.local.linear()
         stateful = [name for name in ("local", "bounding") if getattr(self, name).stateful]
@@ -217,8 +212,7 @@ class Experiment(Section):
 
     @property
     def unread(self) -> dict[str, str]:
-        """The sections that are, or hold, a member whose class was not imported, and the import
-        paths."""
+        """The import path by section, of members whose classes were not imported."""
         kinds: dict[str, str] = {}
         for section, member in self._every_member():
             if member.unread():
@@ -226,7 +220,7 @@ class Experiment(Section):
         return kinds
 
     def code(self, sections: Iterable[str] | None = None) -> list[str]:
-        """The import paths in these sections (None: all), where nothing of them was imported."""
+        """The import paths in these sections (None: all) that were not imported."""
         names = type(self).model_fields if sections is None else sections
         found = [path for name in names for path in unread(getattr(self, name))]
         own_accountants = [
@@ -280,9 +274,7 @@ class Experiment(Section):
 
     @property
     def stateful(self) -> Member | None:
-        """The member by which clients keep something from one of their rounds to the next; at most
-        one does.
-        """
+        """The member by which clients have a state; at most one does."""
         return next((member for member in (self.local, self.bounding) if member.stateful), None)
 
     @property
@@ -295,9 +287,7 @@ class Experiment(Section):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The columns of the rounds table that an evaluation fills; those of the test set are there
-        in any case.
-        """
+        """The columns of the rounds table for evaluations; those of the test set in any case."""
         columns = metric_columns.columns(self.metrics, bool(self.evaluate.validation))
         metric = self.evaluate.per_client
         return columns if metric is None else (*columns, *metric_columns.of_clients(metric))
@@ -314,9 +304,7 @@ class Experiment(Section):
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """Those that are asked for; where samples are protected the papers' formulas for theirs
-        stand for `paper`.
-        """
+        """Those that are asked for, `paper` resolved to the formulas for clients or samples."""
         at_steps = self.noise.drawn_by() == "step"
         return resolved(self.privacy.accountants, "sample" if at_steps else "client")
 
@@ -411,9 +399,8 @@ def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _refusals(setting: Setting, member: Member) -> None:
-    """Asks a member what it refuses: each of its classes that has a `check`, its base first.
-
-    Raises `ConfigError`, also for a user's own `check` that raises anything else.
+    """Calls every `check` of a member's classes, its base first. Raises `ConfigError`, also for a
+    user-defined `check` that raises anything else.
     """
     for cls in reversed(type(member).__mro__):
         check = vars(cls).get("check")

@@ -14,11 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from raydpfl.config.registry import (
-    Section,
-    choose,
-    imports,
-)
+from raydpfl.config.registry import Section, choose, imports
 from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import Precision
 from raydpfl.errors import ConfigError, renamed
@@ -38,8 +34,8 @@ def whole(value: Any) -> Any:
 
 
 def asked_for(value: Any) -> str:
-    """The name of an accountant, or the import path of a user's own, which is imported where that
-    is allowed. Raises `ValueError`.
+    """The name of an accountant, or the import path of a user-defined one, which is imported where
+    that is allowed. Raises `ValueError`.
     """
     if isinstance(value, str) and (value in ASKED or ":" in value):
         if value not in ASKED and imports("privacy"):
@@ -47,13 +43,11 @@ def asked_for(value: Any) -> str:
                 named(value)
         return value
     *most, last = map(repr, ASKED)
-    known = f"{', '.join(most)} or {last}"
-    raise ValueError(f"{known}; or the import path of your own (package.module:Name)")
+    names = f"{', '.join(most)} or {last}"
+    raise ValueError(f"{names}; or the import path of your own (package.module:Name)")
 
 
 Asked = Annotated[str, PlainValidator(asked_for)]
-
-
 Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 
@@ -117,14 +111,7 @@ class Client(Section):
         ),
     )
     backend: Literal[
-        "auto",
-        "compiled",
-        "fused",
-        "convolutional",
-        "layerwise",
-        "one_batch",
-        "vmap",
-        "loop",
+        "auto", "compiled", "fused", "convolutional", "layerwise", "one_batch", "vmap", "loop"
     ] = Field(
         default="auto",
         description="how a chunk trains; auto: the fastest that carries the method out",
@@ -176,16 +163,12 @@ class EarlyStopping(Section):
     )
 
     def check(self, scores: Sequence[str], metrics: Sequence[Metric]) -> None:
-        """Raises `ConfigError` for a score that evaluations do not give, or that has no better
-        direction.
-
-        Args:
-            scores: those that an evaluation on rows held out of training gives.
-            metrics: what the model is scored by.
+        """Raises `ConfigError` for a score that is not among those that evaluations on rows held
+        out of training give, or that has no better direction; `metrics` score the model.
         """
-        known = [name for name in scores if metric_columns.set_of(name) != metric_columns.TEST]
-        if self.metric not in known:
-            held = ", ".join(known) or "evaluate.validation holds out no rows: give it a share"
+        names = [name for name in scores if metric_columns.set_of(name) != metric_columns.TEST]
+        if self.metric not in names:
+            held = ", ".join(names) or "evaluate.validation holds out no rows: give it a share"
             expected = f"a score of rows held out of training ({held})"
             raise ConfigError("evaluate.stop.metric", self.metric, expected)
         if not self.sign(metrics):
@@ -279,47 +262,43 @@ class Evaluate(Section):
 
     @property
     def survey(self) -> Survey | None:
-        """What all clients are asked for, as accountants are told; None: nothing with noise."""
+        """What all clients are asked for, as accountants count it; None: nothing with noise."""
         if self.per_client is None or self.histogram is None:
             return None
         return Survey(self.per_client.name, self.histogram.std)
 
     def check(self, setting: Setting, scores: Sequence[str], metrics: Sequence[Metric]) -> None:
-        """Raises `ConfigError` for what an evaluation cannot give.
-
-        Args:
-            setting: of the other sections.
-            scores: those that an evaluation gives.
-            metrics: what the model is scored by.
+        """Raises `ConfigError` for what an evaluation that gives these scores, and whose model is
+        scored by these metrics, cannot give.
         """
         if self.stop:
             self.stop.check(scores if self.validation else (), metrics)
         share = self.validation if isinstance(self.validation, float) else 0.0
         if self.fine_tune and not (self.per_client and share):
             expected = (
-                "none without evaluate.per_client, the metric that a client is scored by, and"
+                "none without evaluate.per_client, the metric that a client is scored by, and "
             )
-            reason = f"{expected} evaluate.validation, a share of its rows that it is scored on"
-            raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, reason)
+            expected += "evaluate.validation, a share of its rows that it is scored on"
+            raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, expected)
         if self.histogram is None:
             return
-        field = "evaluate.histogram"
+        expected = ""
         if self.per_client is None:
             expected = "none without evaluate.per_client, the metric whose values it is of"
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
-        if setting.drawn_by not in ("client", "server") or setting.virtual_cohort:
+        elif setting.drawn_by not in ("client", "server") or setting.virtual_cohort:
             expected = (
                 "noise that protects the clients who are asked, on what they send or on its sum "
                 "(without noise nothing is private, and evaluate.per_client gives exact scores; at "
                 "local steps nobody adds up answers; of a virtual cohort not all answer)"
             )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
-        if "personal" in setting.kinds or setting.local_parameters:
+        elif "personal" in setting.kinds or setting.local_parameters:
             expected = (
                 "none with models of clients' own (model.local, personal): who has one has taken "
                 "part, and a secret cohort would be told by the answers"
             )
-            raise ConfigError(field, self.histogram.model_dump(mode="json"), expected)
+        if expected:
+            histogram = self.histogram.model_dump(mode="json")
+            raise ConfigError("evaluate.histogram", histogram, expected)
         if setting.rounds % self.every:
             expected = (
                 f"a multiple of evaluate.every, {self.every}, with evaluate.histogram: clients are "
@@ -330,18 +309,17 @@ class Evaluate(Section):
     @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
-        said: tuple[str, ...] = ()
+        texts = []
         if self.per_client and not self.histogram:
-            said += (
+            texts.append(
                 f"the {self.per_client.name} of every client (evaluate.per_client), its quantiles, "
                 "mean and spread are exact answers to queries on the clients' rows; no epsilon "
-                "covers them",
+                "covers them"
             )
-        if not self.validation:
-            return said
-        return (
-            *said,
-            "the validation scores (evaluate.validation) are exact answers to queries on rows of "
-            "the clients, which were held out of training; no epsilon covers them, nor what is "
-            "chosen by them",
-        )
+        if self.validation:
+            texts.append(
+                "the validation scores (evaluate.validation) are exact answers to queries on rows "
+                "of the clients, which were held out of training; no epsilon covers them, nor what "
+                "is chosen by them"
+            )
+        return tuple(texts)

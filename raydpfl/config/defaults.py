@@ -34,9 +34,9 @@ def keys(
     """The keys that a config leaves, or puts, at their defaults.
 
     Args:
-        experiment: what the config says.
-        given: the config's own tree, in which keys may be missing.
-        kinds: by section, the fields of its default, as `raydpfl.experiment.DEFAULTS`.
+        experiment: of the config.
+        given: the tree of the config, in which keys may be missing.
+        kinds: the fields of default sections, as `raydpfl.experiment.DEFAULTS`.
     """
     for name in type(experiment).model_fields:
         value = getattr(experiment, name)
@@ -47,13 +47,8 @@ def keys(
 
 
 def within(section: BaseModel, given: Any, kind: Any = None, place: Key = ()) -> Iterator[Key]:
-    """As `keys`, of one section.
-
-    Args:
-        section: what it says.
-        given: the section as it was given: a mapping, or a kind alone; None: not at all.
-        kind: its kind where none is given.
-        place: the names that lead to it.
+    """As `keys`, of one section, given as a mapping, a kind alone, or None; `kind` is its default,
+    `place` the names that lead to it.
     """
     if not isinstance(given, Mapping):
         given = {} if given is None else {"kind": given}
@@ -76,11 +71,8 @@ def _at_default(section: BaseModel, name: str, given: Mapping[str, Any]) -> bool
 
 
 def marked(text: str, usual: Collection[Key]) -> str:
-    """A config in YAML with a comment at each of these keys; it says what it did.
-
-    Args:
-        text: as `raydpfl.experiment.dump` writes it.
-        usual: keys that stand at their defaults.
+    """A config in YAML, as `dump` writes it, with a comment at each of the keys that have their
+    defaults; its meaning is the same.
     """
     lines = text.splitlines()
     at = {place for key, place in _places(yaml.compose(text), ()) if key in usual}
@@ -91,7 +83,7 @@ def marked(text: str, usual: Collection[Key]) -> str:
 
 
 def _places(node: yaml.Node | None, place: Key) -> Iterator[tuple[Key, int]]:
-    """Every key that has a value of its own, and its line, which a comment may end."""
+    """Every key with a value in its line, which a comment may end, and that line."""
     if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:

@@ -95,11 +95,8 @@ ABSENT = _by_name(
 
 
 def said(where: str, known: Iterable[str]) -> str:
-    """The end of a message on a key or a kind that there is not; empty where nothing comes near.
-
-    Args:
-        where: the dotted key that was given, or the name of the kind.
-        known: the keys that there are.
+    """The end of a message on an unknown dotted key or kind, where `known` are those of its place;
+    empty where nothing is similar.
     """
     section, _, key = where.rpartition(".")
     name = key.lower().replace("-", "_")

@@ -36,16 +36,8 @@ def is_user_defined(cls: type) -> bool:
 
 
 def check(cls: type, base: type, section: str, kind: str) -> None:
-    """Checks the public methods and constants of a class.
-
-    Args:
-        cls: the class.
-        base: the base of its family.
-        section: the section of the config that names it, for messages.
-        kind: what it is named there.
-
-    Raises:
-        ConfigError: one of them cannot be used as that of the base, or has nearly its name.
+    """Raises `ConfigError` for a public method or constant of a class that cannot be used as that
+    of the base of its family, or has nearly its name. `section` names it as `kind`.
     """
     hooks = _public(other for other in reversed(cls.__mro__) if not is_user_defined(other))
     mine = [other for other in cls.__mro__ if issubclass(other, base) and is_user_defined(other)]
@@ -60,10 +52,10 @@ def check(cls: type, base: type, section: str, kind: str) -> None:
 def complete(cls: type, section: str, kind: str) -> None:
     """Raises `ConfigError` for a class without a method that its base leaves to it."""
     for name in sorted(dir(cls)):
-        found = inspect.getattr_static(cls, name)
-        left = isinstance(found, FunctionType) and "NotImplementedError" in found.__code__.co_names
-        if left and found.__module__.partition(".")[0] == "raydpfl":
-            expected = f"a class with a method {name}{_named(inspect.signature(found))}"
+        hook = inspect.getattr_static(cls, name)
+        left = isinstance(hook, FunctionType) and "NotImplementedError" in hook.__code__.co_names
+        if left and hook.__module__.partition(".")[0] == "raydpfl":
+            expected = f"a class with a method {name}{_named(inspect.signature(hook))}"
             raise ConfigError(f"{section}.kind", kind, expected)
 
 
@@ -71,26 +63,19 @@ def _public(classes: Iterable[type]) -> dict[str, Any]:
     """The public methods, properties and constants that classes themselves define, by name, without
     validators and inner classes; of one name the last.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for cls in classes:
         decorators = getattr(cls, "__pydantic_decorators__", None)
         validators = {name for group in DECORATED for name in getattr(decorators, group, ())}
-        found |= {
-            name: value
-            for name, value in vars(cls).items()
-            if not (
-                name.startswith(("_", "model_"))
-                or name in validators
-                or name == "kind"
-                or isinstance(value, type)
-            )
-        }
-    return found
+        for name, value in vars(cls).items():
+            private = name.startswith(("_", "model_")) or name in {*validators, "kind"}
+            if not private and not isinstance(value, type):
+                values[name] = value
+    return values
 
 
 def _same_use(name: str, mine: Any, theirs: Any, section: str, kind: str) -> None:
-    """Raises `ConfigError` if the project would call something with arguments that it does not
-    take, or read a method as a value."""
+    """Raises `ConfigError` for a method where a value is read, or with other arguments."""
     expected = ""
     wanted = inspect.signature(theirs) if isinstance(theirs, FunctionType) else None
     if wanted is None:
@@ -99,11 +84,11 @@ def _same_use(name: str, mine: Any, theirs: Any, section: str, kind: str) -> Non
     elif not (callable(mine) or isinstance(mine, (classmethod, staticmethod, partialmethod))):
         expected = f"a class whose {name} is a method, {name}{wanted}"
     elif isinstance(mine, FunctionType):
-        given = inspect.signature(mine)
+        signature = inspect.signature(mine)
         try:
-            given.bind(*wanted.parameters)
+            signature.bind(*wanted.parameters)
         except TypeError:
-            expected = f"a class whose {name} takes {_named(wanted)}, not {_named(given)}"
+            expected = f"a class whose {name} takes {_named(wanted)}, not {_named(signature)}"
     if expected:
         raise ConfigError(f"{section}.kind", kind, expected)
 

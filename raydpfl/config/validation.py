@@ -1,6 +1,4 @@
-"""Builds a section from what a config says; its complaints name the key, the value and what is
-expected.
-"""
+"""Builds a section from its part of a config; errors name key, value and what is expected."""
 
 from __future__ import annotations
 
@@ -28,15 +26,8 @@ PYDANTICS = {
 
 
 def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
-    """`cls(**values)`.
-
-    Args:
-        cls: a member or a section.
-        section: its name in the config, for messages.
-        values: its keys.
-
-    Raises:
-        ConfigError: pydantic's first complaint, on the field `section.key`.
+    """`cls(**values)`, of a member or a section. Raises `ConfigError` for the first error of
+    pydantic, on the field `section.key`.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
@@ -53,8 +44,8 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
     errors = error.errors()
-    # a key that is misspelt is missing too: what was given is what to complain of, and of the
-    # branches of a union the one that took it furthest
+    # a key that is misspelt is missing too: extra keys come first, and of the branches of a union
+    # the deepest error
     first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
     if isinstance(first.get("ctx", {}).get("error"), ConfigError):
         return first["ctx"]["error"]
@@ -77,9 +68,7 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
 def _inner(
     cls: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[type[BaseModel], list[str]]:
-    """The class whose keys are asked for at a location, this one or that of one of its fields; and
-    the keys up to there.
-    """
+    """The class at a location, this one or that of one of its fields, and the keys up to there."""
     field = str(location[0])
     if len(location) == 1:
         return cls, [field]

@@ -12,8 +12,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import read_text
 
 DEPTH = 50  # of values within values
-
-
+MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
 _TOO_DEEP = "values within values, too deep"
 
 
@@ -27,9 +26,6 @@ def read(path: str | Path, field: str = "config") -> Any:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(field, str(path), f"a file that can be read ({reason})") from None
     return {} if values is None else values
-
-
-MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,10 +59,8 @@ for _yaml in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """What a text in YAML says, numbers such as 1e1 being numbers.
-
-    Raises `yaml.YAMLError`, also for values nested deeper than `DEPTH`, and for aliases by which a
-    short text says more than anyone could have meant.
+    """The values of a text in YAML. Raises `yaml.YAMLError`, also for values nested deeper than
+    `DEPTH`, and for aliases that stand for more values than the text is long.
     """
     try:
         values = yaml.load(text, _Loader)

@@ -1,8 +1,6 @@
-"""What travels in a round: types only, of arrays by clients (rows) and by columns.
-
-Down go `Chunk`s (who trains together), `Work` (what all clients of the round are told) and the
-broadcast model; up comes a `ChunkResult`: one vector, and a column for every number that is known
-of a client.
+"""What is sent in a round: `Chunk`s (clients that train together), `Work` (of all clients of the
+round) and `Broadcast` to actors; a `ChunkResult` (a sum, and a column for every number of a client)
+back.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from raydpfl.errors import ConfigError
 
 State = dict[str, np.ndarray]  # of a member, from round to round, by name
 Columns = dict[str, np.ndarray]  # by name, one value per client each, in client order
-Rows = Mapping[int, np.ndarray]  # slot -> what its client remembers, float32 [d]; absent: zeros
-# the name, among the members that remember, of a client's own part of the model, float32 [own];
+Rows = Mapping[int, np.ndarray]  # slot -> its client's state, float32 [d]; absent: zeros
+# the name, among the members with client states, of a client's local part of the model, float32;
 # absent: its initial values (`raydpfl.models.shared_and_local`)
 OWN = "own"
 # The least and the largest L2 norm that may bound what a client sends or a sample's gradient: the
@@ -42,30 +40,32 @@ class Chunk:
     slot: int | None = None  # the one slot to train, when each client is its own actor
     # float64 [C]: std of the noise on the mean gradient of each client's local steps
     stds: np.ndarray | None = None
-    memory: Mapping[str, Rows] = field(default_factory=dict)  # by the member that remembers
+    memory: Mapping[str, Rows] = field(default_factory=dict)  # client states, by member
     parts: int = 1  # chunks, one after another, that are trained together: see `joined`
 
     @classmethod
     def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
-        """Chunks as one, the clients of one after those of another. Those of several widths are one
-        chunk from then on.
-        """
+        """Chunks as one, in order; those of several widths are one chunk from then on."""
         first = chunks[0]
         if len(chunks) == 1:
             return first
         memory: dict[str, dict[int, np.ndarray]] = {}
-        begins = 0
+        offset = 0
         for chunk in chunks:
             for member, rows in chunk.memory.items():
-                kept = memory.setdefault(member, {})
-                kept |= {begins + slot: vector for slot, vector in rows.items()}
-            begins += len(chunk.clients)
+                states = memory.setdefault(member, {})
+                states |= {offset + slot: vector for slot, vector in rows.items()}
+            offset += len(chunk.clients)
+
+        def together(name: str) -> np.ndarray:
+            return np.concatenate([getattr(chunk, name) for chunk in chunks])
+
         return cls(
-            np.concatenate([chunk.clients for chunk in chunks]),
-            np.concatenate([chunk.draws for chunk in chunks]),
-            np.concatenate([chunk.weights for chunk in chunks]),
+            together("clients"),
+            together("draws"),
+            together("weights"),
             max(chunk.rows for chunk in chunks),
-            stds=None if first.stds is None else np.concatenate([chunk.stds for chunk in chunks]),
+            stds=None if first.stds is None else together("stds"),
             memory=memory,
             parts=len(chunks) if len({len(chunk.clients) for chunk in chunks}) == 1 else 1,
         )
@@ -78,7 +78,7 @@ class Chunk:
         return replace(self, slot=slot, memory=memory)
 
     def part(self, slots: slice) -> Chunk:
-        """Some of its slots, one after another, as a chunk of their own."""
+        """Some of its slots as a chunk."""
         start, end, _ = slots.indices(len(self.clients))
         memory = {
             name: {slot - start: row for slot, row in rows.items() if start <= slot < end}
@@ -133,12 +133,8 @@ class Grid:
 
     @classmethod
     def of(cls, cohort: int, bound: float | None, std: float = 0.0) -> Grid:
-        """The grid of a round, which holds the largest sum that its contributions can reach.
-
-        Args:
-            cohort: how many contributions are added.
-            bound: the L2 norm of one client's contribution, weight included; None: unbounded.
-            std: of the noise that each client adds to its own.
+        """The grid of a round, which holds the largest sum of `cohort` contributions of an L2 norm
+        up to `bound`, weight included (None: unbounded), with noise of this std each.
         """
         most = cls.UNBOUNDED if bound is None else bound
         most += cls.TAIL * std
@@ -149,7 +145,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Work:
-    """What all clients of a round must know besides the model."""
+    """What all clients of a round are sent besides the model."""
 
     t: int
     seed: int  # of batches, and of randomness inside modules
@@ -161,7 +157,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What all clients are sent: the model, and what members tell them of their state."""
+    """What all clients are sent: the model, and what members broadcast of their states."""
 
     model: np.ndarray  # float32 [d]
     states: Mapping[str, State] = field(default_factory=dict)  # by member
@@ -173,7 +169,7 @@ class ChunkResult:
 
     total: np.ndarray  # float64 [d]: the exact sum of what its clients send
     columns: Columns
-    memory: Mapping[str, np.ndarray]  # what clients remember from now on, float32 [r, d]
+    memory: Mapping[str, np.ndarray]  # the clients' next states, float32 [r, d]
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
     # of noise by a class from outside, see `raydpfl.simulation.noise_monitor.NoiseMonitor.clients`
     drawn: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -181,7 +177,7 @@ class ChunkResult:
     peak_rss_mb: float = 0.0
 
     def kept(self) -> ChunkResult:
-        """The same with arrays of its own, but for the total."""
+        """The same with copies of its arrays, but for the total."""
         columns = {name: values.copy() for name, values in self.columns.items()}
         memory = {name: rows.copy() for name, rows in self.memory.items()}
         drawn = {name: values.copy() for name, values in self.drawn.items()}
@@ -190,8 +186,8 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class View:
-    """What k clients know of the round, as the hooks of a bounding or a local rule are given it.
-    Tensors are on the device that trains, and are not to be written to.
+    """What k clients have of the round, for the hooks of a bounding or a local rule. Tensors are on
+    the device that trains, and are not to be written to.
     """
 
     t: int  # the round, from 0
@@ -210,7 +206,7 @@ class View:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows of a round, as the hooks of a bounding or a local rule are given it."""
+    """What the server has of a round, for the hooks of a bounding or a local rule."""
 
     t: int  # the round, from 0
     lr: float  # the learning rate of the clients' local steps

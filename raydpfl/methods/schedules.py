@@ -58,21 +58,13 @@ class Schedule(BaseModel):
             raise ValueError(f"1 with the schedule {schedule}; exponential decays by it")
         return value
 
-    @field_validator("lr_period")
+    @field_validator("lr_period", "lr_last")
     @classmethod
-    def _of_cosine(cls, value: int | None, info: Any) -> int | None:
+    def _of_cosine(cls, value: float | None, info: Any) -> float | None:
         schedule = info.data.get("schedule")
         if value is None and schedule == "cosine":
             raise ValueError("a number, with the schedule cosine: how long lr falls")
-        if value is not None and schedule not in ("cosine", None):
-            raise ValueError(f"none with the schedule {schedule}; it is that of a cosine")
-        return value
-
-    @field_validator("lr_last")
-    @classmethod
-    def _end_of_cosine(cls, value: float, info: Any) -> float:
-        schedule = info.data.get("schedule")
-        if value != 0.01 and schedule not in ("cosine", None):
+        if value not in (None, 0.01) and schedule not in ("cosine", None):
             raise ValueError(f"none with the schedule {schedule}; it is that of a cosine")
         return value
 
