@@ -86,7 +86,9 @@ def _unrecorded(record: CanaryRecord) -> str:
     last = recorded[max(recorded)]["epsilon"]
     composed = int(plan.composed_rounds[len(record.rounds) - 1])
     terms = plan.terms
-    for name in plan.covering:
+    for name in plan.named:
+        if plan.uncovered(name):
+            continue
         truth = 0.0
         if composed:
             mechanism = on_sums(plan).asking(int(plan.surveys[len(record.rounds) - 1]))

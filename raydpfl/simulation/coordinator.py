@@ -172,9 +172,10 @@ class Coordinator:
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
         e = self.experiment
+        population = self.plan.population
         lr = e.local.learning_rate(t)
-        population = len(self.plan.population)
-        facts = Facts(t, lr, self.at.model, self.plan.divisor, len(cohort), population)
+        divisor = e.selection.divisor(population)
+        facts = Facts(t, lr, self.at.model, divisor, len(cohort), len(population))
         mean = e.bounding.receive(total, self.at.states["bounding"], facts)
         e.local.receive(mean, self.at.states["local"], facts)
         return mean

@@ -1,8 +1,7 @@
 """The plan of a run: an experiment and its data put together once, before the first round.
 
-It settles what `auto` left open (the chunk, the backend), calibrates the noise, and
-describes the mechanism. The sampler, the clients' noise and the accountants all read this one
-object, so they cannot disagree; a combination that no accountant covers is refused here.
+The sampler, the clients' noise and the accountants all read this one object, so they cannot
+disagree; a combination that no accountant covers is refused here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,18 +25,9 @@ from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.selection import Population
-from raydpfl.privacy import (
-    Guarantee,
-    Mechanism,
-    Release,
-    ReleaseReport,
-    Sampling,
-    Segment,
-    Terms,
-)
-from raydpfl.simulation import provenance
-from raydpfl.simulation.preparation import Parts, prepared
-from raydpfl.simulation.preparation import weights as client_weights
+from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Sampling, Segment, Terms
+from raydpfl.simulation import preparation, provenance
+from raydpfl.simulation.preparation import PreparedExperiment, client_weights
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -50,24 +40,15 @@ SHOWS = ("track",)  # sections that say where a run is shown, and nothing of wha
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PreparedExperiment):
     """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the
     same in every round.
     """
 
-    experiment: Experiment  # nothing left at auto but client.actors
-    shards: Path
-    population: Population
-    d: int  # parameters of the model that travel
-    own: int  # numbers of it that each client keeps
-    weight: float  # the largest weight of any client's contribution
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     # by bounding's queries: std of the noise on the sum of the answers, in their units
     side_stds: Mapping[str, float]
-    clients_left: int  # clients that the round with most dropouts keeps
     mechanism: Release | None  # None: not private
-    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
-    composed_rounds: np.ndarray
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
     # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
@@ -85,27 +66,22 @@ class Plan:
         """
         experiment.complete()
         with as_fields(), single_blas():
-            previewed = preview(experiment, data_root)  # before the data are touched
-            parts = prepared(experiment, data_root, prepare)
-            outline = template(parts.experiment, parts.population, previewed)
-            if outline and outline.survey:  # now it is known who answers
-                answering = replace(outline.survey, clients=parts.scored)
-                outline = replace(outline, survey=answering)
-            mechanism = calibrated(parts, outline)
-        on_sums = noise_on_sums(parts, mechanism)
-        unseen = parts.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
+            foreseen = preview(experiment, data_root)  # before the data are touched
+            prepared = preparation.prepare_experiment(experiment, data_root, prepare)
+            outline = template(prepared.experiment, prepared.population, foreseen)
+            if outline and outline.survey:
+                survey = replace(outline.survey, clients=prepared.scored)
+                outline = replace(outline, survey=survey)
+            mechanism = calibrated(prepared, outline)
+        # the noise of a virtual cohort is scaled down to the clients that are simulated
+        stds = mechanism.sum_stds(prepared.cohort) if mechanism else {}
+        queries = prepared.experiment.bounding.queries()
+        unseen = prepared.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
         plan = cls(
-            experiment=parts.experiment,
-            shards=parts.shards,
-            population=parts.population,
-            d=parts.d,
-            own=parts.own,
-            weight=parts.weight,
-            ratio=on_sums.get("updates", 0.0),
-            side_stds=side_stds(parts, on_sums),
-            clients_left=parts.clients_left,
+            **vars(prepared),
+            ratio=stds.get("updates", 0.0),
+            side_stds={query.name: stds.get(query.name, 0.0) * query.bound for query in queries},
             mechanism=mechanism,
-            composed_rounds=parts.composed_rounds,
             platform=provenance.of(unseen),
         )
         plan.check_budget()
@@ -122,43 +98,47 @@ class Plan:
             history, first = segments, restart_round
         if not history:
             return self
-        e = self.experiment
-        seeds = [seed_of(e.seed, restart) for restart in range(1, len(history) + 1)]
-        drawn = [e.selection.clients_left(seed, e.rounds, self.population) for seed in seeds]
-        return replace(
-            self, history=history, first=first, clients_left=min(self.clients_left, *drawn)
+        experiment = self.experiment
+        clients_left = min(
+            experiment.selection.clients_left(
+                seed_of(experiment.seed, restart), experiment.rounds, self.population
+            )
+            for restart in range(len(history) + 1)
         )
+        return replace(self, history=history, first=first, clients_left=clients_left)
 
     def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a run's bits depend on besides the experiment, by name; as a checkpoint of fewer
         rounds would have it, where `stored` is that of one.
         """
-        ran = {"mechanism": self.mechanism.round_digest()} if self.mechanism else {}
-        drawn = {"cohorts": self._cohorts((stored or {}).get("cohorts"))} if self.mechanism else {}
         # a checkpoint of another run goes on nowhere else
-        own = f"{_digest64([self.experiment.seed, self._kept()]):016x}"
-        origin = {"experiment": own, "data": self.shards.name, "clients": self._clients()}
-        return origin | drawn | ran | dict(self.platform)
+        digest = _digest64([self.experiment.seed, self._release_config()])
+        origin = {"experiment": f"{digest:016x}", "data": self.shards.name}
+        origin["clients"] = self._clients()
+        if self.mechanism:
+            origin["cohorts"] = self._cohorts((stored or {}).get("cohorts"))
+            origin["mechanism"] = self.mechanism.round_digest()
+        return origin | dict(self.platform)
 
     def _cohorts(self, stored: str | None = None) -> str:
         """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
-        for an own selection, else the first few; those of `stored`, if there are as many.
+        of a user-defined selection, else the first few; those of `stored`, if there are as many.
 
         What was released before a change of code or of versions is counted by draws that are made
         again after it.
         """
-        e = self.experiment
-        rounds = e.rounds if e.selection.is_user_defined else min(e.rounds, 4)
+        experiment = self.experiment
+        selection = experiment.selection
+        rounds = experiment.rounds if selection.is_user_defined else min(experiment.rounds, 4)
         before = (stored or "").rpartition(" ")[2]
-        if before.isdecimal() and 1 <= int(before) <= e.rounds:
+        if before.isdecimal() and 1 <= int(before) <= experiment.rounds:
             rounds = int(before)
 
         def compute() -> str:
-            drawn = [e.selection.exposed(e.seed, t, self.population) for t in range(rounds)]
-            digest = hashlib.sha256(b"".join(fingerprint(clients) for clients in drawn))
-            return f"{digest.hexdigest()[:16]} of {rounds}"
+            drawn = [selection.exposed(experiment.seed, t, self.population) for t in range(rounds)]
+            return f"{_hex16(fingerprint(clients) for clients in drawn)} of {rounds}"
 
-        return self.population.cached(("cohorts", e.seed, rounds), compute)
+        return self.population.cached(("cohorts", experiment.seed, rounds), compute)
 
     def _clients(self) -> str:
         """A digest of what the plan holds of each client."""
@@ -170,9 +150,7 @@ class Plan:
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
             arrays.append(client_weights(self.experiment, self.population))
-        return hashlib.sha256(
-            b"".join(array.tobytes() for array in arrays if array is not None)
-        ).hexdigest()[:16]
+        return _hex16(array.tobytes() for array in arrays if array is not None)
 
     @property
     def restart(self) -> int:
@@ -186,8 +164,8 @@ class Plan:
 
     @cached_property
     def surveys(self) -> np.ndarray:
-        """How often all clients were asked for a noisy histogram until after each round, those
-        before the run was restarted too: int64 [rounds].
+        """Noisy histograms of all clients until after each round, int64 [rounds], those before the
+        run was restarted included.
         """
         every = self.experiment.evaluate.every
         rounds = np.arange(1, self.experiment.rounds + 1)
@@ -211,22 +189,19 @@ class Plan:
     @cached_property
     def noise_seed(self) -> int:
         """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
-        other release has it.
-
-        That is the experiment (but for its number of rounds, what it measures and where it runs),
-        the data, the clients' weights and noise, the user's code, the versions and how the
-        processor computes. Two keys of 64 bits are the same with probability 2^-64. With
-        `noise.common` it is the experiment's own seed.
+        other release has it (two keys of 64 bits are the same with probability 2^-64). It covers
+        the experiment (but for its number of rounds, what it measures and where it runs), the data,
+        the clients' weights and noise, the user's code, the versions and how the processor
+        computes. With `noise.common` it is the experiment's own seed.
         """
         if self.experiment.noise.of_seed:
             return self.seed
-        side = list(self.side_stds.values()) or [0.0]
-        sizes = [self.ratio, *side, self.clients_left, self.weight, self.d]
+        side_stds = list(self.side_stds.values()) or [0.0]
         facts = [
             self.seed,
             self.restart,
-            self._kept(),
-            sizes,
+            self._release_config(),
+            [self.ratio, *side_stds, self.clients_left, self.weight, self.d],
             self.shards.name,
             self._clients(),
             dict(self.platform),
@@ -235,8 +210,8 @@ class Plan:
 
     @cached_property
     def survey_seed(self) -> int:
-        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all that
-        the histograms depend on besides.
+        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all else
+        that the histograms depend on.
         """
         e = self.experiment.evaluate
         asked = e.model_dump(mode="json", include={"histogram", "validation", "every"})
@@ -244,21 +219,21 @@ class Plan:
         rules = [rule.meaning() for rule in (e.fine_tune, self.experiment.personal) if rule]
         return _digest64(["survey", self.noise_seed, asked, metric, *rules])
 
-    def _kept(self) -> dict[str, Any]:
+    def _release_config(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
-        e = self.experiment
+        experiment = self.experiment
         names = ("model", "selection", "local", "bounding", "weights", "server")
-        meanings: dict[str, Any] = {name: getattr(e, name).meaning() for name in names}
-        for name in self.experiment.selection.named:  # the file is among the clients' facts
+        meanings: dict[str, Any] = {name: getattr(experiment, name).meaning() for name in names}
+        for name in experiment.selection.named:  # the file is among the clients' facts
             meanings["selection"].pop(name)
         meanings["client"] = {
             DIGESTED.get(name, name): value
-            for name, value in e.client.model_dump(mode="json").items()
+            for name, value in experiment.client.model_dump(mode="json").items()
             if name not in FREE["client"]
         }
-        meanings["noise"] = e.noise.release()
-        if e.personal:  # no release depends on it, but what clients go on with does
-            meanings["personal"] = e.personal.meaning()
+        meanings["noise"] = experiment.noise.release()
+        if experiment.personal:  # no release depends on it, but what clients go on with does
+            meanings["personal"] = experiment.personal.meaning()
         return meanings
 
     @property
@@ -266,7 +241,7 @@ class Plan:
         """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of
         theirs is held against the budget.
         """
-        return tuple(name for name in privacy.rigorous(self.named) if not self._uncovered(name))
+        return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
 
     def check_budget(self) -> None:
         """Raises `ConfigError` where the budget could only be held by an epsilon that no proof
@@ -276,14 +251,15 @@ class Plan:
         if budget is None or self.mechanism is None:
             return
         if not self.rigorous:
-            reason = self._uncovered(self.named[-1])
+            reason = self.uncovered(self.named[-1])
             expected = f"none here, as no rigorous accountant can hold it: {reason}"
-            raise ConfigError("privacy.budget", budget, expected)
-        if self.mechanism.unproved:
+        elif self.mechanism.unproved:
             expected = f"none here, as no proof holds it: {self.mechanism.unproved}"
-            raise ConfigError("privacy.budget", budget, expected)
+        else:
+            return
+        raise ConfigError("privacy.budget", budget, expected)
 
-    def _uncovered(self, accountant: str) -> str | None:
+    def uncovered(self, accountant: str) -> str | None:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
         if self.mechanism is None or self.mechanism.by_draws:
             return None
@@ -296,23 +272,9 @@ class Plan:
         return privacy.report_of(self.mechanism, self.named, self.terms)
 
     @property
-    def noise_multiplier(self) -> float | None:
-        """Std of the noise on the sum / bound, all queries of a round taken together; None where
-        there is no one such number.
-        """
-        return self.mechanism.noise_multiplier if self.mechanism else None
-
-    @property
     def terms(self) -> Terms:
         """What guarantees are asked for at."""
         return self.experiment.terms
-
-    @property
-    def covering(self) -> tuple[str, ...]:
-        """Of `named`, those that cover the mechanism; of the others the guarantees say why they do
-        not.
-        """
-        return tuple(name for name in self.named if not self._uncovered(name))
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -322,18 +284,8 @@ class Plan:
         asked = self.experiment.accountants
         if not asked or privacy.rigorous(asked):
             return asked
-        covering = [name for name in privacy.FALLBACK if not self._uncovered(name)]
+        covering = [name for name in privacy.FALLBACK if not self.uncovered(name)]
         return (*asked, *(covering or privacy.FALLBACK)[:1])
-
-    @property
-    def cohort(self) -> int:
-        """The nominal size of a cohort."""
-        return self.experiment.selection.sampling(self.population).cohort
-
-    @cached_property
-    def divisor(self) -> float:
-        """What the server divides the sum of the contributions by."""
-        return self.experiment.selection.divisor(self.population)
 
     def weights(self, clients: np.ndarray) -> np.ndarray:
         """The factors float64 [r] of these clients' contributions.
@@ -357,11 +309,6 @@ class Plan:
             return 0.0
         return self.ratio * bound * self.weight
 
-    def released_std(self, bound: float | None) -> float | None:
-        """As `sum_std`; None where each client has noise of its own at its local steps."""
-        by_draws = self.mechanism is not None and self.mechanism.by_draws
-        return None if by_draws else self.sum_std(bound)
-
     def client_std(self, bound: float | None) -> float:
         """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
         with most dropouts still has the sum's.
@@ -384,17 +331,12 @@ class Plan:
         return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
 
     def check_claims(self) -> None:
-        """Warns of what a reader of the results should know; raises `BudgetError` when some
-        client has been promised more than will hold.
-
-        A run that was restarted has released rounds twice: then that is a warning, and the
-        guarantees say what holds.
+        """Warns of what a reader of the results should know; raises `BudgetError` when the claimed
+        guarantee of a client will not hold, which is a warning where rounds were released twice.
         """
-        e = self.experiment
+        experiment = self.experiment
         classes = _classes(Shards.open(self.shards))
-        if classes:
-            log.warning(classes)
-        for warning in e.warnings():
+        for warning in (*([classes] if classes else ()), *experiment.warnings()):
             log.warning(warning)
         mechanism = self.mechanism
         if not mechanism:
@@ -402,50 +344,26 @@ class Plan:
         loose = privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit)
         if loose:
             log.warning(loose)
-        seen = self.participations(e.rounds) if mechanism.by_draws else {}
-        report = self.report
-        for warning in report.warnings(seen):
+        participations = self.participations(experiment.rounds) if mechanism.by_draws else {}
+        for warning in self.report.warnings(participations):
             log.warning(warning)
         try:
-            report.check_claims(seen)
+            self.report.check_claims(participations)
         except BudgetError as error:
-            uncounted = e.selection.uncounted
+            uncounted = experiment.selection.uncounted
             if not self.history and not uncounted:
                 raise
             log.warning("%s, as %s", error, uncounted or "rounds were released twice")
-
-    def check_sampling(self) -> None:
-        """Raises `RunError` where the selection now declares another sampling scheme than the
-        mechanism
-        was accounted with.
-        """
-        sampling = self.mechanism.cohorts if self.mechanism else None
-        if sampling is None:
-            return
-        selection = self.experiment.selection
-        now = selection.sampling(self.population)
-        if not self.experiment.noise.simulated():  # the clients that run stand for others
-            now = replace(now, population=sampling.population, cohort=sampling.cohort)
-        facts = [
-            (type(one.scheme), one.population, one.cohort, one.p_max, one.rule)
-            for one in (sampling, now)
-        ]
-        if facts[0] != facts[1]:
-            raise RunError(
-                f"selection.kind {selection.kind} declares {now}, and declared {sampling} when "
-                "that was accounted for: no accountant covers what it does"
-            )
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
         or of the sample that has spent most.
 
-        `draws`: as the method gives them for all rounds, where they are at hand.
+        `draws`: the method's of all rounds; None: computed.
         """
         if not self.mechanism:
             return {}
-        if draws is None:
-            draws = self.counted_draws()
+        draws = self.counted_draws() if draws is None else draws
         composed = self.composed_rounds + self.repeated
         return self.report.curves(draws, composed, self.surveys)
 
@@ -461,13 +379,11 @@ class Plan:
         )
 
     def draws(self, rounds: int) -> list[np.ndarray]:
-        """The clients of each release up to round `rounds`, with repeats: known before the first,
-        as they depend on the seed alone.
-        """
+        """The clients of each release up to round `rounds`, with repeats."""
         past = [
-            (self.cohort_seed(one.restart), t)
-            for one in self.history
-            for t in range(one.first, one.end)
+            (self.cohort_seed(segment.restart), t)
+            for segment in self.history
+            for t in range(segment.first, segment.end)
         ]
         present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
         exposed = self.experiment.selection.exposed
@@ -479,8 +395,8 @@ class Plan:
         if mechanism is None:
             return None
         # how often the clients of a virtual cohort are drawn is unknown
-        by_known = mechanism.unproved and self.experiment.noise.simulated()
-        return self.draws(self.experiment.rounds) if mechanism.by_draws or by_known else None
+        simulated = mechanism.unproved and self.experiment.noise.simulated()
+        return self.draws(self.experiment.rounds) if mechanism.by_draws or simulated else None
 
     def participations(self, rounds: int) -> Counter:
         """How often the seed draws each client in the releases up to round `rounds`; where losses
@@ -494,11 +410,11 @@ class Plan:
         """
         if not self.mechanism or rounds == 0:
             return []
-        # of a virtual cohort's clients nobody knows how often they are drawn
-        seen = participations if self.experiment.noise.simulated() else None
+        # how often the clients of a virtual cohort are drawn is unknown
+        counts = participations if self.experiment.noise.simulated() else None
         composed = int(self.composed_rounds[rounds - 1]) + self.repeated
         asked = int(self.surveys[rounds - 1])
-        return self.report.guarantees(seen, composed, asked)
+        return self.report.guarantees(counts, composed, asked)
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
         """As `guarantees`, counting only how often losses have chosen each client: none of these is
@@ -507,14 +423,16 @@ class Plan:
         uncounted = self.experiment.selection.uncounted
         if not self.mechanism or rounds == 0 or uncounted is None:
             return []
-        guarantees = self.report.guarantees(chosen, rounds)
-        return [one.leaving_out(uncounted, "chosen") for one in guarantees]
+        return [
+            guarantee.leaving_out(uncounted, "chosen")
+            for guarantee in self.report.guarantees(chosen, rounds)
+        ]
 
 
 def preview(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
-    """The outline of what is released, as far as the config states it before the data are touched:
-    of so many clients with one sample each. None where it does not say how many, or where sums have
-    no noise.
+    """The template of what is released, as far as the config determines it before the data are
+    touched: of so many clients with one sample each. None where the number of clients is unknown,
+    or sums have no noise.
 
     Raises:
         ConfigError: the selection does not fit so many clients, or no accountant covers it.
@@ -528,65 +446,44 @@ def preview(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
 
 
 def template(
-    experiment: Experiment, population: Population, mechanism: Mechanism | None = None
+    experiment: Experiment, population: Population, foreseen: Mechanism | None = None
 ) -> Mechanism | None:
-    """The outline of what is released, at noise multiplier 1: `mechanism` where its cohorts are
-    sampled as those of this population. None where sums have no noise.
-
-    Raises:
-        ConfigError: none of the rigorous accountants asked for covers it.
+    """What is released, at noise multiplier 1: `foreseen` where its cohorts are sampled as those of
+    this population. None where sums have no noise. Raises `ConfigError` where none of the rigorous
+    accountants asked for covers it.
     """
     noise = experiment.noise
 
     def cohorts() -> Sampling:
         return experiment.selection.sampling(population)
 
-    if mechanism is not None and noise.sampling(cohorts()) == mechanism.sampling:
-        return mechanism
+    if foreseen is not None and noise.sampling(cohorts()) == foreseen.sampling:
+        return foreseen
     return noise.outline(experiment.setting(), cohorts)
 
 
-def calibrated(parts: Parts, outline: Mechanism | None) -> Release | None:
+def calibrated(prepared: PreparedExperiment, outline: Mechanism | None) -> Release | None:
     """What the run releases, with the noise that the config asks for; None: nothing is claimed.
-
-    Raises:
-        ConfigError: no noise meets what is asked for.
+    Raises `ConfigError` where no noise meets what is asked for.
     """
-    rounds = parts.experiment.rounds
-    first = parts.experiment.noise.calibrated_over(rounds) or rounds
-    every = parts.experiment.evaluate.every
+    experiment = prepared.experiment
+    rounds = experiment.rounds
+    first = experiment.noise.calibrated_over(rounds) or rounds
     facts = RunFacts(
-        setting=parts.experiment.setting(),
-        seed=parts.experiment.seed,
-        local=parts.experiment.local,
-        sizes=parts.population.sizes,
-        rounds=int(parts.composed_rounds[-1]) or rounds,
-        calibrated=int(parts.composed_rounds[first - 1]) or first,
-        weight=parts.weight,
-        clients_left=parts.clients_left,
-        draws=parts.draws,
-        surveys=rounds // every,
-        calibrated_surveys=first // every,
-        data_root=parts.data_root,
+        setting=experiment.setting(),
+        seed=experiment.seed,
+        local=experiment.local,
+        sizes=prepared.population.sizes,
+        rounds=int(prepared.composed_rounds[-1]) or rounds,
+        calibrated=int(prepared.composed_rounds[first - 1]) or first,
+        weight=prepared.weight,
+        clients_left=prepared.clients_left,
+        draws=prepared.calibration_draws,
+        surveys=rounds // experiment.evaluate.every,
+        calibrated_surveys=first // experiment.evaluate.every,
+        data_root=prepared.data_root,
     )
-    return parts.experiment.noise.calibrated(outline, facts)
-
-
-def noise_on_sums(parts: Parts, mechanism: Release | None) -> Mapping[str, float]:
-    """By query, std of the noise on the sum of a round over what one client can contribute to it.
-
-    A virtual cohort's noise is scaled down to the sum of those who are simulated.
-    """
-    if mechanism is None:
-        return {}
-    cohort = parts.experiment.selection.sampling(parts.population).cohort
-    return mechanism.sum_stds(cohort)
-
-
-def side_stds(parts: Parts, on_sums: Mapping[str, float]) -> dict[str, float]:
-    """By query of the bounding, std of the noise on the sum of its answers, in their units."""
-    asked = parts.experiment.bounding.queries()
-    return {query.name: on_sums.get(query.name, 0.0) * query.bound for query in asked}
+    return experiment.noise.calibrated(outline, facts)
 
 
 def seed_of(seed: int, restart: int) -> int:
@@ -597,6 +494,10 @@ def seed_of(seed: int, restart: int) -> int:
 def fingerprint(clients: np.ndarray) -> bytes:
     """16 bytes that tell the clients of one round, int64 [r] in order, from any others."""
     return hashlib.sha256(np.ascontiguousarray(clients, np.int64).tobytes()).digest()[:16]
+
+
+def _hex16(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _digest64(facts: list) -> int:

@@ -1,7 +1,4 @@
-"""The parts of a run that its data settle, before any noise is sized.
-
-They are the data, the clients, their weights, the backend, and who takes part how often.
-"""
+"""The prepared experiment: data, clients, weights and backend, before any noise is calibrated."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
 
 
 @dataclass(frozen=True)
-class Parts:
+class PreparedExperiment:
     """What a run is made of, but for what it guarantees."""
 
-    experiment: Experiment  # the chunk, the backend and the noise as they are resolved
+    experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
     population: Population
     d: int  # parameters of the model that travel
-    own: int  # numbers of it that each client keeps
+    own: int  # local parameters per client
     weight: float  # the largest weight of any client's contribution
     clients_left: int  # clients that the round with most dropouts keeps
     scored: int  # clients that have a score of their own
@@ -48,63 +45,67 @@ class Parts:
     composed_rounds: np.ndarray
     data_root: Path | None
 
-    def draws(self) -> list[np.ndarray]:
+    @property
+    def cohort(self) -> int:
+        """The nominal size of a cohort."""
+        return self.experiment.selection.sampling(self.population).cohort
+
+    def calibration_draws(self) -> list[np.ndarray]:
         """The clients whose participations noise is sized for, round by round, with repeats; at
         last those who are exposed and have not come up, once.
         """
-        e = self.experiment
-        rounds = range(e.rounds)
-        exposed = [e.selection.exposed(e.seed, t, self.population) for t in rounds]
-        if e.selection.uncounted is None:
+        experiment = self.experiment
+        selection = experiment.selection
+        rounds = range(experiment.rounds)
+        exposed = [selection.exposed(experiment.seed, t, self.population) for t in rounds]
+        if selection.uncounted is None:
             return exposed
-        assumed = [e.selection.assumed(e.seed, t, self.population) for t in rounds]
+        assumed = [selection.assumed(experiment.seed, t, self.population) for t in rounds]
         return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
 
 
-def prepared(
+def prepare_experiment(
     experiment: Experiment,
     data_root: Path | None,
     prepare: Callable[..., Path] = prepare,
-) -> Parts:
-    """Prepares the data and settles what depends on them.
-
-    Raises:
-        ConfigError: for what the data cannot give.
+) -> PreparedExperiment:
+    """Prepares the data and resolves what depends on them. Raises `ConfigError` for what the data
+    cannot give.
     """
     held_out = experiment.evaluate.apart
-    shards = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
-    opened = Shards.open(shards)
-    sizes = opened.sizes  # on the file's map: a copy would take 8 bytes a client
+    path = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
+    shards = Shards.open(path)
+    sizes = shards.sizes  # on the file's map: a copy would take 8 bytes a client
     selection = experiment.selection
     selection.fits(len(sizes))
-    form = opened.form(experiment.data.task)
+    form = shards.form(experiment.data.task)
     module = models.build(experiment.model, form, experiment.seed)
     d = models.parameter_count(module)
-    split = models.ParameterSplit.of(module)
     check_counts(experiment.local, sizes)
     backend = _backend(experiment, module, form)
     population = clients(experiment, sizes, d, data_root)
     check_means(experiment, population)
-    check_measures(experiment, problem_of(experiment, opened, population))
+    check_measures(experiment, problem_of(experiment, shards, population))
     cohorts = selection.sampling(population)
-    experiment = resolved(experiment, backend, cohorts.cohort, module, opened)
+    experiment = resolved(experiment, backend, cohorts.cohort, module, shards)
     noise = experiment.noise.resolved(experiment.setting(), cohorts)
-    return Parts(
+    personal = bool(experiment.personal)
+    return PreparedExperiment(
         experiment=experiment.model_copy(update={"noise": noise}),
-        shards=shards,
+        shards=path,
         population=population,
         d=d,
-        own=len(models.trained(module)) if experiment.personal else split.own,
-        weight=_largest(weights(experiment, population)),
+        own=len(models.trained(module)) if personal else models.ParameterSplit.of(module).own,
+        weight=_largest(client_weights(experiment, population)),
         clients_left=selection.clients_left(experiment.seed, experiment.rounds, population),
-        scored=len(opened.client_rows) if experiment.evaluate.per_client else 0,
+        scored=len(shards.client_rows) if experiment.evaluate.per_client else 0,
         composed_rounds=composed(selection, experiment.seed, experiment.rounds, population),
         data_root=data_root,
     )
 
 
 def _backend(experiment: Experiment, module: nn.Module, form: Form) -> str:
-    """The backend to train with; a warning where its precision is a slow one."""
+    """The backend to train with; warns where its precision is a slow one."""
     client = experiment.client
     if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
         log.warning(
@@ -185,33 +186,28 @@ def held_at_once(experiment: Experiment, module: nn.Module, shards: Shards) -> i
 def check_means(experiment: Experiment, population: Population) -> None:
     """Raises `ConfigError` where the server's quotient is not the mean that a member needs."""
     selection = experiment.selection
-    remembering = experiment.stateful
+    stateful = experiment.stateful
     if experiment.bounding.sends_model() and not selection.means(population):
         expected = (
             "one whose cohorts all have the size that the sum is divided by, without weights or "
             "dropouts: the new model is the mean of those sent"
         )
-        raise ConfigError("selection.kind", selection.kind, expected)
-    if remembering and selection.corrections(population) is not None:
+    elif stateful and selection.corrections(population) is not None:
         expected = (
-            f"one without weights of its own, as {remembering.kind} keeps the plain mean over all "
+            f"one without weights of its own, as {stateful.kind} keeps the plain mean over all "
             "clients"
         )
-        raise ConfigError("selection.kind", selection.kind, expected)
+    else:
+        return
+    raise ConfigError("selection.kind", selection.kind, expected)
 
 
 def problem_of(experiment: Experiment, shards: Shards, population: Population) -> Problem:
     """What the run is to solve, as probes are shown it."""
-    e = experiment
+    members = ("seed", "rounds", "model", "selection", "local", "bounding", "weights")
     return Problem(
-        seed=e.seed,
-        rounds=e.rounds,
-        model=e.model,
-        task=e.data.task,
-        selection=e.selection,
-        local=e.local,
-        bounding=e.bounding,
-        weights=e.weights,
+        **{name: getattr(experiment, name) for name in members},
+        task=experiment.data.task,
         shards=shards,
         population=population,
     )
@@ -227,32 +223,32 @@ def check_measures(experiment: Experiment, problem: Problem) -> None:
         probe.fits(problem)
 
 
-def weights(experiment: Experiment, population: Population) -> np.ndarray:
+def client_weights(experiment: Experiment, population: Population) -> np.ndarray:
     """The factor float64 [N] of every client's contribution, computed once for all clients
-    together.
-
-    Raises:
-        ConfigError: they are not N finite numbers.
+    together. Raises `ConfigError` where they are not N finite numbers.
     """
+    member = experiment.weights
 
     def compute() -> np.ndarray:
         count = len(population)
-        member = experiment.weights
-        values = np.asarray(member.of(population.sizes, population.samples, count))
-        number = values.dtype.kind in "iuf"
-        weights = values.astype(np.float64, copy=False) if number else np.empty(0)
-        largest = _largest(weights)
-        if weights.shape != (count,) or not np.isfinite(weights).all():
+        weights = np.asarray(member.of(population.sizes, population.samples, count))
+        if (
+            weights.dtype.kind not in "iuf"
+            or weights.shape != (count,)
+            or not np.isfinite(weights).all()
+        ):
             expected = f"one whose weights are {count} finite numbers, one per client"
             raise ConfigError("weights.kind", member.kind, expected)
+        weights = weights.astype(np.float64, copy=False)
+        largest = _largest(weights)
         if not 1e-15 <= largest <= 1e15:
             expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
             raise ConfigError("weights.kind", member.kind, expected)
         corrections = experiment.selection.corrections(population)
         return weights if corrections is None else weights * corrections
 
-    members = (experiment.weights, experiment.selection)
-    return population.cached(tuple(member.model_dump_json() for member in members), compute)
+    key = member.model_dump_json(), experiment.selection.model_dump_json()
+    return population.cached(key, compute)
 
 
 def _largest(values: np.ndarray) -> float:
@@ -262,12 +258,8 @@ def _largest(values: np.ndarray) -> float:
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
     """`Selection.composed_rounds`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its
-    scheme
-    can come to.
-
-    Where cohorts are a secret, each of t rounds draws among the scheme's whole population, so that
-    the N clients together were available t times that number, each of them in as many rounds as are
-    composed at most.
+    scheme can come to: where cohorts are secret, each of t rounds draws among the scheme's whole
+    population, so the N clients together were available t times that number.
     """
     composed_rounds = np.asarray(selection.composed_rounds(seed, rounds, population))
     sampling = selection.sampling(population)

@@ -128,7 +128,9 @@ class Recorder:
         row |= dict.fromkeys(self.scores)
         row |= {column(name): spent[name] for name in spent}
         row["bound"] = e.bounding.sample_bound or seen.bound
-        row["noise_std"] = self.plan.released_std(seen.bound)
+        # drawn at each client's local steps, there is none on the sum
+        at_steps = self.plan.mechanism is not None and self.plan.mechanism.by_draws
+        row["noise_std"] = None if at_steps else self.plan.sum_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
         quantiles = quantiles_of(_finite(columns["norm"]), SHARES)
@@ -267,6 +269,7 @@ class Recorder:
         if named.names:
             summary["class_names" if named.classes else "target_names"] = list(named.names)
         guarantees = account.guarantees(at.t, at.participations)
+        mechanism = self.plan.mechanism
         return summary | {
             "rounds": at.t,
             **metric_columns.last(evaluated, names),
@@ -282,7 +285,7 @@ class Recorder:
             "precision": self.plan.experiment.client.precision,
             "capability": capability(),
             "repeated_rounds": self.plan.repeated,
-            "noise_multiplier": self.plan.noise_multiplier,
+            "noise_multiplier": mechanism.noise_multiplier if mechanism else None,
             "replaced_actors": self.pool.replaced,
             "sentences": in_words(guarantees),
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],

@@ -526,16 +526,16 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
         experiment(noise={"kind": "mine:Careless", "multiplier": 1.0}, bounding={"kind": "none"})
 
 
-def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched(monkeypatch):
-    from raydpfl.simulation import preparation
+def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched():
+    def untouched(*args, **keys):
+        pytest.fail("data were touched")
 
-    monkeypatch.setattr(preparation, "prepare", lambda *arguments: pytest.fail("data were touched"))
     with pytest.raises(
         ConfigError, match=r"selection.cohort = 51: expected at most the population of 50"
     ):
-        Plan.make(experiment(selection={"cohort": 51}))
+        Plan.make(experiment(selection={"cohort": 51}), prepare=untouched)
     with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
-        Plan.make(experiment(privacy={"relation": "add_remove"}))
+        Plan.make(experiment(privacy={"relation": "add_remove"}), prepare=untouched)
 
 
 def test_queries_whose_answers_nothing_takes_up_are_refused(mine):

@@ -642,7 +642,9 @@ def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_
         }
     )
     plan = Plan.make(virtual)
-    assert plan.sum_std(1.0) / plan.divisor == pytest.approx(2.0 / 200)
+    assert plan.sum_std(1.0) / plan.experiment.selection.divisor(plan.population) == pytest.approx(
+        2.0 / 200
+    )
     assert plan.client_std(1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(1.0))
     assert plan.mechanism.sampling.population == 10_000 and plan.mechanism.sampling.cohort == 200
     found = plan.guarantees(4, {0: 1})

@@ -169,7 +169,8 @@ def test_a_budget_is_for_surveys_too(tmp_path):
     with_surveys, without = (
         planned(noise=noise, evaluate=asked) for asked in (ASKED, {"every": 2})
     )
-    assert with_surveys.noise_multiplier > without.noise_multiplier * 1.001
+    least = without.mechanism.noise_multiplier * 1.001
+    assert with_surveys.mechanism.noise_multiplier > least
     spent = with_surveys.curves()["pld"][-1]
     assert 8.0 * (1 - 2e-3) < spent <= 8.0
     few = {**ASKED, "histogram": {"std": 0.1}}

@@ -26,7 +26,7 @@ from raydpfl.errors import RunError
 from raydpfl.methods.bounding import FAMILY, Bounding, Clip
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
-from raydpfl.simulation import plan, preparation, scheduler
+from raydpfl.simulation import preparation, scheduler
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.contribution import InKernel, Scaled
@@ -233,13 +233,14 @@ def test_a_process_has_a_thread_for_each_core_or_as_many_as_it_is_told(
 def test_whatever_command_makes_a_plan_takes_products_on_one_thread(monkeypatch):
     """Components that are kept for later runs would depend on the number of cores."""
     counts = []
+    prepare = preparation.prepare_experiment
 
     def prepared(*given):
         blas = [each for each in threadpool_info() if each["user_api"] == "blas"]
         counts.extend(each["num_threads"] for each in blas)
-        return preparation.prepared(*given)
+        return prepare(*given)
 
-    monkeypatch.setattr(plan, "prepared", prepared)
+    monkeypatch.setattr(preparation, "prepare_experiment", prepared)
     with threadpool_limits(3, user_api="blas"):
         Plan.make(experiment())
     assert set(counts) == {1}
