@@ -171,7 +171,7 @@ class ChunkResult:
     columns: Columns
     memory: Mapping[str, np.ndarray]  # the clients' next states, float32 [r, d]
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
-    # of noise by a class from outside, see `raydpfl.simulation.noise_monitor.NoiseMonitor.clients`
+    # of noise by a class from outside, see `raydpfl.simulation.noise_monitor.numbers`
     drawn: Mapping[str, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
     peak_rss_mb: float = 0.0

@@ -1,21 +1,18 @@
-"""Noise of a class from outside the package, held against its distribution in every round of a run.
+"""Noise of a user-defined class, tested against its declared distribution in every round of a run.
 
-Such a class says what it draws, and nothing proves it. So each draw is looked at before it is
-released: the server's on a sum, each client's and their sum, those on side queries and on
-histograms. With independent N(0, std^2 I) of the std that accountants count on, these numbers have
-distributions that are known exactly, given the draws before:
+Each draw is tested before it is released: the server's on a sum, each client's and their sum, those
+on side queries and on histograms. With independent N(0, std^2 I) of the std that accountants count
+on, these statistics have exact distributions, conditional on the draws before:
 
 - the squared norm over std^2 is chi-squared, of a draw and of the last 2, 4, 8, ... together, so
-  that noise that is right for some rounds is seen when it changes;
+  that noise that is right for some rounds is detected when it changes;
 - the mean, and the projections on the exact sum that it hides, on the draws of the 8 rounds before
   and of one half of the coordinates on the other, are standard normal, and so are their sums; the
   sums of their squares are chi-squared;
-- how many coordinates are below each of 23 quantiles, and how many hardly differ from 0, is
-  binomial;
-- the squares of each coordinate, and the square of all sums, over draws 2, 3 to 4, 5 to 8, ...,
+- the counts of coordinates below 23 quantiles, and close to 0, are binomial;
+- the squares of single coordinates, and the square of all sums, over draws 2, 3 to 4, 5 to 8, ...,
   are chi-squared;
-- the correlation with each of the last draws, by 512 coordinates, has the distribution of an angle
-  on a
+- the correlation with earlier draws, by 512 coordinates, has the distribution of an angle on a
   sphere;
 - the sums of products of coordinates some places from each other (of one number a round, some
   rounds from each other) are below a Bernstein bound (Boucheron, Lugosi, Massart 2013, sec. 2.4: of
@@ -24,7 +21,7 @@ distributions that are known exactly, given the draws before:
 Every round, window and kind of test has its part of `FALSE_ALARM`, so that a run with sound noise
 ends with probability 1e-6 at most, however long it is and however often it is resumed. Draws that
 follow the distribution but can be predicted pass: no sequence of draws shows that. Of noise that is
-correlated over the rounds the part that `Noise.carried` leaves is held against the distribution.
+correlated over the rounds the part that `Noise.carried` leaves is tested.
 """
 
 from __future__ import annotations
@@ -60,12 +57,12 @@ Numbers = Mapping[str, np.ndarray]
 
 
 def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) -> Numbers:
-    """What is looked at of k draws.
+    """The statistics of k draws.
 
     Args:
         drawn: float64 [k, d].
         std: that they should have.
-        hidden: [k, d] each: what they may not depend on, such as the sums that they are added to.
+        hidden: arrays [k, d] that they may not depend on, such as the sums that they are added to.
 
     Returns:
         By name, float64 [k], but for `below` [k, 23], the coordinates below each quantile, `near 0`
@@ -74,7 +71,9 @@ def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) ->
     z = drawn / std
     k, d = z.shape
     half = d // 2
-    statistics = {
+    below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
+    near = [np.count_nonzero(np.abs(z) < most, axis=1) for most in NEAR]
+    return {
         "square": (z * z).sum(1),
         "dimensions": np.full(k, float(d)),
         "largest": np.abs(z).max(1, initial=0.0),
@@ -82,13 +81,10 @@ def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) ->
         "halves": _along(z[:, half : 2 * half], z[:, :half]),
         "neighbours": _along(z[:, 1 : 2 * half : 2], z[:, : 2 * half : 2]),
         "sketch": z[:, np.linspace(0, d - 1, min(d, SKETCH)).astype(int)],
+        **{f"hidden {place}": _along(z, other) for place, other in enumerate(hidden)},
+        "below": np.stack(below, axis=1).astype(np.float64),
+        "near 0": np.stack(near, axis=1).astype(np.float64),
     }
-    statistics |= {f"hidden {place}": _along(z, noise) for place, noise in enumerate(hidden)}
-    below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
-    statistics["below"] = np.stack(below, axis=1).astype(np.float64)
-    near = [np.count_nonzero(np.abs(z) < most, axis=1) for most in NEAR]
-    statistics["near 0"] = np.stack(near, axis=1).astype(np.float64)
-    return statistics
 
 
 def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -146,14 +142,14 @@ class Draws:
             self._normal(name, values, clients)
         d = statistics["dimensions"].sum()
         self._hold(d * erfc(statistics["largest"].max() / ROOT), "has too large a coordinate")
-        counts = np.array([*statistics["below"].sum(0), d])
-        for length, (*below, count) in self._windows("below", counts):
-            chance = _binomial(np.array(below), count, LEVELS)
-            self._hold(chance * _share(length), f"is not Gaussian {_over(length)}")
-        counts = np.array([*statistics["near 0"].sum(0), d])
-        for length, (*near, count) in self._windows("near 0", counts):
-            chance = _binomial(np.array(near), count, erf(NEAR / ROOT))
-            self._hold(chance * _share(length), f"is too often 0 or too seldom {_over(length)}")
+        for name, chances, what in (
+            ("below", LEVELS, "is not Gaussian"),
+            ("near 0", erf(NEAR / ROOT), "is too often 0 or too seldom"),
+        ):
+            totals = np.array([*statistics[name].sum(0), d])
+            for length, (*counts, count) in self._windows(name, totals):
+                chance = _binomial(np.array(counts), count, chances)
+                self._hold(chance * _share(length), f"{what} {_over(length)}")
         if "z" in statistics:
             self._single_draw(statistics["z"])
         self._hold(self._angles(statistics["sketch"]), "is correlated with another draw")
@@ -291,158 +287,17 @@ def _over(length: int) -> str:
     return "alone" if length == 1 else f"over the last {length} draws"
 
 
-class NoiseMonitor:
-    """Looks at all noise of a run.
-
-    Args:
-        noise: the member, whose class is not of the package.
-        seed: of the noise.
-        d: parameters of the model.
-        t: the first round that is looked at.
-
-    Raises:
-        RunError: the parts of correlated noise that are independent are not what accountants count
-            on.
-    """
-
-    def __init__(self, noise: Noise, seed: int, d: int, t: int):
-        self._noise = noise
-        carried = noise.whitening()
-        norm = math.hypot(*carried)
-        if not (norm <= 1 + 1e-9 and len(carried) <= noise.min_separation()):
-            raise RunError(
-                f"noise.kind {noise.kind}: whitening() has norm {norm:.6g} over {len(carried)} "
-                f"rounds, where 1 over {noise.min_separation()} "
-                "(min_separation()) was accounted for"
-            )
-        self._whiten = Whitening(carried)
-        source = noise.source(seed, d)
-        for before in range(max(0, t - len(carried) + 1), t if len(carried) > 1 else 0):
-            drawn = source.on_sum(before, 1.0)
-            self._whiten(np.zeros(d) if drawn is None else drawn)
-        self._kinds: dict[str, Draws] = {}
-        self._refuted: set[tuple[str, int]] = set()
-        self._unrelated: list[np.ndarray] = []  # numbers that side queries may not depend on
-
-    def _draws(self, what: str, name: str = "") -> Draws:
-        words = f"noise.kind {self._noise.kind}: the noise {what}"
-        return self._kinds.setdefault(f"{what}{name}", Draws(words, len(self._kinds)))
-
-    def clients(
-        self,
-        t: int,
-        parts: Sequence[Numbers],
-        std: float,
-        cohort: int,
-        sum_std: float,
-        total: np.ndarray,
-    ) -> None:
-        """Looks at what the clients of a round have drawn, before their sum is released.
-
-        Args:
-            t: the round.
-            parts: what actors found of it: `numbers`, `client` int64 [k], and `sum` float64 [d].
-            std: of one client's noise, by `Noise.client_std`.
-            cohort: clients of the round.
-            sum_std: of the noise on the sum, as the accountants count on.
-            total: the sum of what they send, noise included, float64 [d].
-
-        Raises:
-            RunError: it is not what was accounted for.
-        """
-        self._unrelated = []
-        if self._noise.drawn_by() == "client":
-            drawn = std * math.sqrt(cohort)
-            self._hold(t, drawn >= sum_std * (1 - 1e-9), f"of {cohort} clients", drawn, sum_std)
-        if not std:
-            return
-        rows = sum(len(part["client"]) for part in parts)
-        self._hold(t, rows == cohort, f"of {cohort} clients", std * math.sqrt(rows), sum_std)
-        if not cohort:
-            return
-        names = [name for name in parts[0] if name != "sum"]
-        every = {name: np.concatenate([part[name] for part in parts]) for name in names}
-        self._draws("of clients").see(t, std, every, every["client"])
-        added = np.sum([part["sum"] for part in parts], axis=0)
-        exact = total - added
-        if np.linalg.norm(exact) < 1e-6 * np.linalg.norm(added):  # what rounding has left
-            exact = np.zeros_like(exact)
-        self._sum(t, "of all clients", added, std * math.sqrt(cohort), exact)
-
-    def server(self, t: int, added: np.ndarray | None, std: float, total: np.ndarray) -> None:
-        """Looks at the server's noise on the sum `total` of round t, float64 [d] both, which should
-        have this std. Raises `RunError` as `clients` does.
-        """
-        if not std or (added is None and self._noise.drawn_by() != "server"):
-            return
-        if added is None:
-            self._hold(t, False, "of the server", 0.0, std)
-            return
-        self._hold(t, added.shape == total.shape, "of the server", 0.0, std)
-        self._sum(t, "of the server", self._whiten(added / std) * std, std, total)
-
-    def _sum(self, t: int, what: str, added: np.ndarray, std: float, hidden: np.ndarray) -> None:
-        self._see(self._draws(what), t, std, added, [hidden])
-        self._unrelated += [added[:1], added[-1:], added.sum(keepdims=True)]
-
-    def _see(
-        self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
-    ) -> None:
-        statistics = numbers(drawn[None], std, [noise[None] for noise in hidden])
-        draws.see(t, std, {**statistics, "z": drawn / std})
-
-    def query(self, query: SideQuery, drawn: float, answers: float) -> None:
-        """Looks at the noise on the sum of the answers to a side query. Raises `RunError` as
-        `clients` does.
-        """
-        if not query.std:
-            return
-        value = np.array([drawn], np.float64)
-        # where clients draw, each may draw as much as the round with the fewest needs
-        part = self._noise.client_std(query.std, query.clients_left) * math.sqrt(len(query.clients))
-        several = self._noise.drawn_by() == "client" and part >= query.std
-        stds = [query.std, part] if several else [query.std]
-        errors = []
-        hidden = [np.array([answers]), *self._unrelated]
-        for place, std in enumerate(stds):
-            key = (query.name, place)
-            try:
-                if key not in self._refuted:
-                    draws = self._draws(f"on the query {query.name}", f" {place}")
-                    self._see(draws, query.t, std, value, hidden)
-            except RunError as error:
-                self._refuted.add(key)
-                errors.append(error)
-        if all((query.name, place) in self._refuted for place in range(len(stds))):
-            raise errors[0]
-        self._unrelated.append(value)
-
-    def survey(self, t: int, drawn: np.ndarray, std: float, counts: np.ndarray) -> None:
-        """Looks at the noise on a histogram's counts, float64 [bins] both. Raises `RunError` as
-        `clients` does.
-        """
-        self._hold(t, drawn.shape == counts.shape, "on the histogram", 0.0, std)
-        self._see(self._draws("on the histogram"), t, std, drawn, [counts])
-
-    def _hold(self, t: int, condition: bool, what: str, drawn: float, accounted: float) -> None:
-        if not condition:
-            raise RunError(
-                f"noise.kind {self._noise.kind}: the noise {what} in round {t} has std "
-                f"{drawn:.6g}, where N(0, {accounted:.6g}^2) was accounted for"
-            )
-
-
 class MonitoredNoise:
-    """Draws the noise of a run; what a class from outside draws is looked at. Its methods raise
-    `RunError` as those of `NoiseMonitor` do.
+    """Draws the noise of a run, and tests what a user-defined class draws: all methods, and the
+    constructor, raise `RunError` for noise other than was accounted for.
 
     Args:
         noise: the member.
         seed: of the noise.
         d: parameters of the model.
         t: the first round that it draws for.
-        sum_std: gives the std of the noise on a round's sum, as the accountants count on, from its
-            bound; None: they count on none.
+        sum_std: gives the accounted std of the noise on a round's sum, from its bound; None: no
+            noise is accounted for.
     """
 
     def __init__(
@@ -455,39 +310,121 @@ class MonitoredNoise:
     ):
         self._noise = noise
         self._source = noise.source(seed, d)
-        self._sum_std = sum_std
-        self._tested = (
-            NoiseMonitor(noise, seed, d, t) if noise.is_user_defined and sum_std else None
-        )
+        self._sum_std = sum_std or (lambda bound: 0.0)
+        self._tested = noise.is_user_defined and sum_std is not None
+        if not self._tested:
+            return
+        carried = noise.whitening()
+        norm = math.hypot(*carried)
+        separation = noise.min_separation()
+        if not (norm <= 1 + 1e-9 and len(carried) <= separation):
+            raise RunError(
+                f"noise.kind {noise.kind}: whitening() has norm {norm:.6g} over {len(carried)} "
+                f"rounds, where 1 over {separation} (min_separation()) was accounted for"
+            )
+        self._whiten = Whitening(carried)
+        source = noise.source(seed, d)
+        for before in range(max(0, t - len(carried) + 1), t if len(carried) > 1 else 0):
+            drawn = source.on_sum(before, 1.0)
+            self._whiten(np.zeros(d) if drawn is None else drawn)
+        self._kinds: dict[str, Draws] = {}
+        self._refuted: set[tuple[str, int]] = set()
+        self._unrelated: list[np.ndarray] = []  # numbers that side queries may not depend on
 
     def on_sum(self, t: int, std: float, total: np.ndarray) -> np.ndarray | None:
         """The server's noise on the sum `total` of round t; see `Source.on_sum`."""
         added = self._source.on_sum(t, std)
-        if self._tested:
-            self._tested.server(t, added, std, total)
+        if not (self._tested and std) or (added is None and self._noise.drawn_by() != "server"):
+            return added
+        sound = added is not None and added.shape == total.shape
+        self._hold(t, sound, "of the server", 0.0, std)
+        assert added is not None
+        self._see_sum(t, "of the server", self._whiten(added / std) * std, std, total)
         return added
 
     def of_clients(
         self, work: Work, cohort: int, results: Sequence[ChunkResult], total: np.ndarray
     ) -> None:
-        """Looks at what the clients of a round have drawn, whose sum is `total`."""
-        if self._tested and self._sum_std:
-            parts = [result.drawn for result in results if result.drawn]
-            std = self._sum_std(work.bound)
-            self._tested.clients(work.t, parts, work.client_std, cohort, std, total)
+        """Tests what the clients of a round have drawn, whose sum is `total`, float64 [d]."""
+        if not self._tested:
+            return
+        t, std, sum_std = work.t, work.client_std, self._sum_std(work.bound)
+        parts = [result.drawn for result in results if result.drawn]
+        name = f"of {cohort} clients"
+        self._unrelated = []
+        if self._noise.drawn_by() == "client":
+            drawn = std * math.sqrt(cohort)
+            self._hold(t, drawn >= sum_std * (1 - 1e-9), name, drawn, sum_std)
+        if not std:
+            return
+        rows = sum(len(part["client"]) for part in parts)
+        self._hold(t, rows == cohort, name, std * math.sqrt(rows), sum_std)
+        if not cohort:
+            return
+        names = [name for name in parts[0] if name != "sum"]
+        statistics = {name: np.concatenate([part[name] for part in parts]) for name in names}
+        self._draws("of clients").see(t, std, statistics, statistics["client"])
+        added = np.sum([part["sum"] for part in parts], axis=0)
+        exact = total - added
+        if np.linalg.norm(exact) < 1e-6 * np.linalg.norm(added):  # what rounding has left
+            exact = np.zeros_like(exact)
+        self._see_sum(t, "of all clients", added, std * math.sqrt(cohort), exact)
 
     def on_query(self, query: SideQuery, answers: float) -> float:
         """The noise on the sum of the answers to a side query; see `Noise.on_query`."""
         drawn = self._noise.on_query(query)
-        if self._tested:
-            self._tested.query(query, drawn, answers)
+        if not (self._tested and query.std):
+            return drawn
+        value = np.array([drawn], np.float64)
+        # where clients draw, each may draw as much as the round with the fewest needs
+        part = self._noise.client_std(query.std, query.clients_left) * math.sqrt(len(query.clients))
+        several = self._noise.drawn_by() == "client" and part >= query.std
+        stds = [query.std, part] if several else [query.std]
+        hidden = [np.array([answers]), *self._unrelated]
+        errors = []
+        for place, std in enumerate(stds):
+            key = (query.name, place)
+            try:
+                if key not in self._refuted:
+                    draws = self._draws(f"on the query {query.name}", f" {place}")
+                    self._see(draws, query.t, std, value, hidden)
+            except RunError as error:
+                self._refuted.add(key)
+                errors.append(error)
+        if all((query.name, place) in self._refuted for place in range(len(stds))):
+            raise errors[0]
+        self._unrelated.append(value)
         return drawn
 
     def on_survey(
         self, seed: int, t: int, std: float, counts: np.ndarray, clients: int
     ) -> np.ndarray:
-        """The noise on the counts of a histogram; see `Noise.on_survey`."""
+        """The noise on the counts of a histogram, float64 [bins]; see `Noise.on_survey`."""
         drawn = self._noise.on_survey(seed, t, std, len(counts), clients)
         if self._tested:
-            self._tested.survey(t, drawn, std, counts)
+            self._hold(t, drawn.shape == counts.shape, "on the histogram", 0.0, std)
+            self._see(self._draws("on the histogram"), t, std, drawn, [counts])
         return drawn
+
+    def _draws(self, what: str, name: str = "") -> Draws:
+        words = f"noise.kind {self._noise.kind}: the noise {what}"
+        return self._kinds.setdefault(f"{what}{name}", Draws(words, len(self._kinds)))
+
+    def _see_sum(
+        self, t: int, what: str, added: np.ndarray, std: float, hidden: np.ndarray
+    ) -> None:
+        self._see(self._draws(what), t, std, added, [hidden])
+        self._unrelated += [added[:1], added[-1:], added.sum(keepdims=True)]
+
+    def _see(
+        self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
+    ) -> None:
+        statistics = numbers(drawn[None], std, [other[None] for other in hidden])
+        draws.see(t, std, {**statistics, "z": drawn / std})
+
+    def _hold(self, t: int, condition: bool, what: str, drawn: float, accounted: float) -> None:
+        if not condition:
+            raise RunError(
+                f"noise.kind {self._noise.kind}: the noise {what} in round {t} has std "
+                f"{drawn:.6g}, where N(0, {accounted:.6g}^2) was accounted for"
+            )

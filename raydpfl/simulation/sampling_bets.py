@@ -6,20 +6,6 @@ the wealth is a nonnegative supermartingale. So is the mean over all bets, and t
 it ever reaches 1 / a is at most a (Ville's inequality; Shafer 2021, Testing by betting). No union
 over rounds or clients is needed, and a run may be looked at after any round.
 
->>> from raydpfl.privacy import Sampling
->>> generator = np.random.default_rng(1)
->>> bets = Bets(Sampling("fixed", population=900, cohort=90), 900)
->>> odds = np.where(np.arange(900) < 100, 1.5, 1.0)  # 100 clients are drawn too often
->>> counts = np.zeros(900, np.int64)
->>> for t in range(200):
-...     cohort = np.sort(generator.choice(900, 90, replace=False, p=odds / odds.sum()))
-...     name, wealth = bets.see(DrawnCohort(cohort, counts[cohort], 90, t + 1))
-...     counts[cohort] += 1
-...     if wealth > math.log(1e6):
-...         break
->>> name, t
-('counts', 148)
-
 | bet       | what it bets on                                                        |
 | --------- | ---------------------------------------------------------------------- |
 | `counts`  | those who were drawn often (or seldom) until now are drawn often again |
@@ -44,9 +30,9 @@ from numpy.typing import ArrayLike
 
 from raydpfl.privacy import Sampling
 
-_PERIOD = 64  # bets are paid when the rounds have grown by one part of so many
+_PERIOD = 64  # bets are paid when the rounds have grown by this fraction
 _PARTS = 8  # in which a cohort is revealed
-_KEPT = 1 << 22  # clients of past cohorts that pairs are searched in
+_SEARCHED = 1 << 22  # clients of past cohorts that pairs are searched in
 _COMPARED = 1 << 23  # of these that one search compares
 _LOGS = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2.2, 3, 5])
 _LOGS = np.concatenate([-_LOGS[::-1], [0.0], _LOGS])  # log odds of a client over those declared
@@ -60,11 +46,13 @@ def _priors() -> np.ndarray:
     share of the clients have one value and the others 0.
     """
     gaps = np.gradient(_LOGS)
-    found = [gaps * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
-    for log in (0.2, 0.4, 0.7, 1.5):
-        for share in (0.001, 0.01, 0.1, 0.5):
-            found.append(np.where(_LOGS == 0, 1 - share, np.where(log == _LOGS, share, 0)))
-    priors = np.array(found)
+    bells = [gaps * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
+    shares = [
+        np.where(_LOGS == 0, 1 - share, np.where(log == _LOGS, share, 0))
+        for log in (0.2, 0.4, 0.7, 1.5)
+        for share in (0.001, 0.01, 0.1, 0.5)
+    ]
+    priors = np.array(bells + shares)
     return priors / priors.sum(1, keepdims=True)
 
 
@@ -74,19 +62,12 @@ _MEANS = _PRIORS * _ODDS
 
 @dataclass(frozen=True)
 class DrawnCohort:
-    """The cohort of a round.
+    """The cohort of a round."""
 
-    Args:
-        clients: int64 [r], ascending, one drawn twice listed twice.
-        before: how often each was drawn in earlier rounds, int64 [r].
-        size: of the cohort before anyone dropped out.
-        composed: how many rounds the accountants compose after this one.
-    """
-
-    clients: np.ndarray
-    before: np.ndarray
-    size: int
-    composed: int
+    clients: np.ndarray  # int64 [r], ascending, one drawn twice listed twice
+    before: np.ndarray  # int64 [r]: how often each was drawn in earlier rounds
+    size: int  # of the cohort before anyone dropped out
+    composed: int  # rounds that the accountants compose after this one
 
 
 class Bets:
@@ -117,17 +98,15 @@ class Bets:
         self._due = 1
 
     def see(self, drawn: DrawnCohort) -> tuple[str, float]:
-        """Takes up the next cohort.
-
-        Returns:
-            The name of the richest bet, and the logarithm of the mean wealth of all; no name and 0
-            where bets are not paid, which is one round of 64 at the end of a run at most.
+        """Bets on the next cohort; returns the name of the richest bet, and the logarithm of the
+        mean wealth of all. No name and 0 where bets are not paid (one round of 64 at the end of a
+        run at most), or where `before` is not of the earlier cohorts.
         """
+        if self._counts.after(drawn).min() < 0:
+            return "", 0.0
         for bet in self._bets.values():
             bet.see(drawn)
         self._rounds += 1
-        if self._counts.clients.min() < 0:  # `before` is not of the cohorts that came before
-            return "", 0.0
         if self._rounds < self._due:
             return "", 0.0
         self._due = self._rounds + 1 + self._rounds // _PERIOD
@@ -138,13 +117,15 @@ class Bets:
 class Bet:
     """Base of the bets."""
 
+    _wealth: np.ndarray  # logarithms, by strategy
+
     def see(self, drawn: DrawnCohort) -> None:
         """Wins or loses by the cohort of a round."""
         raise NotImplementedError
 
     def settle(self) -> float:
         """The logarithm of the wealth. What later rounds are bet on may change now."""
-        raise NotImplementedError
+        return _log_mean(self._wealth)
 
 
 class _Counts(Bet):
@@ -163,13 +144,17 @@ class _Counts(Bet):
         self._rounds = 0
         self._scale = np.zeros(len(_LOGS))
 
-    def see(self, drawn: DrawnCohort) -> None:
+    def after(self, drawn: DrawnCohort) -> np.ndarray:
+        """`clients` after this cohort; negative where `before` is not of the earlier ones."""
         moved = np.bincount(drawn.before, minlength=len(self.clients))
         clients = np.zeros(len(moved) + 1, np.int64)
         clients[: len(self.clients)] = self.clients
         clients[:-1] -= moved
         clients[1:] += moved
-        self.clients = clients
+        return clients
+
+    def see(self, drawn: DrawnCohort) -> None:
+        self.clients = self.after(drawn)
         self._rounds += 1
         if self._subset:
             self._scale += np.log1p((_ODDS - 1) * (len(drawn.clients) / self.count))
@@ -248,9 +233,8 @@ class _Memory(Bet):
 
 
 class _Numbers(Bet):
-    """Numbers with a known density f: each strategy bets on a density proportional to f(x)^v e^(h
-    x), which
-    is more varied (v < 1), less varied (v > 1), or has another mean.
+    """Numbers of density f: each strategy bets on one proportional to f(x)^v e^(h x), which is
+    more varied (v < 1), less varied (v > 1), or has another mean.
     """
 
     _VARIED = np.array([0.2, 0.4, 0.6, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4] + 8 * [1])
@@ -258,9 +242,6 @@ class _Numbers(Bet):
 
     def __init__(self) -> None:
         self._wealth = np.zeros(len(self._MEAN))
-
-    def settle(self) -> float:
-        return _log_mean(self._wealth)
 
     def factors(self, values: np.ndarray, logs: np.ndarray) -> np.ndarray:
         """The logarithms of the factors of these values, float64 [strategies, k]; `logs` float64
@@ -341,7 +322,7 @@ class _Pairs(Bet):
         self._due = 12  # the round after which to search
         self._searches = 0
         self._seen: list[np.ndarray] = []
-        self._kept = 0  # clients in all of them
+        self._searchable = 0  # clients in all of them
         self._pairs = np.zeros((2, 0), np.int64)
         self._wealth = np.zeros((len(self._ODDS), len(self._FIRST)))
         self._paid = -math.inf  # what earlier bets came to
@@ -357,9 +338,9 @@ class _Pairs(Bet):
             both = np.cumsum(first & second)[places]
             self._wealth += np.log(self._ODDS)[:, None] * both
             self._wealth -= np.log1p((self._ODDS - 1) * chance)[:, None] * tried
-        self._kept += len(clients)
+        self._searchable += len(clients)
         self._rounds += 1
-        if self._kept <= _KEPT:
+        if self._searchable <= _SEARCHED:
             self._seen.append(clients)
             if self._rounds >= self._due:
                 self._due = self._rounds + self._rounds // 2
@@ -423,8 +404,8 @@ def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
     for one, other in zip(first[order].tolist(), second[order].tolist(), strict=True):
         if one not in chosen and other not in chosen and len(chosen) < 2 * most:
             chosen |= {one: other, other: -1}
-    found = [(one, other) for one, other in chosen.items() if other >= 0]
-    return clients[np.array(found, np.int64).reshape(-1, 2).T]
+    best = [(one, other) for one, other in chosen.items() if other >= 0]
+    return clients[np.array(best, np.int64).reshape(-1, 2).T]
 
 
 class _Repeats(Bet):
@@ -447,9 +428,6 @@ class _Repeats(Bet):
         again = int((drawn.clients[1:] == drawn.clients[:-1]).sum())
         if draws:
             self._wealth += np.log(self._ODDS) * again - self._loss[:, draws - 1]
-
-    def settle(self) -> float:
-        return _log_mean(self._wealth)
 
 
 def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:

@@ -1,28 +1,20 @@
-"""Checks, during a run, that cohorts follow the sampling scheme that a selection declares.
+"""Checks, before anything is released, that cohorts follow the sampling scheme that a selection
+declares, which accountants rely on:
 
-Accountants believe `Selection.sampling`. If a member's draws followed another scheme, its epsilon
-would not hold. So every cohort is checked before anything is released from it:
-
-- for what the scheme never gives: a cohort of another size; a client that does not exist, is in a
+- what the scheme never gives: a cohort of another size; a client that does not exist, is in a
   cohort twice, or takes part (or is asked for its loss) more often than the accountants compose;
   fewer clients than the noise of the sum needs; other clients than were drawn in advance, where the
   accountants counted those;
-- where the cohort is a secret, for what the scheme hardly ever gives: see
-`raydpfl.simulation.sampling_bets`.
+- where the cohort is a secret, what the scheme hardly ever gives: see
+  `raydpfl.simulation.sampling_bets`.
 
->>> from raydpfl.methods.selection.base import Cohort, Population
 >>> from raydpfl.methods.selection.uniform import Uniform
 >>> member, clients = Uniform(cohort=90), Population.balanced(900)
->>> composed = np.arange(1, 101)
->>> monitor = SamplingMonitor(member, clients, composed, least=90, secret=True)
->>> counts = Counter()
->>> for t in range(99):
-...     cohort = member.draw(0, t, clients)
-...     monitor.check(t, cohort, counts)
-...     counts.update(cohort.clients.tolist())
->>> monitor.check(99, Cohort.of(np.arange(89)), counts)
+>>> monitor = SamplingMonitor(member, clients, np.arange(1, 101), least=90, secret=True)
+>>> monitor.check(0, member.draw(0, 0, clients), {})
+>>> monitor.check(1, Cohort.of(np.arange(89)), {})
 Traceback (most recent call last):
-raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 99, where its sampling \
+raydpfl.errors.RunError: selection.kind uniform drew 89 clients in round 1, where its sampling \
 (fixed size 90 of 900) gives 90: no accountant covers what it does
 
 A sound member fails with probability at most `FALSE_ALARM` in a whole run, however long. Draws that
@@ -34,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
@@ -63,12 +56,12 @@ class SamplingMonitor:
         composed_rounds: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
         least: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
-        pairs: whether to look for pairs of clients that come together.
-        false_alarm: the probability that a sound member fails by chance.
-        separation: the fewest rounds from one participation of a client to its next that the noise
-            needs (it does where it is correlated over the rounds).
+        separation: the fewest rounds from one participation of a client to its next that correlated
+            noise needs.
         planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
             accountants do not count draws.
+        pairs: whether to look for pairs of clients that come together.
+        false_alarm: the probability that a sound member fails by chance.
     """
 
     def __init__(
@@ -119,30 +112,18 @@ class SamplingMonitor:
             )
 
     def add_candidates(self, clients: np.ndarray) -> None:
-        """Notes clients int64 [k] that were asked in a round before this process began."""
+        """Records clients int64 [k] that were asked in an earlier round of a resumed run."""
         self._asked.update(clients.tolist())
 
     def add_recent(self, clients: np.ndarray) -> None:
-        """Notes the clients int64 [r] of a round before this process began; called for the latest
-        rounds, the oldest first.
-        """
+        """Records the clients int64 [r] of one of the latest rounds of a resumed run, in order."""
         self._recent.append(clients)
 
-    def check(
-        self,
-        t: int,
-        cohort: Cohort,
-        participations: Mapping[int, int],
-    ) -> None:
-        """Checks the cohort of round `t`.
+    def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
+        """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
 
-        Args:
-            t: the round.
-            cohort: chosen among those who were asked in the round, if any were.
-            participations: how often each client took part in earlier rounds.
-
-        Raises:
-            RunError: the declared sampling does not give such a cohort.
+        `participations`: how often each client took part in earlier rounds. Raises `RunError` where
+        the declared sampling does not give such a cohort.
         """
         candidates = self._candidates
         self._candidates = None
@@ -156,13 +137,11 @@ class SamplingMonitor:
         self._bet(t, cohort, before)
 
     def replay(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
-        """Takes up the cohort of a round before this process began; called for all of them, in
-        order. Arguments and errors are those of `check`.
-        """
+        """Bets on the cohorts of a resumed run, round by round; arguments and errors as `check`."""
         self._bet(t, cohort, self._before(cohort, participations))
 
     def stop_betting(self) -> None:
-        """Earlier cohorts are not known, so that later ones cannot be held against them."""
+        """For a resumed run whose earlier cohorts cannot be drawn once more."""
         self._bets = None
 
     def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
@@ -244,12 +223,12 @@ class SamplingMonitor:
 
 def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonitor:
     """The monitor of a run that has done `t` rounds. `draws` are the clients of all releases, where
-    the accountants counted these.
+    the accountants counted these. Raises `RunError` as `check_scheme` does.
     """
     selection = plan.experiment.selection
     noise = plan.experiment.noise
     population = plan.population
-    plan.check_sampling()
+    check_scheme(plan)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(population).hidden
     separation = noise.min_separation()
@@ -273,7 +252,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     for before in range(max(0, t - separation + 1), t):
         monitor.add_recent(selection.exposed(seed, before, population))
     participations = Counter[int]()
-    for before in range(t if secret else 0):  # each round as it was released last
+    for before in range(t if secret else 0):  # the latest release of each round
         past = [segment.restart for segment in plan.history if segment.first <= before]
         seed = plan.cohort_seed(past[-1] if before < plan.first else None)
         try:
@@ -284,3 +263,25 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
         monitor.replay(before, cohort, participations)
         participations.update(cohort.clients.tolist())
     return monitor
+
+
+def check_scheme(plan: Plan) -> None:
+    """Raises `RunError` where the selection now declares another sampling scheme than the mechanism
+    was accounted with.
+    """
+    accounted = plan.mechanism.cohorts if plan.mechanism else None
+    if accounted is None:
+        return
+    selection = plan.experiment.selection
+    now = selection.sampling(plan.population)
+    if not plan.experiment.noise.simulated():  # the clients that run stand for others
+        now = replace(now, population=accounted.population, cohort=accounted.cohort)
+    facts = [
+        (type(sampling.scheme), sampling.population, sampling.cohort, sampling.p_max, sampling.rule)
+        for sampling in (accounted, now)
+    ]
+    if facts[0] != facts[1]:
+        raise RunError(
+            f"selection.kind {selection.kind} declares {now}, and declared {accounted} when "
+            "that was accounted for: no accountant covers what it does"
+        )
