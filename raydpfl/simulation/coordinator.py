@@ -55,7 +55,7 @@ class Coordinator:
         self.plan = plan
         self.experiment = plan.experiment
         self.out = Path(out)
-        self._given = pool
+        self._pool = pool
         self._resume = resume
         self._fresh_noise = fresh_noise
 
@@ -74,21 +74,20 @@ class Coordinator:
             self.plan, self.out, self.record.tables, self._resume, self._fresh_noise
         )
         self.plan, self.accounts, at = checkpoint
+        plan = self.plan
         self.ledger = self.accounts.ledger
-        self.problem = problem_of(self.experiment, self.shards, self.plan.population)
-        self.at = at or RunState.first(self.plan, models.flatten(self.problem.module).numpy())
-        std = self.plan.sum_std if self.plan.mechanism else None
-        noise = (self.experiment.noise, self.plan.noise_seed, self.plan.d)
-        self.noise = MonitoredNoise(*noise, self.at.t, std)
-        self.monitor = sampling_monitor.of_run(self.plan, self.at.t, self.accounts.draws)
-        if (
-            self._fresh_noise or not self.at.t
-        ):  # what the bits depend on, before anything is released
+        self.problem = problem_of(self.experiment, self.shards, plan.population)
+        self.at = at or RunState.first(plan, models.flatten(self.problem.module).numpy())
+        std = plan.sum_std if plan.mechanism else None
+        self.noise = MonitoredNoise(self.experiment.noise, plan.noise_seed, plan.d, self.at.t, std)
+        self.monitor = sampling_monitor.of_run(plan, self.at.t, self.accounts.draws)
+        # what the bits depend on, before anything is released
+        if self._fresh_noise or not self.at.t:
             self.record.snapshot(self.at)
         # This may be a worker of Ray's, under other settings than the run's.
-        provenance.check_node(platform.node(), provenance.of_capability(self.plan.platform))
-        self.pool = self._given or Inline(self.experiment, str(self.plan.shards))
-        self.record.begin(self.plan, self.pool, self.at, self.problem, self.survey)
+        provenance.check_node(platform.node(), provenance.of_capability(plan.platform))
+        self.pool = self._pool or Inline(self.experiment, str(plan.shards))
+        self.record.begin(plan, self.pool, self.at, self.problem, self.survey)
         self._added: np.ndarray | None = None  # the server's noise of the current round
 
     def round(self) -> dict[str, Any]:
@@ -154,13 +153,13 @@ class Coordinator:
         return total, results
 
     def _broadcast(self) -> Broadcast:
-        e = self.experiment
-        tellers: dict[str, Any] = {"bounding": e.bounding, "local": e.local}
-        tellers |= {f"measure.{probe.kind}": probe for probe in e.measure}
-        broadcast = {
-            name: member.broadcast_state(self.at.states[name]) for name, member in tellers.items()
+        experiment = self.experiment
+        members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
+        members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
+        states = {
+            name: member.broadcast_state(self.at.states[name]) for name, member in members.items()
         }
-        return Broadcast(self.at.model, {name: state for name, state in broadcast.items() if state})
+        return Broadcast(self.at.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,
@@ -171,13 +170,13 @@ class Coordinator:
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
-        e = self.experiment
+        experiment = self.experiment
         population = self.plan.population
-        lr = e.local.learning_rate(t)
-        divisor = e.selection.divisor(population)
+        lr = experiment.local.learning_rate(t)
+        divisor = experiment.selection.divisor(population)
         facts = Facts(t, lr, self.at.model, divisor, len(cohort), len(population))
-        mean = e.bounding.receive(total, self.at.states["bounding"], facts)
-        e.local.receive(mean, self.at.states["local"], facts)
+        mean = experiment.bounding.receive(total, self.at.states["bounding"], facts)
+        experiment.local.receive(mean, self.at.states["local"], facts)
         return mean
 
     def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
@@ -228,16 +227,9 @@ class Coordinator:
         return sums
 
     def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
-        """The noisy histogram of the clients' scores that is released after round t, float64
-        [bins].
-
-        Args:
-            t: the round.
-            values: the score of every client, float64 [clients]; NaN where one has none.
-            noise: None is the run's.
-
-        Raises:
-            RunError: it was not accounted for, or the noise is not what was.
+        """The noisy histogram, float64 [bins], of the clients' scores, float64 [clients] with NaN
+        where one has none, that is released after round t; `noise`: None is the run's. Raises
+        `RunError` where it, or the noise, is not what was accounted for.
         """
         histogram = self.experiment.evaluate.histogram
         if histogram is None or not self.plan.surveyed(t):

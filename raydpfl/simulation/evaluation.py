@@ -1,8 +1,5 @@
-"""How good a model is on rows that it was not trained on, by the processes that train.
-
-A set (`raydpfl.models.metric_columns`) is evaluated a batch at a time, the batches by whoever is
-free; what they come to by each metric is added up in their order, so that a score does not depend
-on who evaluated what.
+"""Scores of a model on rows that it was not trained on, by the processes that train: batches in any
+process, added up in their order, so that a score does not depend on who evaluated what.
 """
 
 from __future__ import annotations
@@ -54,27 +51,27 @@ def batches(experiment: Experiment, shards: Shards) -> list[Batch]:
     own = bool(experiment.model.local)
     sets = [metric_columns.TEST] if evaluate.test else []
     sets += [metric_columns.VALIDATION] if evaluate.validation and not own else []
-    found = [
+    batches = [
         Batch(rows, stored)
         for rows in sets
         for stored in shards.stored_batches(rows, evaluate.batch)
     ]
     by_client = evaluate.per_client or (evaluate.validation and own)
-    return found + (_of_clients(shards, evaluate.batch) if by_client else [])
+    return batches + (_of_clients(shards, evaluate.batch) if by_client else [])
 
 
 def _of_clients(shards: Shards, most: int) -> list[Batch]:
     """All clients, some at a time: with `most` rows together, or one with more."""
     rows = shards.client_rows
     ends = np.cumsum(rows)
-    found = []
+    batches = []
     start = 0
     while start < len(rows):
         before = int(ends[start] - rows[start])
         stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
-        found.append(Batch(metric_columns.CLIENT, None, range(start, stop), before))
+        batches.append(Batch(metric_columns.CLIENT, None, range(start, stop), before))
         start = stop
-    return found
+    return batches
 
 
 def per_client(scores: Iterable[Scored], metric: Metric) -> np.ndarray:
@@ -103,12 +100,12 @@ def totals(
     }
 
 
-def scored(found: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
+def scored(by_set: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
     """Each score of these sets; None where a metric has no value, or none that is a number (but
     the loss).
     """
     values: dict[str, float | None] = {}
-    for rows, totals in found.items():
+    for rows, totals in by_set.items():
         for metric, total in totals:
             if not metric.columns():
                 value = metric.value(total)
@@ -125,22 +122,13 @@ def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]
     return [tuple(next(parts) for _ in sums) for sums in batches]
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What is evaluated; see `Evaluator.evaluate`."""
-
-    model: torch.Tensor
-    t: int
-    own: Mapping[int, np.ndarray]
-
-
 class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
-    `module`: the experiment's, where it is to run; its parameters are overwritten. `clients` says
-    what they have of their own: where it is parts of the model, or a model next to it, each
-    client's rows are for its own, and those of one that has none yet are left out. Where models are
-    fine-tuned, a client's rows are for what it has trained of the model and its own.
+    `module`: the experiment's, where it is to run; its parameters are overwritten. `clients`: their
+    local parameters. With these, or personal models, each client's rows are for its own model, and
+    those of a client that has none yet are left out; with fine-tuning, for what it has trained of
+    the model and its own.
     """
 
     def __init__(
@@ -171,19 +159,18 @@ class Evaluator:
     def evaluate(
         self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
-        """What the model, float32 [d], does on some of the batches, each by itself.
+        """The scores of the model, float32 [d], after t rounds, on the batches `which`.
 
-        Args:
-            model: float32 [d].
-            t: the rounds that it has been trained for.
-            which: the batches.
-            own: by client, what it has of its own, float32 [own].
+        `own`: local parameters by client, float32 [own].
         """
-        inputs = _Given(sent(torch.tensor(model), self.device), t, own)
-        models.load(self.module, inputs.model)
+        self._t = t
+        self._own = own
+        self._model = sent(torch.tensor(model), self.device)
+        models.load(self.module, self._model)
         with torch.inference_mode():
-            scores = [sums for index in which for sums in self._scored(index, inputs)]
+            scores = [sums for index in which for sums in self._scored(index)]
             sums = fetched([sums for _, sums in scores])
+        self._own = {}
         sets = [rows for rows, _ in scores]
         return [Scored(*pair) for pair in zip(sets, sums, strict=True)]
 
@@ -203,79 +190,64 @@ class Evaluator:
             self._there[index] = tensors
         return tensors
 
-    def _scored(self, index: int, inputs: _Given) -> list[tuple[str, list[torch.Tensor]]]:
-        """By set, what the batch comes to by each metric, or each of its clients, [k] each."""
+    def _scored(self, index: int) -> list[tuple[str, list[torch.Tensor]]]:
+        """By set, the sums of the batch by metric, or of its clients, [k] each."""
         batch = self.batches[index]
-        if self._unscored(batch.clients, inputs):
-            nothing = inputs.model.new_empty(0)
-            return (
-                [(metric_columns.CLIENT, [nothing for _ in batch.clients])]
-                if self.per_client
-                else []
-            )
+        personal = batch.clients and self.personal.count and not self._tuning
+        if personal and not any(client in self._own for client in batch.clients):
+            nothing = self._model.new_empty(0)  # no score needs the rows
+            sums = [nothing for _ in batch.clients]
+            return [(metric_columns.CLIENT, sums)] if self.per_client else []
         x, y = self._batch(index)
         if not batch.clients:
             outputs = self._outputs(x)
             return [(batch.rows, [metric.sums(self.form, outputs, y) for metric in self.metrics])]
         rows = self.shards.client_rows[batch.clients.start : batch.clients.stop].tolist()
         if self.personal.count or self._tuning:
-            outputs, y, rows = self._of_own(batch.clients, rows, x, y, inputs)
+            outputs, y, rows = self._of_own(batch.clients, rows, x, y)
         else:
             outputs = self._outputs(x)
-        found = [
+        by_set = [
             (name, [metric.sums(self.form, outputs, y) for metric in metrics])
             for name, metrics in self._by_client
             if len(y)
         ]
         if self.per_client is None:
-            return found
+            return by_set
         nothing = outputs.new_empty(0)
         pairs = zip(outputs.split(rows), y.split(rows), strict=True)
         sums = [
             self.per_client.sums(self.form, *rows) if len(rows[1]) else nothing for rows in pairs
         ]
-        return [*found, (metric_columns.CLIENT, sums)]
-
-    def _unscored(self, clients: range, inputs: _Given) -> bool:
-        """Whether these are clients of whom none has a model of its own, so that nobody reads their
-        rows.
-        """
-        if not clients or not self.personal.count or self._tuning:
-            return False
-        return not any(client in inputs.own for client in clients)
+        return [*by_set, (metric_columns.CLIENT, sums)]
 
     def _of_own(
-        self,
-        clients: range,
-        rows: Sequence[int],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        inputs: _Given,
+        self, clients: range, rows: Sequence[int], x: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """What the clients' own models give for their rows, the targets, and how many rows are
-        each client's: none of one that has no model of its own.
+        """The outputs of the clients' own models for their rows, the targets, and the number of
+        rows by client: none of one that has no model of its own.
         """
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
         targets = {client: y[:0] for client in clients}
         held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))
         tested = [client for client in clients if len(held[client][1])]
-        for client, numbers in self._models(tested, inputs):
+        for client, numbers in self._models(tested):
             some, targets[client] = held[client]
             models.set_trained(self.module, numbers)
             outputs.append(self._outputs(some))
-        models.load(self.module, inputs.model)
+        models.load(self.module, self._model)
         every = list(targets.values())
         return torch.cat(outputs), torch.cat(every), [len(targets) for targets in every]
 
-    def _models(self, clients: Sequence[int], inputs: _Given) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each of these clients that has a model of its own, and its numbers, float32 [D + b]."""
+    def _models(self, clients: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The numbers of the model of each of these clients that has its own, float32 [D + b]."""
         if self._tuning:
-            yield from self._tuning.models(clients, inputs.model, inputs.own, inputs.t)
+            yield from self._tuning.models(clients, self._model, self._own, self._t)
             return
         for client in clients:
-            if client in inputs.own:
-                part = sent(torch.tensor(inputs.own[client]), self.device)
-                yield client, self.personal.whole_model(inputs.model, part)
+            if client in self._own:
+                part = sent(torch.tensor(self._own[client]), self.device)
+                yield client, self.personal.whole_model(self._model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:

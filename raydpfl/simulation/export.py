@@ -1,10 +1,8 @@
-"""What a run has trained, taken out of its directory: `load(run)`, and `raydpfl export`.
+"""The trained model of a run, from its directory: `load(run)`, and `raydpfl export`.
 
 A run that ends leaves `model.safetensors`: the parameters and buffers of its module, with what is
-needed to make the module again without the data, and the guarantees that hold for it.
-
-What a run directory names by import path is code that runs as it is imported, and a directory may
-come from anyone: so nothing of it is imported unless `trust_code` asks for it.
+needed to make the module without the data, and the guarantees that hold for it. A directory may
+come from anyone, so no code that it names is imported unless `trust_code` asks for it.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,8 @@ class Saved:
 
 
 def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
-    """Writes the model of a run to its directory. Raises `FileError`.
-
-    Args:
-        folder: the run directory.
-        module: with its weights.
-        form: what its samples are.
-        summary: of the run.
+    """Writes `module`, trained on samples of this form, with its summary to the run directory.
+    Raises `FileError`.
     """
     form_facts = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
     form_facts["task"] = form.task.model_dump(mode="json")
@@ -116,10 +110,8 @@ def _read(name: str) -> bool:
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
-    if trust_code:
-        with provenance.kept(folder, first=True):
-            return _made(run, folder, None)
-    return _made(run, folder, ())
+    with provenance.kept(folder, first=True) if trust_code else nullcontext():
+        return _made(run, folder, None if trust_code else ())
 
 
 def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
@@ -207,5 +199,5 @@ def _file(folder: Path) -> Path:
 
 def _form(facts: dict[str, Any]) -> Form:
     target = facts["target"]
-    given = Target(tuple(target["shape"]), target["classes"], tuple(target["names"]))
-    return Form(tuple(facts["shape"]), given, tasks.parse(facts["task"]), facts["tokens"])
+    targets = Target(tuple(target["shape"]), target["classes"], tuple(target["names"]))
+    return Form(tuple(facts["shape"]), targets, tasks.parse(facts["task"]), facts["tokens"])

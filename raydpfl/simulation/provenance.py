@@ -1,13 +1,11 @@
-"""What a run's bits depend on besides its experiment: versions, the user's own code, how the
+"""What a run's bits depend on next to its experiment: versions, user-defined code, how the
 processor computes, and the GPU where clients train on one.
 
-The same experiment gives the same bits on the same kind of hardware, whatever runs where. Another
-processor, or a setting that keeps libraries from using it fully (ATEN_CPU_CAPABILITY,
+Another processor, or a setting that keeps libraries from using it fully (ATEN_CPU_CAPABILITY,
 MKL_ENABLE_INSTRUCTIONS, ...), rounds differently: torch, MKL, oneDNN, OpenBLAS and numpy choose
-their vector instructions at run time. `capability` says what they chose, by the names that the
-libraries give and by the bits of a fixed computation. Two processes that agree on it give the same
-bits. Clients on GPUs give the same bits where these agree too (`raydpfl.core.device.facts`): the
-model of the GPU, the versions of CUDA and cuDNN, and the workspace of cuBLAS.
+their vector instructions at run time. Two processes that agree on `capability` give the same bits;
+clients on GPUs where `raydpfl.core.device.facts` agree too: the model of the GPU, the versions of
+CUDA and cuDNN, and the workspace of cuBLAS.
 
 >>> stored = {"torch": "2.14.1", "code mine:Tanh": "5f70bf", "cpu": "AVX512"}
 >>> differences(stored, {"torch": "2.14.1", "code mine:Tanh": "90cd1a", "cpu": "AVX2"})
@@ -87,16 +85,14 @@ def capability() -> dict[str, str]:
 
     Returns:
         `cpu`, torch's vector instructions; `products`, whether MKL takes the processor for Intel's;
-        `settings`, environment variables that affect products; and `arithmetic`, a digest of the
-        results of products, convolutions, sums and elementary functions in float32 and float64, on
-        one thread (about 10 ms). Where compiled code draws or trains to anything but what it should
-        (`COMPILED`), `native`, a digest of that.
+        `settings`, environment variables that affect products; `arithmetic`, a digest of products,
+        convolutions, sums and elementary functions in float32 and float64, on one thread (about 10
+        ms); and where compiled code does not draw or train to `COMPILED`, `native`, its digest.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     facts = {
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        # MKL multiplies otherwise on processors of other makers. The names are older than that, and
-        # stay as the keys of noise are made of them.
+        # the keys of noise are made of these names
         "products": "torch" if hardware.maker() == "GenuineIntel" else "oneDNN",
         "arithmetic": _arithmetic(),
     }
@@ -113,8 +109,8 @@ def of_capability(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_device(facts: Mapping[str, str]) -> dict[str, str]:
-    """The part of `of` that says on which GPUs clients train; empty where they train on none, or
-    where the process that planned the run sees none.
+    """The part of `of` that says on which GPUs clients train; empty: on none, or on none that the
+    process that planned the run can see.
     """
     return {name: facts[name] for name in ("device", "cuda", "cudnn", "cublas") if name in facts}
 
@@ -125,8 +121,8 @@ def of_code(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_code(host: str, expected: Mapping[str, str] | None, experiment: BaseModel) -> None:
-    """Raises `RunError` if the user-defined code of an experiment, as this process of the node
-    `host` has imported it, is not that of the facts that the run expects; None: of none.
+    """Raises `RunError` if the user-defined code of an experiment, as imported on the node `host`,
+    is not that of the facts that the run expects.
     """
     stated = of_code(expected or {})
     here = sources(experiment) if stated else {}
@@ -139,31 +135,26 @@ def check_code(host: str, expected: Mapping[str, str] | None, experiment: BaseMo
 def check_node(
     host: str, expected: Mapping[str, str] | None, gpu: Mapping[str, str] | None = None
 ) -> None:
-    """Raises `RunError` if this process does not compute as the run does.
+    """Raises `RunError` if this process, on the node `host`, does not compute as the run does.
 
-    Args:
-        host: this process's node, for the message.
-        expected: the run's `capability`, and its GPUs where it knows them; None: nothing is
-            expected.
-        gpu: what this process's GPU computes like.
+    `expected`: the run's `capability`, and its GPUs where it knows them; None: nothing is expected.
+    `gpu`: the facts of this process's GPU.
     """
-    here = dict(capability())
-    if expected and "bfloat16" in expected:
-        here |= of_bfloat16()
-    if gpu and expected and of_device(expected):
-        here |= gpu
     if expected is None:
         return
+    here = dict(capability())
+    if "bfloat16" in expected:
+        here |= of_bfloat16()
+    if gpu and of_device(expected):
+        here |= gpu
     expected = {name: value for name, value in expected.items() if name not in of_code(expected)}
-    if expected == here:
-        return
-    names = [
-        name for name in dict.fromkeys([*expected, *here]) if expected.get(name) != here.get(name)
-    ]
     other = ", ".join(
         f"{name} {here.get(name, 'unset')} instead of {expected.get(name, 'unset')}"
-        for name in names
+        for name in dict.fromkeys([*expected, *here])
+        if expected.get(name) != here.get(name)
     )
+    if not other:
+        return
     raise RunError(
         f"node {host} computes otherwise than the run ({other}), so that its clients would have "
         "other bits; use nodes of one kind, or set ATEN_CPU_CAPABILITY=avx2 and "
@@ -234,19 +225,17 @@ def _computed() -> Iterator[np.ndarray]:
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user-defined code that the experiment names.
+    """Digests of the user-defined code that the experiment names: 16 hexadecimal digits by
+    "code MODULE:NAME".
 
     A digest covers the module and all user-defined modules that it imports, even if only when a
     function runs: their statements, without comments, docstrings and formatting. User-defined
     modules are neither in the standard library nor installed, except those of the package that the
     member itself belongs to. For code without a file, typed into an interpreter, the digest covers
     the code itself and what it names, and for a model of transformers the version.
-
-    Returns:
-        16 hexadecimal digits by "code MODULE:NAME".
     """
     texts = {}
-    for name, module, member in _own(experiment):
+    for name, module, member in _user_defined(experiment):
         parts = _code_parts(module, member)
         texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return dict(sorted(texts.items()))
@@ -269,24 +258,19 @@ def modules(experiment: BaseModel) -> dict[str, Path]:
     import, by their places below a folder of `sys.path`; what is installed is left out.
     """
     names = {}
-    for _, module, _ in _own(experiment):
+    for _, module, _ in _user_defined(experiment):
         if module is None or _installed(_file(module)):
             continue
         for name, file in _files(module.__name__, _file(module)).items():
-            parts = name.split(".")
-            whole = parts if file.stem == "__init__" else parts[:-1]
             if not _installed(file):
-                names["/".join([*whole, file.name])] = file
+                folders = name.split(".")[: None if file.stem == "__init__" else -1]
+                names["/".join([*folders, file.name])] = file
     return names
 
 
 def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
-    """Writes the user-defined modules that the experiments name to `code/` in a run directory.
-
-    Args:
-        experiments: of the run, or of a sweep.
-        folder: the directory.
-        fresh: in the place of what is kept there.
+    """Writes the user-defined modules that the experiments name to `code/` in a run directory;
+    `fresh`: in the place of those that are stored there.
     """
     files: dict[str, Path] = {}
     for experiment in experiments:
@@ -300,15 +284,11 @@ def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) ->
 
 @contextmanager
 def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
-    """Within, the user-defined modules that a run directory keeps are imported where there are no
-    others of their names.
+    """Within, the user-defined modules of the directory of a run (or its address) are imported
+    where there are no others of their names.
 
-    Args:
-        run: the directory, or its address.
-        first: they are also imported where others of their names differ, which is warned of.
-
-    Raises:
-        ConfigError: another user can write them, or one that differs has been imported.
+    `first`: they are also imported where others of their names differ, with a warning. Raises
+    `ConfigError` where another user can write them, or one that differs has been imported.
     """
     with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
         place = Path(os.path.abspath(folder / KEPT))
@@ -334,8 +314,8 @@ def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
 
 
 def search(path: Sequence[str]) -> None:
-    """Imports in this process from where another does, whose `sys.path` is given: from what a run
-    keeps first, if that comes first there.
+    """Imports in this process from the `sys.path` of another: from what a run stores first, if that
+    comes first there.
     """
     ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
     sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
@@ -385,7 +365,7 @@ def _file(module: ModuleType | None) -> Path:
     return Path(getattr(module, "__file__", None) or "")
 
 
-def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
     """(name, module, class or function) of each member of the tree, and of a model's kind, that is
     not raydpfl's or torch's.
     """
@@ -394,26 +374,24 @@ def _own(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
         if not _shipped(cls.__module__):
             yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
         else:
-            kind = getattr(node, "kind", None)
-            module = _of_kind(kind)
-            if module is not None:
-                yield str(kind), module, getattr(module, re.split("[:.]", str(kind))[-1], None)
+            yield from _imported_kind(getattr(node, "kind", None))
         for name in cls.model_fields:
-            yield from _own(getattr(node, name))
+            yield from _user_defined(getattr(node, name))
     elif isinstance(node, (list, tuple)):
         for child in node:
-            module = _of_kind(child) if isinstance(child, str) and ":" in child else None
-            if module is not None:  # an accountant
-                yield child, module, getattr(module, child.partition(":")[2], None)
-            yield from _own(child)
+            if isinstance(child, str) and ":" in child:  # an accountant
+                yield from _imported_kind(child)
+            yield from _user_defined(child)
 
 
-def _of_kind(kind: Any) -> ModuleType | None:
-    """The user's own module that a kind names by import path; None: it names none."""
+def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+    """As `_user_defined`, of what a kind names by import path."""
     if not is_path(kind):
-        return None
-    path = kind.partition(":")[0] if ":" in kind else kind.rpartition(".")[0]
-    return None if _shipped(path) else sys.modules.get(path)
+        return
+    path, _, member = kind.partition(":") if ":" in kind else kind.rpartition(".")
+    module = None if _shipped(path) else sys.modules.get(path)
+    if module is not None:
+        yield kind, module, getattr(module, re.split("[:.]", member)[-1], None)
 
 
 def _shipped(module: str) -> bool:
@@ -455,11 +433,8 @@ def _syntax_digest(path: Path) -> bytes:
 
 @functools.lru_cache(maxsize=512)
 def _parsed(source: bytes) -> tuple[bytes, tuple[tuple[int, str, tuple[str, ...]], ...]]:
-    """A digest of the statements of a module, and its imports: level, module, and the names that
-    are taken from it.
-
-    Statements that do nothing (docstrings, `pass`) are left out, and so are fields of the syntax
-    tree that are empty, as later versions of Python have more of them.
+    """A digest of the statements of a module but for those that do nothing (docstrings, `pass`),
+    and its imports: level, module, and the names that are taken from it.
     """
     tree = ast.parse(source)
     imports: list[tuple[int, str, tuple[str, ...]]] = []
@@ -473,13 +448,13 @@ def _parsed(source: bytes) -> tuple[bytes, tuple[tuple[int, str, tuple[str, ...]
             if isinstance(value, list):
                 setattr(node, name, [statement for statement in value if not _idle(statement)])
     digest = hashlib.sha256()
-    for node in ast.walk(tree):  # breadth first: a node is known by its fields and their number
-        fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
-        shown = [
+    for node in ast.walk(tree):  # breadth first: fields and their number determine the tree
+        fields = [
             (name, [*map(_shown, value)] if isinstance(value, list) else _shown(value))
-            for name, value in fields
+            for name, value in ast.iter_fields(node)
+            if value not in (None, [])  # later versions of Python have more empty fields
         ]
-        digest.update(f"{type(node).__name__}{shown}\n".encode())
+        digest.update(f"{type(node).__name__}{fields}\n".encode())
     return digest.digest(), tuple(imports)
 
 
@@ -594,16 +569,15 @@ def of_bfloat16() -> dict[str, str]:
 
 def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What has changed, in words; empty: nothing."""
-    differences = []
+    facts = ("experiment", "data", "clients", "cohorts", "mechanism", "arithmetic", "native")
+    digests = ("code ", *facts)
+    words = []
     for name in dict.fromkeys([*stored, *now]):
-        before = stored.get(name)
-        after = now.get(name)
+        before, after = stored.get(name), now.get(name)
         if before == after:
             continue
-        prefixes = ("code ", "experiment", "data", "clients", "cohorts", "mechanism")
-        digests = name.startswith((*prefixes, "arithmetic", "native"))
-        if digests and before is not None and after is not None:
-            differences.append(f"{name} has changed")
+        if name.startswith(digests) and before is not None and after is not None:
+            words.append(f"{name} has changed")
         else:
-            differences.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")
-    return "; ".join(differences)
+            words.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")
+    return "; ".join(words)
