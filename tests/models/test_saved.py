@@ -236,7 +236,7 @@ def test_noise_for_an_epsilon_stays_and_the_guarantees_say_what_all_rounds_spend
     begun = experiment(rounds=2, **copy.deepcopy(sections))
     first = run(begun, tmp_path / "alone")
     longer = Experiment.from_yaml(tmp_path / "alone" / "config.yaml", ["rounds=4"])
-    with pytest.raises(ConfigError, match=r"rounds = 4: expected 2,.*noise\.rounds=2 beside it"):
+    with pytest.raises(ConfigError, match=r"rounds = 4: expected 2,.*noise\.rounds=2 too"):
         run(longer, tmp_path / "alone", resume=True)
     parts, whole = grown(tmp_path, then={"rounds": 2}, **sections)
     assert parts.summary["model_sha256"] == whole.summary["model_sha256"]
