@@ -177,12 +177,7 @@ def test_the_one_shot_estimate_covers_the_truth(mirrored):
         shifts = generator.uniform(0.2, 0.8, 500)
         signs = np.where(inside, 1.0, -1.0 if mirrored else 0.0)
         found = one_shot(
-            signs * shifts + generator.standard_normal(500),
-            shifts,
-            inside,
-            mirrored,
-            0.8,
-            1e-5,
+            signs * shifts + generator.standard_normal(500), shifts, inside, mirrored, 0.8, 1e-5
         )
         assert found.low < found.epsilon < found.high
         covered += found.low <= truth <= found.high
@@ -577,9 +572,7 @@ def a_bound_by_something_else(patch):
 
 def a_key_for_all_counts(patch):
     patch.setattr(
-        noises,
-        "query_noise",
-        lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more),
+        noises, "query_noise", lambda seed, t, *rest, **more: query_noise(seed, 0, *rest, **more)
     )
 
 

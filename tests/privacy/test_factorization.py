@@ -119,9 +119,7 @@ def test_the_optimum_is_what_a_search_without_gradients_over_dense_matrices_find
 
 
 @pytest.mark.parametrize("rounds", [4, 8, 16, 32, 64])
-def test_with_all_bands_the_error_is_within_four_percent_of_the_best_and_never_below(
-    rounds,
-):
+def test_with_all_bands_the_error_is_within_four_percent_of_the_best_and_never_below(rounds):
     """The square-root factorisation, near-optimal itself, is 5 to 7 % above."""
     bound = _dense_optimum(rounds)
     ours = error(banded_toeplitz(rounds, rounds), rounds)

@@ -13,10 +13,7 @@ class SamplingWithReplacement(SamplingScheme):
     """`cohort` draws; a client drawn k times counts k times. Covered under replace-one, by pld."""
 
     kind = "with_replacement"
-    examples = (
-        {"population": 100, "cohort": 10},
-        {"population": 20, "cohort": 4, "p_max": 0.2},
-    )
+    examples = ({"population": 100, "cohort": 10}, {"population": 20, "cohort": 4, "p_max": 0.2})
 
     def repeats(self):
         return True
