@@ -57,6 +57,7 @@ from raydpfl.audit.observers import ObserverAudit
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
+from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.preparation import composed
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
@@ -103,13 +104,17 @@ class Audit:
         looked at.
         """
 
-        def least(view: ObserverAudit) -> str:
+        def claimed(view: ObserverAudit) -> str:
             claim = view.claimed
             return f"epsilon {claim.epsilon:.4g} is claimed against an observer of {claim.observer}"
 
-        def alike(view: ObserverAudit) -> str:
+        def estimated(view: ObserverAudit) -> str:
             estimate = view.estimate
-            return f"{estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
+            interval = f"{estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
+            return f"scores look like {interval}"
+
+        def proven(view: ObserverAudit) -> float:
+            return view.lower / view.claimed.epsilon
 
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
@@ -118,49 +123,41 @@ class Audit:
         if failed:
             problems.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
-            view = max(refuted, key=lambda one: one.lower / one.claimed.epsilon)
-            proven = f"the canaries prove at least {view.lower:.4g}"
-            problems.append(f"the claim is false: {least(view)}, and {proven}")
+            view = max(refuted, key=proven)
+            least = f"the canaries prove at least {view.lower:.4g}"
+            problems.append(f"the claim is false: {claimed(view)}, and {least}")
         elif exceeded:
-            view = max(exceeded, key=lambda one: one.estimate.epsilon / one.claimed.epsilon)
-            scores = f"the canaries' scores look like {alike(view)}"
-            problems.append(f"the claim is in doubt: {least(view)}, and {scores}")
+            view = max(exceeded, key=lambda view: view.estimate.epsilon / view.claimed.epsilon)
+            problems.append(
+                f"the claim is in doubt: {claimed(view)}, and the canaries' {estimated(view)}"
+            )
+        unseen = f"Not looked at: {'; '.join(self.unseen)}."
         if problems:
             text = ", and ".join(problems)
-            return f"{text[0].upper()}{text[1:]}. {self._unseen()}"
-        view = max(self.views, key=lambda one: one.lower / one.claimed.epsilon)
-        proven = f"the canaries prove {view.lower:.4g} and their scores look like {alike(view)}"
-        passed = f"all {len(self.checks)} checks pass"
-        looked = (
-            f"Of what was looked at ({', '.join(check.name for check in self.checks)}) nothing "
+            return f"{text[0].upper()}{text[1:]}. {unseen}"
+        view = max(self.views, key=proven)
+        looked = ", ".join(check.name for check in self.checks)
+        return (
+            f"Of what was looked at ({looked}) nothing speaks against the claims: {claimed(view)}, "
+            f"the canaries prove {view.lower:.4g} and their {estimated(view)}, and all "
+            f"{len(self.checks)} checks pass. {unseen}"
         )
-        looked += f"speaks against the claims: {least(view)}, {proven}, and {passed}."
-        return f"{looked} {self._unseen()}"
-
-    def _unseen(self) -> str:
-        return f"Not looked at: {'; '.join(self.unseen)}."
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
-        facts = {
+        chances = [check.false_alarm for check in self.checks]
+        false_alarm = sum(chances) + len(self.views) * observers.FALSE_ALARM
+        return {
             "passed": self.passed,
             "verdict": self.verdict,
             "runs": self.runs,
             "seed": self.seed,
             "not_looked_at": list(self.unseen),
             "notes": list(self.notes),
-        }
-        false_alarm = (
-            sum(check.false_alarm for check in self.checks)
-            + len(self.views) * observers.FALSE_ALARM
-        )
-        facts |= {
             "false_alarm": {
                 "checks and estimates": false_alarm,
                 "each lower bound": 1 - self.views[0].confidence,
-            }
-        }
-        return facts | {
+            },
             "views": [view.to_dict() for view in self.views],
             "checks": [check.to_dict() for check in self.checks],
         }
@@ -169,14 +166,11 @@ class Audit:
         """A row per observer and canary that it has a score of, as `scores.parquet` has it: `view`
         is the place of the observer among the views, `inside` is 1 where the coin put it in.
         """
-        columns = {
-            "view": np.repeat(
-                np.arange(len(self.views)), [len(view.inside) for view in self.views]
-            ),
-            "inside": np.concatenate([view.inside for view in self.views]).astype(np.int8),
-            "score": np.concatenate([view.statistics for view in self.views]),
-        }
-        return pa.table(columns)
+        lengths = [len(view.inside) for view in self.views]
+        inside = np.concatenate([view.inside for view in self.views])
+        scores = np.concatenate([view.statistics for view in self.views])
+        places = np.repeat(np.arange(len(self.views)), lengths)
+        return pa.table({"view": places, "inside": inside.astype(np.int8), "score": scores})
 
     def text(self) -> str:
         """The report, for a terminal."""
@@ -229,33 +223,24 @@ def audit(
         on_round: is called with the rounds done, and of how many.
     """
     with nullcontext() if out is None else storage.at(out) as folder:
-        _check_folder(folder)
+        taken = folder is not None and folder.exists()
+        if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("--out", str(folder), "a new or empty directory")
         _check(experiment, canaries, confidence, delta)
         plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
-        if folder is not None:
-            make_folder(folder)
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`
         run = _of_samples if plan.mechanism.by_draws else _of_clients
+        if folder is not None:
+            make_folder(folder)
         done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
-        _write(done, plan, folder)
+        if folder is not None:
+            config = plan.experiment.to_yaml().encode()
+            replace_file(folder / "config.yaml", lambda file: file.write(config))
+            write_table(folder / "scores.parquet", done.scores())
+            write_json(folder / "audit.json", done.to_dict())
     return done
-
-
-def _check_folder(folder: Path | None) -> None:
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("--out", str(folder), "a new or empty directory")
-
-
-def _write(done: Audit, plan: Plan, folder: Path | None) -> None:
-    """Writes the files of an audit, if it is given a folder."""
-    if folder is None:
-        return
-    config = plan.experiment.to_yaml().encode()
-    replace_file(folder / "config.yaml", lambda file: file.write(config))
-    write_table(folder / "scores.parquet", done.scores())
-    write_json(folder / "audit.json", done.to_dict())
 
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
@@ -335,23 +320,29 @@ def _unseen(
 def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[CanaryRecord]:
     population = len(plan.population)
     rounds = plan.experiment.rounds
-    each = min(canaries, population)
-    runs = math.ceil(canaries / each)
+    count = min(canaries, population)
+    runs = math.ceil(canaries / count)
     records = []
     for run in range(runs):
-        again = _seeded(plan, (plan.experiment.seed + run) % (1 << 64))
-        e = again.experiment
-        planted = Canaries.among(
-            e.seed, population, each, plan.d, mirrored=e.relation == "replace_one"
-        )
+        seeded = _seeded(plan, (plan.experiment.seed + run) % (1 << 64))
+        e = seeded.experiment
+        mirrored = e.relation == "replace_one"
+        planted = Canaries.among(e.seed, population, count, plan.d, mirrored)
         with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
-            coordinator = PlantedCoordinator(again, scratch, planted)
-            coordinator.start()
-            for t in range(rounds):
-                coordinator.round()
-                on_round(run * rounds + t + 1, runs * rounds)
+            coordinator = PlantedCoordinator(seeded, scratch, planted)
+            _play(coordinator, on_round, run * rounds, runs * rounds)
             records.append(coordinator.finished())
     return records
+
+
+def _play(
+    coordinator: Coordinator, on_round: Callable[[int, int], None], done: int, of: int
+) -> None:
+    """Runs all rounds, after `done` rounds of earlier runs."""
+    coordinator.start()
+    for t in range(coordinator.experiment.rounds):
+        coordinator.round()
+        on_round(done + t + 1, of)
 
 
 def _of_samples(
@@ -359,36 +350,32 @@ def _of_samples(
 ) -> Audit:
     """By one run, which holds enough canaries: every sample of some clients is one."""
     e = plan.experiment
+    planted = local_step_canaries.plant(plan, canaries, delta)
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
-        coordinator = local_step_canaries.StepCoordinator(
-            plan, scratch, local_step_canaries.plant(plan, canaries, delta)
-        )
-        coordinator.start()
-        for t in range(e.rounds):
-            coordinator.round()
-            on_round(t + 1, e.rounds)
-        made = coordinator.seen.checks(coordinator.written)
+        coordinator = local_step_canaries.StepCoordinator(plan, scratch, planted)
+        _play(coordinator, on_round, 0, e.rounds)
+        results = coordinator.seen.checks(coordinator.written)
         printed = coordinator.accounts.guarantees(e.rounds, coordinator.at.participations)
     views = [coordinator.seen.view(delta, confidence)]
     held = coordinator.seen.least_deltas([views[0].claimed, *printed])
-    made += filter(None, [checks.curve(held)])
-    unseen = (*coordinator.seen.unseen(), *_unseen(plan, views, held, made))
-    return Audit(views, made, 1, e.seed, unseen, _notes([], views))
+    results += filter(None, [checks.curve(held)])
+    unseen = (*coordinator.seen.unseen(), *_unseen(plan, views, held, results))
+    return Audit(views, results, 1, e.seed, unseen, _notes([], views))
 
 
-def _notes(records: list[CanaryRecord], found: list[ObserverAudit]) -> tuple[str, ...]:
+def _notes(records: list[CanaryRecord], views: list[ObserverAudit]) -> tuple[str, ...]:
     notes = []
-    if found[0].canaries < WORTH_HAVING:
-        notes.append(f"{found[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")
+    if views[0].canaries < WORTH_HAVING:
+        notes.append(f"{views[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")
     crowd = max((share for record in records for share in record.crowds), default=0.0)
     if crowd > CROWD:
         notes.append(
             f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one "
             "another, so that estimates come out low"
         )
-    if any(view.claimed.delta * view.canaries > CROWD for view in found):
+    if any(view.claimed.delta * view.canaries > CROWD for view in views):
         notes.append(
-            f"at delta {found[0].claimed.delta:g} so many guesses may come true for free that "
+            f"at delta {views[0].claimed.delta:g} so many guesses may come true for free that "
             "bounds are weak; a smaller --delta helps"
         )
     return tuple(notes)

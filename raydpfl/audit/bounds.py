@@ -184,20 +184,17 @@ def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) 
         w = (high - normal[0]) / normal[1]
         return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
 
-    if abs(a) < 1e-12:
-        pieces = (
-            [(-c / (2 * b), math.inf) if b > 0 else (-math.inf, -c / (2 * b))]
-            if b
-            else [(-math.inf, math.inf)]
-            if c > 0
-            else []
-        )
+    everywhere = [(-math.inf, math.inf)]
+    if abs(a) < 1e-12 and b:
+        root = -c / (2 * b)
+        pieces = [(root, math.inf)] if b > 0 else [(-math.inf, root)]
+    elif abs(a) < 1e-12:
+        pieces = everywhere if c > 0 else []
     elif b * b <= a * c:
-        pieces = [(-math.inf, math.inf)] if a > 0 else []
+        pieces = everywhere if a > 0 else []
     else:
-        low, high = sorted(
-            [(-b - math.sqrt(b * b - a * c)) / a, (-b + math.sqrt(b * b - a * c)) / a]
-        )
+        half_width = math.sqrt(b * b - a * c)
+        low, high = sorted([(-b - half_width) / a, (-b + half_width) / a])
         pieces = [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
     there, other = (sum(mass(*piece, normal) for piece in pieces) for normal in (p, q))
     return there - (math.exp(epsilon + math.log(other)) if other > 0 else 0.0)

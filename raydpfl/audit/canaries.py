@@ -77,20 +77,16 @@ class Canaries:
     @classmethod
     def among(cls, seed: int, population: int, count: int, d: int, mirrored: bool) -> Canaries:
         """`count` clients drawn uniformly."""
-        drawn = stream(seed, Purpose.CANARY, step=1).choice(
-            population, count, replace=False, shuffle=False
-        )
+        generator = stream(seed, Purpose.CANARY, step=1)
+        drawn = generator.choice(population, count, replace=False, shuffle=False)
         return cls(seed, d, np.sort(drawn), mirrored)
 
     @cached_property
     def inside(self) -> np.ndarray:
         """The coins, bool [k]."""
-        return np.array(
-            [
-                stream(self.seed, Purpose.CANARY, client=client, step=2).random() < 0.5
-                for client in self.clients.tolist()
-            ]
-        )
+        clients = self.clients.tolist()
+        coins = [stream(self.seed, Purpose.CANARY, client=k, step=2).random() for k in clients]
+        return np.array(coins) < 0.5
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -141,8 +137,8 @@ class CanaryTraining(ChunkTraining):
 
 
 class ObservedContribution(Contribution):
-    """Another contribution, client by client, with a record of what each client adds to the sum and
-    of what it must add if everything that follows its training is right.
+    """Another contribution, client by client, with a record of what a client adds to the sum and of
+    what it must add if everything that follows its training is right.
     """
 
     def __init__(self, observed: Contribution, record: CanaryRecord):
@@ -185,7 +181,7 @@ class CanaryActor(ClientActor):
 
 
 class Written:
-    """What the ledger at `path` had when each round began, to be held against its end."""
+    """What the ledger at `path` had when rounds started, to be held against its end."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -209,7 +205,7 @@ class Written:
             if not last or json.loads(last)["round"] < t:
                 return f"round {t} began before it was in the ledger"
             if not text[:size].endswith(last + b"\n"):
-                return f"the ledger of round {t} was changed after that round had begun"
+                return f"the ledger of round {t} was changed after that round had started"
         return ""
 
     def _text(self) -> bytes:
@@ -327,43 +323,43 @@ class CanaryRecord:
 
     plan: Plan
     canaries: Canaries
-    # float64 [k, T], of the sums; of whitened sums where noise is banded
-    scores: np.ndarray = field(init=False)
+    scores: np.ndarray = field(init=False)  # float64 [k, T], of the (whitened) sums
     # float64 [k, T]: norm of a canary's contribution over the std of the sum
     amplitudes: np.ndarray = field(init=False)
     times: np.ndarray = field(init=False)  # int64 [k, T]: how often the canary was in the cohort
-    # float64 [k]: sum of amplitude x score over a canary's own updates, each seen alone
+    # float64 [k]: sum over a canary's own updates of amplitude x score, and of the squares
     single: np.ndarray = field(init=False)
-    single_power: np.ndarray = field(init=False)  # float64 [k]: sum of the amplitudes' squares
-    rounds: list[int] = field(default_factory=list)  # that were released
+    single_power: np.ndarray = field(init=False)
     ledger: list[dict] = field(default_factory=list)
-    counts: Counter = field(default_factory=Counter)  # client -> times drawn
-    # of the sum of each round, as the mechanism has it for the nominal cohort
-    stds: list[float] = field(default_factory=list)
-    cohorts: list[int] = field(default_factory=list)  # clients selected, those who failed included
-    # per round: squared norm of the noise on the sum, in its std
-    squares: list[float] = field(default_factory=list)
-    # per round: squared norm of what canaries sent over that of the noise
-    crowds: list[float] = field(default_factory=list)
-    # per round: the first coordinates of that noise
-    noises: list[np.ndarray] = field(default_factory=list)
-    # (round, client, squared norm of its noise, in its std)
-    update_squares: list[tuple[int, int, float]] = field(default_factory=list)
-    update_noises: list[np.ndarray] = field(default_factory=list)
-    # (round, client, what a canary sent beyond its bound)
-    along: list[tuple[int, int, float]] = field(default_factory=list)
-    # per histogram of scores: squared norm of the noise on it, in its std
-    surveys: list[float] = field(default_factory=list)
-    moved: float = 0.0  # the most by which one client less has moved a histogram, an L2 norm
-    # by side query: the noise on the sum of each round's answers, in its std; then further draws
-    answers: dict[str, list[float]] = field(default_factory=dict)
-    longest: dict[str, float] = field(default_factory=dict)  # the largest answer, in its bounds
-    unanswered: str = ""  # a bound that moved by something else, in words
-    # per round: (log2 of the measured over the declared grid, coordinates it is measured by)
-    grids: list[tuple[float, int]] = field(default_factory=list)
-    printed: list[Guarantee] = field(default_factory=list)  # what the run says in the end
     late: str = ""  # what the ledger had too late, in words
+    counts: Counter = field(default_factory=Counter)  # client -> times drawn
+    printed: list[Guarantee] = field(default_factory=list)  # what the run says in the end
+    # By round: its number; std of the noise on the sum, as the mechanism has it for the nominal
+    # cohort; clients selected, those who failed included; squared norm of the noise on the sum, in
+    # its std; that of what canaries sent over that of the noise; first coordinates of the noise;
+    # (log2 of the measured over the declared grid, coordinates that it is measured by).
+    rounds: list[int] = field(default_factory=list)
+    stds: list[float] = field(default_factory=list)
+    cohorts: list[int] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    crowds: list[float] = field(default_factory=list)
+    noises: list[np.ndarray] = field(default_factory=list)
+    grids: list[tuple[float, int]] = field(default_factory=list)
     sum_error: float = 0.0  # the most by which a sum differs from its parts, in stds of its noise
+    # By update, (round, client, ...): squared norm of its noise, in its std; what a canary sent
+    # beyond its bound; and first coordinates of the noise.
+    update_squares: list[tuple[int, int, float]] = field(default_factory=list)
+    along: list[tuple[int, int, float]] = field(default_factory=list)
+    update_noises: list[np.ndarray] = field(default_factory=list)
+    # By histogram of scores: squared norm of its noise, in its std; and the most by which one
+    # client less has moved one, an L2 norm.
+    surveys: list[float] = field(default_factory=list)
+    moved: float = 0.0
+    # By side query: the noise on the sums of answers, in its std, with that of further draws; the
+    # largest answer, in its bounds; and a bound that moved by something else, in words.
+    answers: dict[str, list[float]] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)
+    unanswered: str = ""
 
     def __post_init__(self) -> None:
         k = len(self.canaries.clients)
@@ -407,14 +403,14 @@ class CanaryRecord:
         self._finest = math.inf
         self._coordinates = 0
         self._sum = np.zeros(self.plan.d)
-        self._known = np.zeros(self.plan.d)
+        self._others = np.zeros(self.plan.d)
         self._planted = np.zeros(self.plan.d)
 
     def sent(self, client: int, expected: np.ndarray, vector: np.ndarray) -> None:
         """Notes one client's contribution `vector`, which should be `expected` plus its noise."""
         place = self.canaries.places.get(client)
         self._sum += vector
-        part = self._known if place is None else self._planted
+        part = self._others if place is None else self._planted
         part += expected
         noise = vector - expected
         if self.by_client:
@@ -455,8 +451,8 @@ class CanaryRecord:
             self._coordinates += len(exponents)
 
     def answered(self, exact: Mapping[str, np.ndarray], sums: Mapping[str, float]) -> None:
-        """Notes the answers of a round's clients to each side query, float64 [r] by name, and their
-        sums as released.
+        """Notes the answers of a round's clients to the side queries, float64 [r] by name, and
+        their sums as released.
         """
         self._answered = True
         clients = math.sqrt(self._cohort / self.plan.clients_left) if self.by_client else 1.0
@@ -475,22 +471,19 @@ class CanaryRecord:
 
     def collected(self, total: np.ndarray) -> None:
         if self._coordinates:
-            coarser = self._finest - self._declared
-            self.grids.append((coarser, self._coordinates))
-        self.sum_error = max(
-            self.sum_error,
-            float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0),
-        )
+            self.grids.append((self._finest - self._declared, self._coordinates))
+        error = float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0)
+        self.sum_error = max(self.sum_error, error)
 
     def released(self, t: int, released: np.ndarray) -> None:
         """Notes the released sum of round t, float64 [d]."""
         self.rounds.append(t)
-        noise = self._left((released - self._known - self._planted) / self._sum_std)
+        noise = self._left((released - self._others - self._planted) / self._sum_std)
         self.squares.append(float(noise @ noise))
         self.crowds.append(float(self._planted @ self._planted) / (self.plan.d * self._sum_std**2))
         self.noises.append(noise[:SKETCH].astype(np.float32))
         self.amplitudes[:, t] = self._weights * self.bound / self._sum_std
-        row = self._seen((released - self._known) / self._sum_std)
+        row = self._seen((released - self._others) / self._sum_std)
         self._rows.append(row.astype(np.float32))
         if len(self._rows) * self._rows[0].nbytes > BUFFER:
             self.flush()
@@ -508,9 +501,7 @@ class CanaryRecord:
         rows = torch.from_numpy(np.stack(self._rows))
         last = self.rounds[-1] + 1
         for start in range(0, len(self.canaries.clients), CHUNK):
-            places = range(start, min(start + CHUNK, len(self.canaries.clients)))
-            directions = torch.stack([self.canaries.direction(place) for place in places])
-            self.scores[start : places.stop, last - len(rows) : last] = (
-                directions @ rows.T
-            ).numpy()
+            stop = min(start + CHUNK, len(self.canaries.clients))
+            directions = torch.stack([self.canaries.direction(k) for k in range(start, stop)])
+            self.scores[start:stop, last - len(rows) : last] = (directions @ rows.T).numpy()
         self._rows.clear()

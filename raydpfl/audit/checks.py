@@ -1,8 +1,8 @@
 """Checks of an audit, in addition to its canaries' guesses: is what ran what was accounted for?
 
-Everything that goes into an audited round is known except its noise, so the noise itself can be
-tested. Exact checks never raise a false alarm. A statistical check, all its comparisons together,
-raises one in at most `FALSE_ALARM` of sound runs.
+All that goes into an audited round but its noise is recorded, so the noise itself can be tested.
+Exact checks never raise a false alarm. A statistical check, all its comparisons together, raises
+one in at most `FALSE_ALARM` of sound runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Check:
     name: str
     passed: bool
     finding: str
-    false_alarm: float
+    false_alarm: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed", bool(self.passed))
@@ -64,26 +64,29 @@ def ledger(records: Sequence[CanaryRecord]) -> Check:
     for record in records:
         wrong = _unrecorded(record) or record.late
         if wrong:
-            return Check("ledger", False, wrong, 0.0)
-    released = sum(len(record.rounds) for record in records)
-    detail = f"all {released} released rounds are recorded before they begin, with their noise and "
-    detail += "what they spend"
-    return Check("ledger", True, detail, 0.0)
+            return Check("ledger", False, wrong)
+    return Check("ledger", True, recorded(sum(len(record.rounds) for record in records), "noise"))
+
+
+def recorded(rounds: int, *also: str) -> str:
+    """That all rounds are in the ledger, in words."""
+    what = " and ".join([*(f"their {word}" for word in also), "what they spend"])
+    return f"all {rounds} released rounds are recorded before they begin, with {what}"
 
 
 def _unrecorded(record: CanaryRecord) -> str:
     """What a ledger lacks or has wrong, in words; empty: nothing."""
     plan = record.plan
-    recorded = {entry["round"]: entry for entry in record.ledger}
-    missing = sorted(set(record.rounds) - recorded.keys())
+    entries = {entry["round"]: entry for entry in record.ledger}
+    missing = sorted(set(record.rounds) - entries.keys())
     if missing:
         return f"round {missing[0]} was released and is not in the ledger"
     for t, std in zip(record.rounds, record.stds, strict=True):
-        written = recorded[t]["std"]
+        written = entries[t]["std"]
         if not math.isclose(written, std, rel_tol=_ROUNDING):
             wrong = f"round {t} is recorded with noise of std {written:.6g}"
             return f"{wrong}; the accountants have {std:.6g}"
-    last = recorded[max(recorded)]["epsilon"]
+    last = entries[max(entries)]["epsilon"]
     composed = int(plan.composed_rounds[len(record.rounds) - 1])
     terms = plan.terms
     for name in plan.named:
@@ -114,7 +117,7 @@ def curve(held: Sequence[Held]) -> Check | None:
     if share > 1 + _CURVE:
         least = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
         finding = f"against an observer of {claim.observer} at epsilon {claim.epsilon:.4g} {least}"
-    return Check("curve", share <= 1 + _CURVE, finding, 0.0)
+    return Check("curve", share <= 1 + _CURVE, finding)
 
 
 def cohorts(records: Sequence[CanaryRecord]) -> Check | None:
@@ -130,45 +133,31 @@ def cohorts(records: Sequence[CanaryRecord]) -> Check | None:
     wrong = sizes[sizes != sampling.size]
     if sampling.size is not None and len(wrong):
         detail = f"a cohort has {wrong[0]} clients, where the accountants have {sampling.size}"
-        return Check("cohorts", False, detail, 0.0)
-    strange = _total(sizes, sampling.coins, population) or _most(records, sampling.q, population)
-    if strange:
-        return Check("cohorts", False, strange, FALSE_ALARM)
-    times = max((times for record in records for times in record.counts.values()), default=0)
-    detail = "cohorts have the size that was accounted for; "
-    detail += f"no client took part more often than {times} times"
-    return Check("cohorts", True, detail, FALSE_ALARM)
-
-
-def _total(sizes: np.ndarray, coin: float | None, population: int) -> str:
-    """What is unlikely about the number of participations, where each client takes part
-    independently with probability `coin`; empty: nothing. It spends half of the false alarms.
-    """
-    if coin is None:
-        return ""
-    total = int(sizes.sum())
-    trials = population * len(sizes)
-    tail = min(binom.cdf(total, trials, coin), binom.sf(total - 1, trials, coin))
-    if tail >= FALSE_ALARM / 4:
-        return ""
-    return f"{total} clients took part in all, where {trials * coin:.0f} were to be expected"
-
-
-def _most(records: Sequence[CanaryRecord], q: float, population: int) -> str:
-    """What is unlikely about the participations of the client drawn most often; empty: nothing. It
-    spends half of the false alarms.
-    """
+        return Check("cohorts", False, detail)
     rounds = len(records[0].rounds)
     counts = [(times, client) for record in records for client, times in record.counts.items()]
     times, client = max(counts, default=(0, 0))
-    if q == 1 or binom.sf(times - 1, rounds, q) * population * len(records) >= FALSE_ALARM / 2:
-        return ""
-    return f"client {client} took part in {times} of {rounds} rounds, at q = {q:.4g}"
+    strange = ""
+    if sampling.coins is not None:  # each of the two spends half of the false alarms
+        total = int(sizes.sum())
+        trials = population * len(sizes)
+        chance = binom(trials, sampling.coins)
+        if min(chance.cdf(total), chance.sf(total - 1)) < FALSE_ALARM / 4:
+            strange = f"{total} clients took part in all, where {chance.mean():.0f} "
+            strange += "were to be expected"
+    likely = binom.sf(times - 1, rounds, sampling.q) * population * len(records)
+    if not strange and sampling.q < 1 and likely < FALSE_ALARM / 2:
+        strange = (
+            f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
+        )
+    detail = "cohorts have the size that was accounted for; "
+    detail += f"no client took part more often than {times} times"
+    return Check("cohorts", not strange, strange or detail, FALSE_ALARM)
 
 
 def matrix(records: Sequence[CanaryRecord]) -> Check | None:
     """Where noise is correlated over the rounds: what a client's participations come to in the sums
-    that the noise is independent in is no longer than what is accounted for, one bound for each.
+    that the noise is independent in is no longer than what is accounted for, one bound each.
     None where rounds have noise of their own.
     """
     whitening = records[0].plan.experiment.noise.whitening()
@@ -187,7 +176,7 @@ def matrix(records: Sequence[CanaryRecord]) -> Check | None:
     longest = math.sqrt(max(squares[took_part] / counted[took_part], default=0.0))
     longest = max(longest, math.sqrt(overlaps[0]))
     finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
-    return Check("matrix", longest <= 1 + _ROUNDING, finding, 0.0)
+    return Check("matrix", longest <= 1 + _ROUNDING, finding)
 
 
 def bounds(records: Sequence[CanaryRecord]) -> Check:
@@ -195,39 +184,26 @@ def bounds(records: Sequence[CanaryRecord]) -> Check:
     it: no canary's has more along its own direction than the bound lets it have.
     """
     measured = [(value, t, client) for record in records for t, client, value in record.along]
-    if not records[0].by_client:  # the contribution bare, in bounds
+    noisy = records[0].by_client  # else the contribution bare, in bounds
+    if noisy:
+        beyond, t, client = max(measured, key=lambda row: abs(row[0]), default=(0.0, 0, 0))
+        passed = abs(beyond) <= _normal_limit(len(measured))
+        distance = f"{abs(beyond):.1f} stds of its noise from its bound"
+    else:
         excess, t, client = max(measured, default=(-1.0, 0, 0))
         passed = excess <= _ROUNDING
-        return Check(
-            "bounds", passed, _bounded(passed, client, t, f"{1 + excess:.6g} times its bound"), 0.0
-        )
-    beyond, t, client = max(measured, key=lambda one: abs(one[0]), default=(0.0, 0, 0))
-    passed = abs(beyond) <= _normal_limit(len(measured))
-    return Check(
-        "bounds",
-        passed,
-        _bounded(passed, client, t, f"{abs(beyond):.1f} stds of its noise from its bound"),
-        FALSE_ALARM,
-    )
-
-
-def _bounded(passed: bool, client: int, t: int, by: str) -> str:
-    return (
-        f"no contribution goes further than {by}"
-        if passed
-        else f"client {client} sent {by} in round {t}"
-    )
+        distance = f"{1 + excess:.6g} times its bound"
+    finding = f"client {client} sent {distance} in round {t}"
+    if passed:
+        finding = f"no contribution goes further than {distance}"
+    return Check("bounds", passed, finding, FALSE_ALARM if noisy else 0.0)
 
 
 def sums(records: Sequence[CanaryRecord]) -> Check:
-    """What the coordinator sums up is what the clients sent, each once."""
+    """What the coordinator sums up is what the clients sent, all of it once."""
     error = max(record.sum_error for record in records)
-    return Check(
-        "sums",
-        error <= _ROUNDING,
-        f"sums differ from what the clients sent by {error:.1e} of the noise's std at most",
-        0.0,
-    )
+    finding = f"sums differ from what the clients sent by {error:.1e} of the noise's std at most"
+    return Check("sums", error <= _ROUNDING, finding)
 
 
 def grid(records: Sequence[CanaryRecord]) -> Check | None:
@@ -248,32 +224,21 @@ def grid(records: Sequence[CanaryRecord]) -> Check | None:
 
 
 def noise_of_sums(records: Sequence[CanaryRecord]) -> Check:
-    """The noise on each round's sum has the std that the accountants have: its squared norm is
+    """The noise on a round's sum has the std that the accountants have: its squared norm is
     chi-squared.
     """
-    d = records[0].plan.d
-    squares = [
-        (square, t)
-        for record in records
-        for t, square in zip(record.rounds, record.squares, strict=True)
-    ]
-    return _chi_squared("noise of sums", d, [(square, f"round {t}") for square, t in squares])
+    rounds = (zip(record.rounds, record.squares, strict=True) for record in records)
+    squares = [(square, f"round {t}") for pairs in rounds for t, square in pairs]
+    return _chi_squared("noise of sums", records[0].plan.d, squares)
 
 
 def noise_of_updates(records: Sequence[CanaryRecord]) -> Check | None:
-    """The same for the noise that each client draws; None where none does."""
+    """The same for the noise that clients draw; None where none does."""
     if not records[0].by_client:
         return None
-    d = records[0].plan.d
-    return _chi_squared(
-        "noise of updates",
-        d,
-        [
-            (square, f"client {client} in round {t}")
-            for record in records
-            for t, client, square in record.update_squares
-        ],
-    )
+    updates = [update for record in records for update in record.update_squares]
+    squares = [(square, f"client {client} in round {t}") for t, client, square in updates]
+    return _chi_squared("noise of updates", records[0].plan.d, squares)
 
 
 def noise_of_answers(records: Sequence[CanaryRecord]) -> Check | None:
@@ -287,22 +252,22 @@ def noise_of_answers(records: Sequence[CanaryRecord]) -> Check | None:
         return None
     for record in records:
         if record.unanswered:
-            return Check(name, False, record.unanswered, 0.0)
+            return Check(name, False, record.unanswered)
         unasked = [query.name for query in queries if not record.answers.get(query.name)]
         if unasked and sum(record.cohorts):
             detail = f"{unasked[0]} is accounted for, and its answers were not seen"
-            return Check(name, False, detail, 0.0)
+            return Check(name, False, detail)
     longest = max((length, name) for record in records for name, length in record.longest.items())
     if longest[0] > 1 + _ROUNDING:
         detail = f"an answer to {longest[1]} is {longest[0]:.6g} times its bound"
-        return Check(name, False, detail, 0.0)
+        return Check(name, False, detail)
     drawn = {
         query.name: np.concatenate([record.answers[query.name] for record in records])
         for query in queries
     }
     for query, values in drawn.items():
         if len(np.unique(values)) < len(values):
-            return Check(name, False, f"noise on {query} is drawn twice, or there is none", 0.0)
+            return Check(name, False, f"noise on {query} is drawn twice, or there is none")
     limit = _normal_limit(max(1, len(drawn) * (len(drawn) - 1) // 2))
     for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
         off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
@@ -327,20 +292,20 @@ def noise_of_histograms(records: Sequence[CanaryRecord]) -> Check | None:
     moved = max(record.moved for record in records)
     if moved > 1 + _ROUNDING:
         detail = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
-        return Check(name, False, detail, 0.0)
+        return Check(name, False, detail)
     together = (sum(squares), f"all {len(squares)}")
     return _chi_squared(name, histogram.bins * len(squares), [together])
 
 
-def _chi_squared(name: str, d: int, each: Sequence[tuple[float, str]]) -> Check:
-    squares = np.array([square for square, _ in each])
+def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]]) -> Check:
+    squares = np.array([square for square, _ in draws])
     tail = np.minimum(chi2.cdf(squares, d), chi2.sf(squares, d))
     worst = int(np.argmin(tail))
     ratio = math.sqrt(squares[worst] / d)
-    passed = tail[worst] * 2 * len(each) >= FALSE_ALARM
+    passed = tail[worst] * 2 * len(draws) >= FALSE_ALARM
     overall = math.sqrt(squares.mean() / d)
     finding = f"{overall:.5f} of the std that was accounted for, over all"
-    finding += "" if passed else f"; {ratio:.4g} of it for {each[worst][1]}"
+    finding += "" if passed else f"; {ratio:.4g} of it for {draws[worst][1]}"
     return Check(name, passed, finding, FALSE_ALARM)
 
 

@@ -1,19 +1,19 @@
 """Canary samples, for noise at local steps, guessed by an observer of every single update.
 
-Every row of some clients is a canary. A canary is one of two samples whose gradients differ much:
-a random direction x or -x with one label, or x with one of two labels, whichever drives the model's
-gradients that differ more; in regression, x with one of two opposite targets. A coin decides which,
-so the two worlds differ by the replacement of one sample.
+Every row of some clients is a canary: one of two samples whose gradients differ much, by a coin. It
+is a random direction x or -x with one label, or x with one of two labels, whichever drives the
+model's gradients that differ more; in regression, x with one of two opposite targets. The two
+worlds differ by the replacement of one sample.
 
-The training is the run's own: batches, per-sample clipping, noise at each step. The observer knows
-the model that a round starts from, computes both clipped gradients of each canary there, and takes
+The training is the run's own: batches, per-sample clipping, noise at every step. The observer knows
+the model that a round starts from, computes both clipped gradients of a canary there, and takes
 what the client sent along half their difference, in stds of the noise (`raydpfl.audit.canaries`).
 It does not know in which batches the canary was, nor how the gradients change with the client's
 steps. That costs it evidence, but the bound stays valid.
 
-In addition, an exact check does updates of every round again, as plainly as possible and with the
-noise that was accounted for. Some canaries are a thousand or a million times as long as the others,
-so that every sample that is not clipped shows there.
+In addition, an exact check does updates of every round a second time, as plainly as possible and
+with the noise that was accounted for. Some canaries are a thousand or a million times as long as
+the others, so that every sample that is not clipped shows there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.func import functional_call, grad, vmap
 from raydpfl import models
 from raydpfl.audit import observers
 from raydpfl.audit.canaries import Written
-from raydpfl.audit.checks import Check
+from raydpfl.audit.checks import Check, recorded
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core.messages import ChunkResult
 from raydpfl.core.prng import Purpose, stream
@@ -91,14 +91,13 @@ class SampleCanaries:
     @cached_property
     def inside(self) -> np.ndarray:
         """The coins, bool [m]: the first of the two samples."""
-        e = self.plan.experiment
+        seed = self.plan.experiment.seed
         sizes = self.plan.population.sizes[self.clients].tolist()
-        return np.concatenate(
-            [
-                stream(e.seed, Purpose.CANARY, client=k, step=5).random(n) < 0.5
-                for k, n in zip(self.clients.tolist(), sizes, strict=True)
-            ]
-        )
+        coins = [
+            stream(seed, Purpose.CANARY, client=k, step=5).random(n)
+            for k, n in zip(self.clients.tolist(), sizes, strict=True)
+        ]
+        return np.concatenate(coins) < 0.5
 
     def part(self, client: int) -> slice | None:
         """The places of a client's canaries; None for a client without."""
@@ -109,26 +108,23 @@ class SampleCanaries:
         return slice(end - int(self.plan.population.sizes[client]), end)
 
     def pair(self, client: int, shape: tuple[int, ...], classes: int) -> Pair:
-        """Both samples of each of a client's canaries: x float32 [n, *shape] and y [n], int64, or
-        float32 for regression.
-        """
+        """Both samples of all of a client's canaries; y is int64, or float32 for regression."""
         n = int(self.plan.population.sizes[client])
         drawn = stream(self.plan.experiment.seed, Purpose.CANARY, client=client, step=4)
         x = drawn.standard_normal((n, *shape))
-        x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(n, *[1] * len(shape))
+        column = (n, *[1] * len(shape))
+        x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(column)
         labels = drawn.integers(classes, size=n) if classes else np.zeros(n)
         scales = self.scale * drawn.choice([*LONGER], n, p=[*LONGER.values()])
         if classes:
-            x = (x * scales.reshape(n, *[1] * len(shape))).astype(np.float32)
+            x = (x * scales.reshape(column)).astype(np.float32)
             other = (labels + 1) % classes
             return (x, labels), (x, other) if self.relabel else (-x, labels)
         x = x.astype(np.float32)
         y = scales.astype(np.float32)
         return (x, y), (x, -y)
 
-    def rows(
-        self, client: int, shape: tuple[int, ...], classes: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, client: int, shape: tuple[int, ...], classes: int) -> Samples:
         """The samples that the coins took, x and y."""
         (x, y), (other, target) = self.pair(client, shape, classes)
         inside = self.inside[self.part(client)]
@@ -184,7 +180,6 @@ class ObservedSteps(Contribution):
         if correction is None:
             correction = torch.zeros_like(actor.model)[None]
         moved = self.bounding.moved(sent, state.view("bounding", slots))[0]
-        # in units of a gradient: minus the sum of the steps' gradients
         steps = -moved.cpu() / (float(chunk.weights[slot]) * actor.lr)
         who = (state.work.t, int(chunk.clients[slot]), int(chunk.draws[slot]))
         update = StepUpdate(*who, actor.model.cpu(), correction[0].cpu().double(), steps)
@@ -259,17 +254,16 @@ class StepRecord:
         self.power = np.zeros(len(self.canaries.inside))
         self.shape = shards.shape
         self.classes = shards.classes
-        module = models.build(e.model, shards.form(e.data.task), e.seed)
-        self.gradients = SampleGradients(module, e.data.task, _sample_bound(self.plan))
         linear = e.local.linear()
         if linear is None:
-            expected = (
-                "a rule that is linear (raydpfl.methods.local.Local.linear), to audit local steps"
-            )
+            linearity = "raydpfl.methods.local.Local.linear"
+            expected = f"a rule that is linear ({linearity}), to audit local steps"
             raise ConfigError("local.kind", e.local.kind, expected)
         self.linear = linear
-        backend = e.client.backend
+        module = models.build(e.model, shards.form(e.data.task), e.seed)
         bound = _sample_bound(self.plan)
+        self.gradients = SampleGradients(module, e.data.task, bound)
+        backend = e.client.backend
         self.trainer = Trainer(
             module,
             e.local,
@@ -282,8 +276,8 @@ class StepRecord:
         self.trainer.noise_seed = self.plan.noise_seed
 
     def _weights(self, rows: int) -> np.ndarray:
-        """How often the gradient of each step of a client with so many rows is in the sum of all
-        its steps, float64 [Q]: 1, or more with momentum.
+        """How often the gradient of a step of a client with so many rows is in the sum of all its
+        steps, float64 [Q]: 1, or more with momentum.
         """
         beta = self.linear.momentum
         steps = int(self.plan.experiment.local.step_counts(np.array([rows]))[0])
@@ -308,7 +302,7 @@ class StepRecord:
         for piece in pieces:
             one, other = self._both(sent.parameters, pair, piece)
             middle += ((one + other) / 2).sum(0, dtype=torch.float64)
-        # what is known of the gradients, whatever the coins were
+        # what the gradients have in common, whatever the coins were
         seen -= (total / n * middle).float()
         for piece in pieces:
             one, other = self._both(sent.parameters, pair, piece)
@@ -326,13 +320,11 @@ class StepRecord:
         self, parameters: torch.Tensor, pair: Pair, piece: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The clipped gradients of both samples of some of a client's canaries."""
-        (x, y), (other, target) = pair
-        return (
-            self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece])),
-            self.gradients(
-                parameters, torch.from_numpy(other[piece]), torch.from_numpy(target[piece])
-            ),
+        one, other = (
+            self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece]))
+            for x, y in pair
         )
+        return one, other
 
     def _off(self, sent: StepUpdate, std: float) -> float:
         """By how much an update differs from what it should be, beyond what rounding explains, in
@@ -361,7 +353,12 @@ class StepRecord:
         velocity = torch.zeros_like(start)
         total = torch.zeros_like(start)
         clipped = torch.zeros_like(start)
-        noises = self._noises(sent, std, samples, index, sizes)
+        taken, _ = picked(index, sizes, np.array([n]), e.local)
+        drawn = samples if taken[0] is None else samples[taken[0]]
+        who = {"t": sent.t, "client": sent.client, "draw": sent.draw}
+        noises = torch.from_numpy(
+            self.trainer.noises(drawn, d=self.plan.d, std=std, steps=index.shape[1], **who)
+        )
         weights = self._weights(n)
         for step in range(index.shape[1]):
             rows = torch.from_numpy(index[0, step, : sizes[0]])
@@ -383,21 +380,6 @@ class StepRecord:
             model -= lr * velocity
         return total, clipped
 
-    def _noises(
-        self,
-        sent: StepUpdate,
-        std: float,
-        samples: np.ndarray,
-        index: np.ndarray,
-        sizes: np.ndarray,
-    ) -> torch.Tensor:
-        """The noise of each local step, float64 [Q, d]."""
-        taken, _ = picked(index, sizes, np.array([len(samples)]), self.plan.experiment.local)
-        x = samples if taken[0] is None else samples[taken[0]]
-        who = {"t": sent.t, "client": sent.client, "draw": sent.draw}
-        noises = self.trainer.noises(x, d=self.plan.d, std=std, steps=index.shape[1], **who)
-        return torch.from_numpy(noises)
-
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding. The claim is that of the canary client that may have spent most, by the
         accountant with the smallest epsilon for it.
@@ -407,18 +389,12 @@ class StepRecord:
         steps = _steps(self.plan)
         counts = _counts(self.plan)
         n = int(steps.samples[worst])
-        by = names[worst]
+        scope = scope_of(steps, worst, int(counts[worst]))
+        epsilon = float(claims[worst])
         claimed = Guarantee(
-            "rigorous",
-            by,
-            "sample",
-            "replace_one",
-            Observer.UPDATES,
-            scope_of(steps, worst, int(counts[worst])),
-            float(claims[worst]),
-            delta,
-            steps.exclusions,
-        )
+            "rigorous", names[worst], steps.unit, "replace_one", Observer.UPDATES, scope, epsilon,
+            delta, steps.exclusions,
+        )  # fmt: skip
         shifts = np.sqrt(self.power)
         made_up = stream(self.plan.experiment.seed, Purpose.CANARY, step=3)
         signs = np.where(made_up.random(len(shifts)) < 0.5, 1.0, -1.0)
@@ -431,14 +407,14 @@ class StepRecord:
         return observers.view(scores, imagined, claimed, float(most), True, confidence)
 
     def least_deltas(self, claims: Sequence[Guarantee]) -> list[observers.Held]:
-        """The claims of single clients, with the least delta of each: a sample is in each batch by
-        chance, or in one batch of each whole epoch.
+        """The claims of single clients, with their least deltas: a sample is in a batch by chance,
+        or in one batch of every whole epoch.
         """
-        held: list[observers.Held] = []
-        for claim in observers.smallest(claims):
-            if claim.sampling.client is not None:
-                held.append((claim, self._least(claim, claim.sampling.client)))
-        return held
+        return [
+            (claim, self._least(claim, claim.sampling.client))
+            for claim in observers.smallest(claims)
+            if claim.sampling.client is not None
+        ]
 
     def _least(self, claimed: Guarantee, client: int) -> float:
         steps = _steps(self.plan)
@@ -459,35 +435,35 @@ class StepRecord:
         e = self.plan.experiment
         ledger = written.lines()
         missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
-        finding = f"all {len(self.rounds)} released rounds are recorded before they begin, with "
-        finding += "what they spend"
-        short = ""
         if missing:
             short = f"round {missing[0]} was released and is not in the ledger"
         else:
             short = self._underspent(ledger[-1]["epsilon"], e.accountants) or written.late()
         t, client, far = max(self.replayed, key=lambda replay: replay[2])
         same = far <= AGREES
-        replayed = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, "
-        replayed += f"done again with the accounted noise, differ by {far:.1e} of "
-        replayed += "their clipped gradients at most"
+        finding = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, done "
+        finding += (
+            f"again with the accounted noise, differ by {far:.1e} of their clipped gradients "
+        )
+        finding += "at most"
         if not same:
-            replayed = f"the update of client {client} in round {t} differs by {far:.2g} of its "
-            replayed += "clipped gradients from what its steps and their accounted noise give"
+            finding = f"the update of client {client} in round {t} differs by {far:.2g} of its "
+            finding += "clipped gradients from what its steps and their accounted noise give"
         return [
-            Check("ledger", not short, short or finding, 0.0),
-            Check("steps", same, replayed, 0.0),
+            Check("ledger", not short, short or recorded(len(self.rounds))),
+            Check("steps", same, finding),
         ]
 
     def unseen(self) -> tuple[str, ...]:
         """What is not looked at here, in words."""
         others = len(self.plan.population) - len(self.canaries.clients)
         left = len(self.participations) - len(self.replayed)
-        detail = (
-            [f"the clipping and the noise of {others} clients without canaries"] if others else []
-        )
-        detail += [f"those of {left} updates that were not done again"] if left else []
-        return (*detail, "single steps, as updates alone are seen")
+        detail = ["single steps, as updates alone are seen"]
+        if left:
+            detail.insert(0, f"those of {left} updates that were not done again")
+        if others:
+            detail.insert(0, f"the clipping and the noise of {others} clients without canaries")
+        return tuple(detail)
 
     def _underspent(self, recorded: Mapping[str, float], accountants: Sequence[str]) -> str:
         """The accountant whose epsilon is `recorded` too small, and by how much; empty: none."""
@@ -516,7 +492,7 @@ class SampleGradients:
         }
         # samples at once
         self.width = max(1, CHUNK // sum(shape.numel() for shape in self.shapes.values()))
-        self._each: Callable = vmap(grad(self._loss), in_dims=(None, 0, 0))
+        self._rows: Callable = vmap(grad(self._loss), in_dims=(None, 0, 0))
 
     def _loss(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
@@ -528,12 +504,12 @@ class SampleGradients:
 
     def __call__(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         try:
-            gradients = self._each(flat, x, y)
+            gradients = self._rows(flat, x, y)
         except RuntimeError:  # a module that cannot be vmapped
-            self._each = lambda flat, x, y: torch.stack(
+            self._rows = lambda flat, x, y: torch.stack(
                 [grad(self._loss)(flat, *row) for row in zip(x, y, strict=True)]
             )
-            gradients = self._each(flat, x, y)
+            gradients = self._rows(flat, x, y)
         norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
         return gradients * torch.clamp(self.bound / norms, max=1.0).float()[:, None]
 
@@ -558,22 +534,19 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
     best = max(reached.values())
     if not best >= WEAKEST:
         expected = "one whose gradients random samples can pull about; or a smaller bounding.bound"
-        raise ConfigError(
-            "model.kind",
-            plan.experiment.model.kind,
-            f"{expected}: those of a canary's two samples differ by {best:.2g} of the bound",
-        )
+        expected += f": those of a canary's two samples differ by {best:.2g} of the bound"
+        raise ConfigError("model.kind", plan.experiment.model.kind, expected)
     return next(tried for tried, share in reached.items() if share >= 0.9 * best)
 
 
 def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
     """Half the distance between the two gradients of a canary of the first of `clients`, in clip
-    bounds, for each kind of sample that is tried.
+    bounds, for all kinds of samples that are tried.
     """
     shards = Shards.open(plan.shards)
     e = plan.experiment
     if shards.tokens or shards.target.shape:
-        expected = "samples of numbers, each with one class or number, to audit local steps"
+        expected = "samples of numbers, with one class or number each, to audit local steps"
         raise ConfigError("data.kind", e.data.kind, expected)
     module = models.build(e.model, shards.form(e.data.task), e.seed)
     bound = _sample_bound(plan)
@@ -584,9 +557,8 @@ def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
         for scale in SCALES.tolist():
             tried = SampleCanaries(plan, np.sort(clients), scale, relabel)
             pair = tried.pair(int(clients[0]), shards.shape, shards.classes)
-            one, other = (
-                gradients(flat, torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair
-            )
+            rows = ((torch.from_numpy(x[:16]), torch.from_numpy(y[:16])) for x, y in pair)
+            one, other = (gradients(flat, x, y) for x, y in rows)
             distance = float(torch.linalg.vector_norm(one - other, dim=1).median())
             reached[tried] = distance / (2 * bound)
     return reached
@@ -604,7 +576,7 @@ def _sample_bound(plan: Plan) -> float:
 
 
 def _counts(plan: Plan) -> np.ndarray:
-    """How often each client is drawn in the whole run, int64 [N]."""
+    """How often clients are drawn in the whole run, int64 [N]."""
     counts = np.zeros(len(plan.population), np.int64)
     for clients in plan.draws(plan.experiment.rounds):
         np.add.at(counts, clients, 1)
@@ -612,7 +584,7 @@ def _counts(plan: Plan) -> np.ndarray:
 
 
 def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
-    """The smallest epsilon at `delta` that a rigorous accountant of the run gives each client's
+    """The smallest epsilon at `delta` that a rigorous accountant of the run gives a client's
     samples, float64 [N], and the accountant's name.
     """
     steps = replace(_steps(plan), delta=delta)

@@ -1,4 +1,4 @@
-"""What each observer of a guarantee can tell about canaries, compared with what it claims.
+"""What the observers of a guarantee can tell about canaries, compared with what it claims.
 
 Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser
 does better. Each guess is its sign, and the guesses are on the canaries with the largest evidence.
@@ -81,15 +81,11 @@ class ObserverAudit:
         return mu > 0 and float(gaussian_epsilon(mu, self.claimed.delta)) > self.claimed.epsilon
 
     def to_dict(self) -> dict[str, Any]:
-        estimate = {name: round(value, 6) for name, value in asdict(self.estimate).items()}
-        proven = {
-            name: getattr(self, name)
-            for name in ("canaries", "guesses", "right", "lower", "reach", "confidence")
-        }
+        names = ("canaries", "guesses", "right", "lower", "reach", "confidence")
         return {
             "claimed": self.claimed.to_dict(),
-            **proven,
-            "estimate": estimate,
+            **{name: getattr(self, name) for name in names},
+            "estimate": {name: round(value, 6) for name, value in asdict(self.estimate).items()},
             "refuted": self.refuted,
             "exceeded": self.exceeded,
         }
@@ -111,31 +107,15 @@ def of_runs(
         if claimed is None:
             continue
         mechanism = seen.mechanism
-        hidden = mechanism.sampling.hidden
+        q = mechanism.sampling.q if mechanism.sampling.hidden else None
         single = seen.observer is Observer.UPDATES
-        parts, imagined = zip(
-            *[
-                _scores(record, mechanism.sampling.q if hidden else None, single)
-                for record in records
-            ],
-            strict=True,
-        )
-        scores = Scores(
-            *(
-                np.concatenate([getattr(part, field.name) for part in parts])
-                for field in fields(Scores)
-            )
-        )
-        views.append(
-            view(
-                scores,
-                np.concatenate(imagined),
-                claimed,
-                _worst(mechanism, seen.rounds),
-                seen.relation == "replace_one",
-                confidence,
-            )
-        )
+        parts, imagined = zip(*(_scores(record, q, single) for record in records), strict=True)
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(Scores))
+        scores = Scores(*map(np.concatenate, columns))
+        worst = _worst(mechanism, seen.rounds)
+        mirrored = seen.relation == "replace_one"
+        everything = np.concatenate(imagined)
+        views.append(view(scores, everything, claimed, worst, mirrored, confidence))
     return views
 
 
@@ -143,10 +123,8 @@ def least_deltas(records: Sequence[CanaryRecord], views: Sequence[ObserverAudit]
     """What views claim of all runs, and what each run prints in the end, with the least deltas."""
     claimed = [view.claimed for view in views]
     held = []
-    for claims, runs in [
-        (claimed, records),
-        *(([*record.printed], [record]) for record in records),
-    ]:
+    printed = [(list(record.printed), [record]) for record in records]
+    for claims, runs in [(claimed, list(records)), *printed]:
         most = max((times for run in runs for times in run.counts.values()), default=0)
         rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
         for claim in smallest(claims):
@@ -224,27 +202,13 @@ def view(
     lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
     there = scores.shifts > 0
     if not (there & scores.inside).any():
-        raise ConfigError(
-            "canaries", m, "more of them, or more rounds: no canary took part in the run"
-        )
-    estimate = one_shot(
-        scores.statistics[there],
-        scores.shifts[there],
-        scores.inside[there],
-        mirrored,
-        worst,
-        claimed.delta,
-    )
+        expected = "more of them, or more rounds: no canary took part in the run"
+        raise ConfigError("canaries", m, expected)
+    statistics = scores.statistics[there]
+    inside = scores.inside[there]
+    estimate = one_shot(statistics, scores.shifts[there], inside, mirrored, worst, claimed.delta)
     return ObserverAudit(
-        claimed,
-        m,
-        guesses,
-        right,
-        lower,
-        confidence,
-        estimate,
-        scores.statistics[there],
-        scores.inside[there],
+        claimed, m, guesses, right, lower, confidence, estimate, statistics, inside
     )
 
 
@@ -271,14 +235,14 @@ def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores
     if q is not None:
         a = record.amplitudes * _available(record)
         there = signs[:, None] * (made_up.random(a.shape) < q)
-        return _hidden(record, _gathered(record, record.scores), a, q), _hidden(
+        return _hidden(record, _whitened(record, record.scores, adjoint=True), a, q), _hidden(
             record, made_up.standard_normal(a.shape) + there * a, a, q
         ).evidence
     if single:
         product = record.single
         power = record.single_power
     else:
-        pattern = _spread(record, record.times * record.amplitudes)
+        pattern = _whitened(record, record.times * record.amplitudes)
         product = (pattern * record.scores).sum(1)
         power = (pattern**2).sum(1)
     shifts = np.sqrt(power)
@@ -318,23 +282,15 @@ def _available(record: CanaryRecord) -> np.ndarray:
     return np.stack([e.selection.open_to(clients, t) for t in range(e.rounds)], axis=1)
 
 
-def _spread(record: CanaryRecord, pattern: np.ndarray) -> np.ndarray:
-    """C x for the rows x of `pattern`: what a participation adds to the whitened sums of its round
-    and those after it.
+def _whitened(record: CanaryRecord, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:
+    """C x for every row x of float64 [k, T]: what a participation adds to the whitened sums of its
+    round and those after it. `adjoint`: C^T x, all that whitened sums x say about a participation.
     """
-    rounds = pattern.shape[1]
-    total = np.zeros_like(pattern)
+    rounds = rows.shape[1]
+    total = np.zeros_like(rows)
     for j, c in enumerate(record.plan.experiment.noise.whitening()):
-        total = total + c * np.pad(pattern, ((0, 0), (j, 0)))[:, :rounds]
-    return total
-
-
-def _gathered(record: CanaryRecord, scores: np.ndarray) -> np.ndarray:
-    """C^T s for the rows s of `scores`: all that whitened sums say about a participation in a
-    round.
-    """
-    rounds = scores.shape[1]
-    total = np.zeros_like(scores)
-    for j, c in enumerate(record.plan.experiment.noise.whitening()):
-        total = total + c * np.pad(scores, ((0, 0), (0, j)))[:, j : j + rounds]
+        if adjoint:
+            total = total + c * np.pad(rows, ((0, 0), (0, j)))[:, j : j + rounds]
+        else:
+            total = total + c * np.pad(rows, ((0, 0), (j, 0)))[:, :rounds]
     return total

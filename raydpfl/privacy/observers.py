@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope
 from raydpfl.privacy.mechanism import Mechanism
@@ -43,12 +43,9 @@ class ObserverView:
         known for the mechanism.
         """
         mechanism = self.mechanism
-        kind: Literal["rigorous", "unproven"] = "rigorous"
-        if mechanism.unproved:
-            kind = "unproven"
-            failed += (mechanism.unproved,)
+        proved = not mechanism.unproved
         return Guarantee(
-            kind,
+            "rigorous" if proved else "unproven",
             accountant,
             mechanism.unit,
             self.relation,
@@ -57,7 +54,7 @@ class ObserverView:
             epsilon,
             delta,
             mechanism.exclusions,
-            failed,
+            failed if proved else (*failed, str(mechanism.unproved)),
         )
 
 

@@ -822,8 +822,8 @@ def the_last_rounds_samples_unclipped(patch):
 def samples_clipped_a_little_late(patch):
     made = Trainer.__init__
 
-    def longer(self, *given, clip=None, own=False, **more):
-        made(self, *given, clip=clip if clip is None else 1.05 * clip, own=own, **more)
+    def longer(self, *arguments, clip=None, **more):
+        made(self, *arguments, clip=clip if clip is None else 1.05 * clip, **more)
 
     patch.setattr(Trainer, "__init__", longer)
 

@@ -1,10 +1,8 @@
-"""The privacy budget calculator: epsilon from noise, noise from epsilon, or rounds from both.
+"""The privacy budget calculator: of noise, epsilon and rounds any two determine the third, by every
+accountant, against every observer.
 
-Give two of noise, epsilon and rounds. The third is found by every accountant, against every
-observer:
-
->>> found = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
->>> for answer in found.answers:
+>>> budget = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
+>>> for answer in budget.answers:
 ...     guarantee = answer.guarantee
 ...     print(f"{guarantee.accountant:5} {guarantee.observer}: {guarantee.epsilon:.4g}")
 pld   every aggregate: 0.9837
@@ -14,17 +12,18 @@ rdp   every aggregate: 2.044
 rdp   every aggregate: 35.08
 rdp   every single update: 1212
 paper every aggregate: 0.7069
->>> round(found.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
+>>> round(budget.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
 0.98
->>> print(found.sentence())  # doctest: +NORMALIZE_WHITESPACE
+>>> print(budget.sentence())  # doctest: +NORMALIZE_WHITESPACE
 Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, an observer of every aggregate,
 but not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of
 the time; blind guessing detects 5%.
 
 One client's local steps (002, 003), where samples are protected and every update is seen:
 
->>> found = of_samples(samples=600, batch=10, steps=300, participations=1, epsilon=0.3, delta=1e-2)
->>> for answer in found.answers:  # std of the mean gradient / bound
+>>> sample = {"samples": 600, "batch": 10, "steps": 300, "participations": 1}
+>>> for answer in of_samples(**sample, epsilon=0.3, delta=1e-2).answers:
+...     # std of the mean gradient / bound
 ...     print(f"{answer.guarantee.accountant}: {answer.noise_multiplier / 10:.3f}")
 pld: 0.343
 rdp: 0.667
@@ -32,12 +31,11 @@ Chen 2024 tCDP: 2.140
 Chen 2024 Theorem 5: 0.106
 Xu 2026: 2.277
 
-`raydpfl.simulation.planned_guarantee` answers for an experiment; `from_options` is the command
-line. Noise is given and found as the multiplier z = std of the noise on the sum / bound, and every
-answer says what it is for: sampling, bound, std and relation.
+Noise is the multiplier z = std of the noise on the sum / bound. `from_options` is the command line;
+`raydpfl.simulation.planned_guarantee` answers for an experiment.
 """
 
-from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget, SampleBudget
+from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget
 from raydpfl.privacy.calculator.request import from_options, of_clients, of_samples
 from raydpfl.privacy.calculator.solve import MOST_ROUNDS
 
@@ -46,7 +44,6 @@ __all__ = [
     "Answer",
     "Budget",
     "PersonalBudget",
-    "SampleBudget",
     "from_options",
     "of_clients",
     "of_samples",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,7 +67,16 @@ class Budget:
     epsilon: float | None = None
     steps: int = 1
     notes: tuple[str, ...] = ()
-    repeated: ClassVar[str] = "rounds"  # what composes
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether samples are protected, by noise at every local step of one client."""
+        return self.mechanism.unit == "sample"
+
+    @property
+    def repeated(self) -> str:
+        """What composes."""
+        return "participations" if self.of_samples else "rounds"
 
     @property
     def rounds(self) -> int:
@@ -78,6 +87,9 @@ class Budget:
     def released(self) -> str:
         """What is released, in words."""
         sampling = self.mechanism.sampling
+        if self.of_samples:
+            steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
+            return f"{steps}, each a sum over a batch of samples: {sampling}"
         text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
         survey = self.mechanism.survey
         return f"{text}; and {survey}" if survey else text
@@ -112,7 +124,8 @@ class Budget:
             "unknown": self.unknown,
             "unit": self.mechanism.unit,
             "sampling": asdict(self.mechanism.sampling),
-            **self._counts(),
+            self.repeated: self.rounds,
+            **({"steps": self.steps} if self.of_samples else {}),
             "relation": self.relation,
             "placement": self.mechanism.placement,
             "delta": self.delta,
@@ -123,9 +136,6 @@ class Budget:
             "notes": list(self.notes),
         }
 
-    def _counts(self) -> dict[str, int]:
-        return {self.repeated: self.rounds}
-
     def _answer(self, answer: Answer) -> dict[str, Any]:
         return {
             "noise_multiplier": _to_json(answer.noise_multiplier),
@@ -133,20 +143,6 @@ class Budget:
             "true_epsilon": _to_json(answer.true_epsilon),
             "guarantee": answer.guarantee.to_dict(),
         }
-
-
-class SampleBudget(Budget):
-    """The same, where the samples of one client are protected, by noise at each local step."""
-
-    repeated = "participations"
-
-    @property
-    def released(self) -> str:
-        steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
-        return f"{steps}, each a sum over a batch of samples: {self.mechanism.sampling}"
-
-    def _counts(self) -> dict[str, int]:
-        return {self.repeated: self.rounds, "steps": self.steps}
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,12 @@ def of_samples(
     parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
-        _check_steps(sampling, steps, participations)
+        if sampling == "epochs":
+            expected = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
+            raise ConfigError("sampling", sampling, expected)
+        for name, value in (("steps", steps), ("participations", participations)):
+            if value is not None and value < 1:
+                raise ConfigError(name, value, "an integer, at least 1")
         z = _multiplier(noise_multiplier, std, bound, batch)
         unknown = _unknown(z, epsilon, participations, "participations")
         who = Sampling(sampling, samples, batch)
@@ -152,15 +157,6 @@ def _check_participations(most: int | None, rounds: int | None, sampling: Sampli
         raise ConfigError("participations", most, expected)
 
 
-def _check_steps(sampling: str, steps: int, participations: int | None) -> None:
-    if sampling == "epochs":
-        expected = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
-        raise ConfigError("sampling", sampling, expected)
-    for name, value in (("steps", steps), ("participations", participations)):
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "an integer, at least 1")
-
-
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, count: float
 ) -> float | None:
@@ -211,20 +207,12 @@ def _check(mechanism: Mechanism, relation: Relation, delta: float) -> None:
     nearest = [f"--relation {relation}" for relation in relations]
     if not privacy.covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
-    nearest += [f"--sampling {kind}" for kind in _schemes_for(mechanism, relation)]
+    who = mechanism.sampling
+    if who.cohort <= who.population:
+        for kind in ("fixed", "poisson", "with_replacement"):
+            drawn = replace(mechanism, sampling=replace(who, kind=kind))
+            nearest += [] if privacy.covers("pld", drawn, relation) else [f"--sampling {kind}"]
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, expected)
     raise ConfigError("placement", mechanism.placement, expected)
-
-
-def _schemes_for(mechanism: Mechanism, relation: Relation) -> list[str]:
-    """The sampling schemes that would cover cohorts of this size."""
-    sampling = mechanism.sampling
-    if sampling.cohort > sampling.population:
-        return []
-    drawn = {
-        kind: replace(mechanism, sampling=replace(sampling, kind=kind))
-        for kind in ("fixed", "poisson", "with_replacement")
-    }
-    return [kind for kind, other in drawn.items() if not privacy.covers("pld", other, relation)]

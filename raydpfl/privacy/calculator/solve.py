@@ -6,13 +6,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, Mechanism, Relation
 from raydpfl.privacy.accountants import FORMULAS, Formula
-from raydpfl.privacy.calculator.answer import Answer, Budget, SampleBudget, Unknown
+from raydpfl.privacy.calculator.answer import Answer, Budget, Unknown
 from raydpfl.privacy.observers import ObserverView, place_of, views
 from raydpfl.privacy.paper_formulas import FormulaValue
 
@@ -39,7 +39,6 @@ class Question:
     steps: int = 1
     participations: int | None = None
     v: float = 4.0
-    report: ClassVar[type[Budget]] = Budget
 
     def budget(self, mechanism: Mechanism | None = None) -> Budget:
         """The answers, with the guarantees of `mechanism`; None: of that of the first answer."""
@@ -52,7 +51,7 @@ class Question:
         held = answers
         if self.unknown != "epsilon":
             held = replace(self, mechanism=mechanism, unknown="epsilon").answers()
-        return self.report(
+        return Budget(
             unknown=self.unknown,
             mechanism=mechanism,
             relation=self.relation,
@@ -92,14 +91,8 @@ class Question:
         none), against each observer.
         """
         mechanism = self.at(z, max(rounds, 1))
-        return privacy.guarantees(
-            mechanism,
-            self.relation,
-            delta,
-            accountants=[name],
-            participations=self.participations,
-            v=self.v,
-        )
+        most = self.participations
+        return privacy.guarantees(mechanism, self.relation, delta, None, [name], most, self.v)
 
     def counted(self, name: str) -> Iterator[Answer]:
         """By a rigorous accountant, one answer against each observer."""
@@ -159,8 +152,6 @@ class Question:
 
 class SampleQuestion(Question):
     """The same about one client's local steps, `steps` of them in each participation."""
-
-    report = SampleBudget
 
     def printed(self) -> Iterator[Answer]:
         """By the papers' formulas for local steps."""
