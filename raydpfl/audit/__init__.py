@@ -1,10 +1,9 @@
 """An audit: does a run give the privacy that its accountants say it gives?
 
-Canaries take the place of clients in runs of the experiment itself. A coin decides for each whether
-it is there; if not, it is absent, or its opposite is there. What an observer can tell about those
-coins bounds epsilon from below [2] and estimates it [1] (see `bounds` for the references). In
-addition, the noise and everything else that is known about the audited runs is checked against what
-was accounted for (`checks`).
+Canaries take the place of clients in runs of the experiment itself, present or absent (or their
+opposites) by a coin. What an observer can tell about the coins bounds epsilon from below [2] and
+estimates it [1] (references in `bounds`). `checks` holds the noise and all else that is recorded
+against what was accounted for.
 
 >>> experiment = Experiment.from_dict({
 ...     "rounds": 1,
@@ -21,18 +20,10 @@ was accounted for (`checks`).
 >>> done.runs, done.passed, 0.3 < view.lower / view.claimed.epsilon < 1
 (4, True, True)
 
-**Several runs.** A population smaller than the number of canaries is run several times, on the same
-data with other seeds. The runs are independent and each canary is in one of them, so together they
-are one mechanism, as private for each canary as one run.
-
-**What is not audited** is named in every verdict (`Audit.unseen`). It is never audited:
-
-- the canaries' own training, which is replaced (the result is bounded all the same);
-- the generator of the noise, which is for simulation, and whether its seed stays a secret;
-- anything beyond the observers that the guarantees name.
-
-A lower bound is usually far below the claim. It shows that privacy is no better than that, never
-that it is as good as claimed.
+A population smaller than the number of canaries is run several times, on the same data with other
+seeds: independent runs, together one mechanism, as private for a canary as one run. A lower bound
+is usually far below the claim; it shows that privacy is no better than that. What is not audited is
+in every verdict (`Audit.unseen`).
 """
 
 from __future__ import annotations
@@ -100,9 +91,7 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """The outcome in plain sentences: what was looked at, what came of it, and what was not
-        looked at.
-        """
+        """The outcome in plain sentences, with what was looked at and what was not."""
 
         def claimed(view: ObserverAudit) -> str:
             claim = view.claimed
@@ -163,9 +152,7 @@ class Audit:
         }
 
     def scores(self) -> pa.Table:
-        """A row per observer and canary that it has a score of, as `scores.parquet` has it: `view`
-        is the place of the observer among the views, `inside` is 1 where the coin put it in.
-        """
+        """A row per observer and canary that it has a score of; `view` is the observer's place."""
         lengths = [len(view.inside) for view in self.views]
         inside = np.concatenate([view.inside for view in self.views])
         scores = np.concatenate([view.statistics for view in self.views])
@@ -382,9 +369,7 @@ def _notes(records: list[CanaryRecord], views: list[ObserverAudit]) -> tuple[str
 
 
 def _seeded(plan: Plan, seed: int) -> Plan:
-    """The same mechanism on the same data, with cohorts, noise, coins and the first model of
-    another seed.
-    """
+    """The same mechanism on the same data, with all that is random of another seed."""
     e = plan.experiment.model_copy(update={"seed": seed})
     composed_rounds = composed(e.selection, seed, e.rounds, plan.population)
     clients_left = e.selection.clients_left(seed, e.rounds, plan.population)

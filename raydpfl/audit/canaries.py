@@ -56,9 +56,7 @@ DRAWN = 200_000
 
 
 def on_sums(plan: Plan) -> Mechanism:
-    """The mechanism of a plan whose noise is on sums or single updates, not on local steps.
-    Surveys, in which no canary stands out, are left out of what it spends.
-    """
+    """The mechanism on sums or single updates, without surveys, in which no canary stands out."""
     return cast(Mechanism, plan.mechanism).asking(0)
 
 
@@ -137,9 +135,7 @@ class CanaryTraining(ChunkTraining):
 
 
 class ObservedContribution(Contribution):
-    """Another contribution, client by client, with a record of what a client adds to the sum and of
-    what it must add if everything that follows its training is right.
-    """
+    """Records what another contribution adds to the sum, and what it must add if it is right."""
 
     def __init__(self, observed: Contribution, record: CanaryRecord):
         super().__init__(observed.training)
@@ -197,9 +193,7 @@ class Written:
         return [json.loads(line) for line in self._text().splitlines()]
 
     def late(self) -> str:
-        """Which round was not in the ledger as it began, or was written twice, in words; empty:
-        none.
-        """
+        """Which round was not in the ledger as it started, or was written twice; empty: none."""
         text = self._text()
         for t, size, last in self._before:
             if not last or json.loads(last)["round"] < t:
@@ -213,9 +207,7 @@ class Written:
 
 
 class PlantedCoordinator(Coordinator):
-    """The coordinator, inline, with canaries among its clients. It releases and accounts as always,
-    and keeps neither rows nor checkpoints.
-    """
+    """The coordinator, inline, with canaries; it keeps neither rows nor checkpoints."""
 
     def __init__(self, plan: Plan, out: str, canaries: Canaries):
         super().__init__(plan, out)
@@ -275,9 +267,7 @@ class PlantedCoordinator(Coordinator):
         return released
 
     def finished(self) -> CanaryRecord:
-        """The record of the whole run, its ledger included, and of some more draws of the noise of
-        which rounds have little.
-        """
+        """The record of the whole run, and of more draws of noise of which rounds have little."""
         self.seen.flush()
         self._draw_answers()
         self._draw_histograms()
@@ -451,9 +441,7 @@ class CanaryRecord:
             self._coordinates += len(exponents)
 
     def answered(self, exact: Mapping[str, np.ndarray], sums: Mapping[str, float]) -> None:
-        """Notes the answers of a round's clients to the side queries, float64 [r] by name, and
-        their sums as released.
-        """
+        """Records the answers to the side queries, float64 [r] by name, and their released sums."""
         self._answered = True
         clients = math.sqrt(self._cohort / self.plan.clients_left) if self.by_client else 1.0
         for query in on_sums(self.plan).queries[1:]:

@@ -31,9 +31,7 @@ _MOST = 2_000_000  # numbers that the test of normality looks at
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked. `false_alarm` bounds the probability that a sound run fails it; 0
-    for an exact check.
-    """
+    """One check; `false_alarm` bounds the probability that a sound run fails it."""
 
     name: str
     passed: bool
@@ -224,9 +222,7 @@ def grid(records: Sequence[CanaryRecord]) -> Check | None:
 
 
 def noise_of_sums(records: Sequence[CanaryRecord]) -> Check:
-    """The noise on a round's sum has the std that the accountants have: its squared norm is
-    chi-squared.
-    """
+    """The squared norm of a round's noise is chi-squared with the std that accountants have."""
     rounds = (zip(record.rounds, record.squares, strict=True) for record in records)
     squares = [(square, f"round {t}") for pairs in rounds for t, square in pairs]
     return _chi_squared("noise of sums", records[0].plan.d, squares)
@@ -310,9 +306,7 @@ def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]]) -> Check
 
 
 def keys(records: Sequence[CanaryRecord]) -> Check:
-    """No noise is drawn twice: no two vectors of it, of rounds or of single updates, are
-    correlated.
-    """
+    """No noise is drawn twice: no two vectors of it are correlated."""
     worst = 0.0
     comparisons = 0
     where = ""
@@ -344,9 +338,7 @@ def keys(records: Sequence[CanaryRecord]) -> Check:
 
 
 def normality(records: Sequence[CanaryRecord]) -> Check:
-    """The noise on the sums is Gaussian, of mean 0 and the std accounted for (by Kolmogorov and
-    Smirnov's test).
-    """
+    """The noise on the sums is Gaussian, of the std accounted for (Kolmogorov and Smirnov)."""
     values = np.concatenate([noise for record in records for noise in record.noises])[:_MOST]
     test = kstest(values, "norm")
     off = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"

@@ -200,9 +200,7 @@ class StepActor(ClientActor):
 
 
 class StepCoordinator(Coordinator):
-    """The coordinator, inline, with canary samples. It accounts as always, and keeps neither rows
-    nor checkpoints.
-    """
+    """The coordinator, inline, with canary samples; it keeps neither rows nor checkpoints."""
 
     def __init__(self, plan: Plan, out: str, canaries: SampleCanaries):
         super().__init__(plan, out)
@@ -276,9 +274,7 @@ class StepRecord:
         self.trainer.noise_seed = self.plan.noise_seed
 
     def _weights(self, rows: int) -> np.ndarray:
-        """How often the gradient of a step of a client with so many rows is in the sum of all its
-        steps, float64 [Q]: 1, or more with momentum.
-        """
+        """How often a step's gradient is in the sum of a client's steps, float64 [Q] (momentum)."""
         beta = self.linear.momentum
         steps = int(self.plan.experiment.local.step_counts(np.array([rows]))[0])
         return np.array([sum(beta**j for j in range(steps - q)) for q in range(steps)])
@@ -327,9 +323,7 @@ class StepRecord:
         return one, other
 
     def _off(self, sent: StepUpdate, std: float) -> float:
-        """By how much an update differs from what it should be, beyond what rounding explains, in
-        norms of what its clipped gradients come to.
-        """
+        """What an update is off by, beyond rounding, in norms of its clipped gradients."""
         again, clipped = self._replay(sent, std)
         lr = self.plan.experiment.local.learning_rate(sent.t)
         norm = torch.linalg.vector_norm
@@ -338,9 +332,7 @@ class StepRecord:
         return float((norm(again - sent.steps) - rounding).clamp(min=0) / max(norm(clipped), least))
 
     def _replay(self, sent: StepUpdate, std: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the steps' gradients, float64 [d], by the definition of a local step
-        (`raydpfl.methods.local`), and what of it the clipped gradients of samples are.
-        """
+        """The sum of the steps' gradients, float64 [d], and what of it is clipped."""
         e = self.plan.experiment
         n = int(self.plan.population.sizes[sent.client])
         lr = e.local.learning_rate(sent.t)
@@ -381,9 +373,7 @@ class StepRecord:
         return total, clipped
 
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
-        """The finding. The claim is that of the canary client that may have spent most, by the
-        accountant with the smallest epsilon for it.
-        """
+        """The finding, against the smallest claim on the canary client that may have spent most."""
         claims, names = _claims(self.plan, delta)
         worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
         steps = _steps(self.plan)
@@ -429,9 +419,7 @@ class StepRecord:
         return least_delta(claimed.epsilon, mu, CERTAIN, whole)
 
     def checks(self, written: Written) -> list[Check]:
-        """The checks that every round is recorded with what it spends before it begins, and that
-        updates are those of a plain loop with the noise accounted for.
-        """
+        """That rounds are recorded before they start, and updates are those of a plain loop."""
         e = self.plan.experiment
         ledger = written.lines()
         missing = sorted(set(self.rounds) - {entry["round"] for entry in ledger})
@@ -540,9 +528,7 @@ def plant(plan: Plan, canaries: int, delta: float) -> SampleCanaries:
 
 
 def _reached(plan: Plan, clients: np.ndarray) -> dict[SampleCanaries, float]:
-    """Half the distance between the two gradients of a canary of the first of `clients`, in clip
-    bounds, for all kinds of samples that are tried.
-    """
+    """Half the distance between a canary's two gradients, in clip bounds, for all that is tried."""
     shards = Shards.open(plan.shards)
     e = plan.experiment
     if shards.tokens or shards.target.shape:
@@ -584,9 +570,7 @@ def _counts(plan: Plan) -> np.ndarray:
 
 
 def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
-    """The smallest epsilon at `delta` that a rigorous accountant of the run gives a client's
-    samples, float64 [N], and the accountant's name.
-    """
+    """The smallest rigorous epsilon at `delta` of clients, float64 [N], and by which accountant."""
     steps = replace(_steps(plan), delta=delta)
     counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)

@@ -48,9 +48,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class ObserverAudit:
-    """One observer's finding: what is `claimed`, the lower bound that the guesses prove at
-    `confidence` (`lower`), and an `estimate`.
-    """
+    """What is `claimed`, the bound `lower` that the guesses prove, and an `estimate`."""
 
     claimed: Guarantee
     canaries: int
@@ -94,9 +92,7 @@ class ObserverAudit:
 def of_runs(
     plan: Plan, records: Sequence[CanaryRecord], delta: float, confidence: float
 ) -> list[ObserverAudit]:
-    """A view for each rigorous guarantee of a run of `plan`; the claim is the smallest epsilon that
-    a rigorous accountant of the run gives at `delta`.
-    """
+    """A view for every rigorous guarantee of a run, of the smallest epsilon at `delta`."""
     e = plan.experiment
     names = rigorous(e.privacy.accountants)
     rounds = max(int(record.plan.composed_rounds[-1]) for record in records)
@@ -168,9 +164,7 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
 
 
 def _claimed(seen: ObserverView, names: Sequence[str], delta: float) -> Guarantee | None:
-    """The smallest epsilon that these accountants guarantee against an observer; None: none covers
-    it.
-    """
+    """The smallest epsilon guaranteed against an observer; None: no accountant covers it."""
     if not seen.rounds:
         return None
     spent = {
@@ -213,9 +207,7 @@ def view(
 
 
 def _worst(mechanism: Mechanism, times: int) -> float:
-    """How much the client that the claim is about should move its statistic:
-    q sqrt(rounds) c / std.
-    """
+    """By how much the client of the claim should move its statistic: q sqrt(rounds) c / std."""
     updates = mechanism.queries[0]
     share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
     return share * math.sqrt(times) * updates.bound / updates.std
@@ -251,9 +243,7 @@ def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores
 
 
 def _known(record: CanaryRecord, product: np.ndarray, shifts: np.ndarray) -> Scores:
-    """From the products of scores with what a canary adds to them: N(shifts^2, shifts^2) for
-    one that is there.
-    """
+    """From the products of scores with what a canary adds to them: N(shifts^2, shifts^2)."""
     evidence = 2 * product if record.canaries.mirrored else product - shifts**2 / 2
     return Scores(
         record.canaries.inside,

@@ -40,9 +40,7 @@ CERTAIN: tuple[float, ...] = (
 
 
 def presence(q: float, draws: int = 1) -> tuple[float, ...]:
-    """The probabilities that a client is drawn 0, 1, ... times, in `draws` draws of probability
-    q.
-    """
+    """The probabilities that a client comes up 0, 1, ... times in `draws` draws."""
     most = int(binom.isf(1e-12, draws, q)) + 1
     pmf = binom.pmf(np.arange(min(most, draws) + 1), draws, q)
     return tuple((pmf / pmf.sum()).tolist())
@@ -94,9 +92,7 @@ def _composed(
 
 
 def _window(losses: np.ndarray, masses: np.ndarray, rounds: int) -> tuple[float, float]:
-    """Two numbers between which a sum of so many losses is, but for a mass of `_LOST` on either
-    side (Chernoff).
-    """
+    """Numbers that a sum of losses is between, but for a mass of `_LOST` on either side."""
     there = masses > 0
     logs = np.log(masses[there])
     ends = []

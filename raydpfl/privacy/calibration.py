@@ -161,9 +161,7 @@ def _search(
 def _bracket(
     excess: Callable[[float], float], start: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(x, excess) on both sides of the root of a falling function, found by growing steps from
-    `start`; both on one side if no root is found.
-    """
+    """(x, excess) on both sides of the root of a falling function; both on one if none is near."""
     low = high = (start, excess(start))
     for step in (0.3, 0.6, 1.2, 2.4, 4.8, 9.6):
         if high[1] > 0:

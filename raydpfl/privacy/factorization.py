@@ -97,9 +97,7 @@ def _workload(rounds: int, momentum: float) -> np.ndarray:
 
 
 def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarray]:
-    """Logarithm of the mean over the rounds of the squares in A C^-1, times |c|^2, for
-    c = (1, tail); and its gradient in tail.
-    """
+    """log(mean over the rounds of the squares in A C^-1, times |c|^2), and its gradient in tail."""
     from scipy.signal import lfilter
 
     c = np.concatenate([[1.0], tail])

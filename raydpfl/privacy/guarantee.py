@@ -6,13 +6,9 @@
 >>> print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
 epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
 against an observer of every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
->>> guarantee.sampling.secret
-'who was in the cohorts'
 >>> guarantee < guarantee  # numbers of different kinds are never compared or added
 Traceback (most recent call last):
 TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
-
-Nothing reads the words: what is read back from a file has them and no other facts.
 """
 
 from __future__ import annotations
@@ -228,9 +224,7 @@ def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
 
 
 def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
-    """Every guarantee in plain English; the smallest of several accountants is marked as the one
-    that holds.
-    """
+    """All guarantees in plain English; the smallest of several accountants is marked."""
     least = holding(guarantees)
     texts = []
     for one in guarantees:
@@ -247,9 +241,7 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> list[str]:
-    """As `sentences`; what is not accounted for is listed once for all, at the end, but for
-    what a guarantee takes from user-defined classes.
-    """
+    """As `sentences`, with what is not accounted for listed once for all, at the end."""
     texts = sentences([one.brief() for one in guarantees])
     excluded = dict.fromkeys(
         words for one in guarantees for words in one.exclusions if words not in one.declared

@@ -48,9 +48,7 @@ class Survey:
         return moves / self.std * math.sqrt(self.times)
 
     def of_one(self) -> Survey:
-        """The same as one sees it who sees every single answer, where each client draws its part
-        of the noise.
-        """
+        """What an observer of single answers sees, where clients draw their parts of the noise."""
         return replace(self, std=self.std / math.sqrt(self.clients), clients=1)
 
     def __str__(self) -> str:

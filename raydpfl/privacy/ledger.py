@@ -177,9 +177,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a ledger, empty if there is none. Raises `FileError` if it cannot be read and
-    written.
-    """
+    """The bytes of a ledger, empty if there is none. Raises `FileError`."""
     if not os.path.lexists(path):
         return b""
     with _named(path):
@@ -223,9 +221,7 @@ def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
-    """Whether `entry` may follow the `last` one: it is the next round, or begins a new segment at
-    any round up to that one; the first line is round 0.
-    """
+    """Whether `entry` is the next round, or starts a new segment at any round up to it."""
     if last is None:
         return entry["round"] == 0 and entry.get("restart", 0) == 0
     if entry.get("restart", 0) == last.get("restart", 0):

@@ -244,9 +244,7 @@ class LocalSteps(Release):
 
 
 def check_budgets(values: ArrayLike, clients: int) -> np.ndarray:
-    """The budget of each client, float64 [clients]. Raises `ConfigError` for one that is not above
-    0.
-    """
+    """The budgets, float64 [clients]. Raises `ConfigError` for one that is not above 0."""
     budgets = np.array(np.broadcast_to(np.asarray(values, np.float64), clients))
     if not (budgets > 0).all():
         bad = int(np.flatnonzero(~(budgets > 0))[0])

@@ -116,9 +116,7 @@ def formula_of(method: str) -> Formula:
 def _formula_stds(
     release: LocalSteps, clients: np.ndarray, counts: np.ndarray, formula: Formula
 ) -> tuple[np.ndarray, dict[int, tuple[str, ...]]]:
-    """Stds of these clients by a paper's formula, float64 [k]; and the clients that it refuses,
-    with the conditions that fail.
-    """
+    """Stds of these clients by a formula, float64 [k], and why it refuses some of them."""
     assert release.claims is not None
     stds = np.zeros(len(clients))
     unfit: dict[int, tuple[str, ...]] = {}
@@ -169,9 +167,7 @@ def _rigorous(name: str) -> Accountant:
 
 
 def _check_seen(delta: float, clients: np.ndarray, q: np.ndarray, times: np.ndarray) -> None:
-    """Raises `ConfigError` for clients that need no noise at this delta, because their samples are
-    in no batch with a probability of at least 1 - delta.
-    """
+    """Raises `ConfigError` for clients whose samples are unused with probability 1 - delta."""
     with np.errstate(divide="ignore"):
         seen = -np.expm1(times * np.log1p(-q))
     idle = clients[seen <= delta]
@@ -242,9 +238,7 @@ def _noise_multipliers(
 def _excess(
     by: Accountant, event: Event, count: int, target: float, delta: float, start: float
 ) -> Callable[[float], float]:
-    """A function of log z: the log of epsilon / target, from -20 to 20, after `count` events like
-    `event` at that noise. It raises `ConfigError` where delta is out of reach far beyond `start`.
-    """
+    """A function of log z: log(epsilon / target), from -20 to 20, or `ConfigError`."""
     aim = target * (1 - _MARGIN)
 
     def excess(x: float) -> float:
@@ -259,9 +253,7 @@ def _excess(
 
 
 def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """mu of the one Gaussian that `times` subsampled ones approach ([1], replace-one); exact at
-    q = 1.
-    """
+    """mu of the Gaussian that `times` subsampled ones approach ([1]); exact at q = 1."""
     from scipy.special import ndtr
 
     # e^(mu^2) must not overflow; any epsilon below 300 needs more noise than this mu has
@@ -274,9 +266,7 @@ def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _central_limit_mu(
     q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float
 ) -> np.ndarray:
-    """The mu at which `_total_mu`, together with one Gaussian of mu `others`, has the epsilons
-    `targets`, float64 [k].
-    """
+    """The mu at which `_total_mu` and a Gaussian of mu `others` have the epsilons `targets`."""
 
     def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         # of -log mu, which falls as the noise grows
@@ -290,9 +280,7 @@ def _central_limit_mu(
 
 
 def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
-    """-d log epsilon / d log z by the central limit theorem, from 0.3 to 20; from 0.03 where a
-    Gaussian of mu `other` takes part of epsilon.
-    """
+    """-d log epsilon / d log z by the central limit theorem, within bounds."""
     around = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
     more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(around, other), delta), 1e-12))
     return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))

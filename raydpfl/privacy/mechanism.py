@@ -95,9 +95,7 @@ class Event:
 
 
 class Release:
-    """Base of the descriptions of what a run releases. The defaults are those of sums over cohorts,
-    which have nothing to say of single clients.
-    """
+    """Base of the descriptions of what a run releases; defaults are those of sums over cohorts."""
 
     unit: Unit
     survey: Survey | None = None  # what all clients also answer; None: nothing
@@ -122,16 +120,12 @@ class Release:
 
     @property
     def largest(self) -> int:
-        """The largest number of units that are protected together; delta should be below its
-        inverse.
-        """
+        """The largest number of units protected together; delta should be below its inverse."""
         raise NotImplementedError
 
     @property
     def cohorts(self) -> Sampling | None:
-        """The sampling scheme of the cohorts, if accountants rely on it; None if they count the
-        draws of each client.
-        """
+        """The sampling that accountants rely on; None if they count the draws of clients."""
         return None
 
     @property
@@ -170,9 +164,7 @@ class Release:
         return {}
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Std of each client's noise on the mean gradient of a local step, float64 [r] for clients
-        int64 [r]; None where no noise is drawn there.
-        """
+        """Std of the noise on the mean gradient of a step, float64 [r]; None: there is none."""
         return None
 
 

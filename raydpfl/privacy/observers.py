@@ -25,9 +25,7 @@ from raydpfl.privacy.types import Placement, Relation, one_of
 
 @dataclass(frozen=True)
 class ObserverView:
-    """What one observer sees: `rounds` rounds of `mechanism`, under `relation`. `scope` is the part
-    of the sampling that its guarantee relies on.
-    """
+    """What one observer sees; `scope` is the part of the sampling that its guarantee relies on."""
 
     observer: Observer
     scope: Scope
@@ -59,23 +57,17 @@ class ObserverView:
 
 
 class Place:
-    """Base of the places where noise is drawn. The defaults are those of one draw on the sum over a
-    cohort.
-    """
+    """Base of the places where noise is drawn; defaults are those of one draw on the sum."""
 
     draw: ClassVar[str] = ""  # what one draw is on, for tables; empty: the sum itself
     caveat: ClassVar[str] = ""  # what else a reader of its guarantees should know
 
     def draws(self, sampling: Sampling) -> float:
-        """Std of the noise on the sum / std of one draw: 1 on the sum itself, sqrt(r) for r
-        clients, B for the mean over a batch of B.
-        """
+        """Std of the noise on the sum / std of one draw: 1, or sqrt(r) for r clients, or B."""
         return 1.0
 
     def refuses(self, sampling: Sampling, relation: Relation) -> str | None:
-        """Why no accountant covers such noise with cohorts drawn by `sampling`, under `relation`,
-        and the nearest combination that is covered; None: there is no objection here.
-        """
+        """Why no accountant covers such noise, and the nearest that is covered; or None."""
         return None
 
     def views(
@@ -100,9 +92,7 @@ class Place:
         yield from self.singles(mechanism, whole)
 
     def singles(self, mechanism: Mechanism, view: ObserverView) -> Iterator[ObserverView]:
-        """The observers of single updates, made from `view`, which has the noise of the whole sum
-        on every update.
-        """
+        """The observers of single updates, from `view`, which has the noise of the whole sum."""
         yield from ()
 
 

@@ -77,9 +77,7 @@ def client_noise(
 def client_epsilon(
     z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> FormulaValue:
-    """The epsilon that the theorem claims at `z` = std of the noise on the sum / bound; infinite at
-    z = 0. Other arguments as for `paper_multiplier`.
-    """
+    """The epsilon that the theorem claims at `z`, std of the noise on the sum / bound."""
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
     return FormulaValue(epsilon, _conditions(epsilon, sampling, rounds))
 
@@ -87,9 +85,7 @@ def client_epsilon(
 def client_delta(
     z: float, sampling: Sampling, rounds: int, epsilon: float, v: float = 4.0
 ) -> float:
-    """The delta that the theorem claims at `z` = std of the noise on the sum / bound. Other
-    arguments as for `paper_multiplier`.
-    """
+    """The delta that the theorem claims at `z`, std of the noise on the sum / bound."""
     return math.exp(-((epsilon * z / sampling.q) ** 2) / (v * rounds))
 
 
@@ -195,9 +191,7 @@ def tcdp_theorem5(
 def tcdp_theorem5_noise(
     epsilon: float, *, bound: float, batch: int, samples: int, steps: int
 ) -> FormulaValue:
-    """002 Theorem 5 solved for the std, by rho = 2 rho omega - epsilon; infinite where no std has
-    that epsilon.
-    """
+    """002 Theorem 5 solved for the std, by rho = 2 rho omega - epsilon; or infinite."""
     most = _theorem5_limit(batch, samples, steps)
     if epsilon >= most:
         return FormulaValue(
@@ -281,9 +275,7 @@ def budget_noise(
 def budget_epsilon(
     std: float, delta: float, *, batch: int, samples: int, steps: int, bound: float
 ) -> FormulaValue:
-    """The epsilon that 003 claims at `std`, the inverse of `budget_noise`; infinite without
-    noise.
-    """
+    """The epsilon that 003 claims at `std`, the inverse of `budget_noise`."""
     _check_client(batch, samples, steps)
     epsilon = float(
         budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)
@@ -294,9 +286,7 @@ def budget_epsilon(
 def budget_epsilons(
     root: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
 ) -> Any:
-    """The epsilon at which `budget_variance` is root^2, float64 [...], to a relative 1e-13;
-    infinite where `root` is 0.
-    """
+    """The epsilon at which `budget_variance` is root^2, float64 [...], to a relative 1e-13."""
     root, delta, batch, samples = np.broadcast_arrays(
         *(np.asarray(value, float) for value in (root, delta, batch, samples))
     )

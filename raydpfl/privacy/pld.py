@@ -148,9 +148,7 @@ class LossDistribution:
     def _tails(
         self, first: int, last: int, every: int, also: LossDistribution | None, once: bool
     ) -> Iterator[np.ndarray]:
-        """For each number of rounds, delta at epsilon = 0, step, 2 step, ..., up to where only the
-        infinite mass is left.
-        """
+        """For all numbers of rounds, delta at epsilon = 0, step, ..., up to the infinite mass."""
         from scipy.fft import irfft, next_fast_len
 
         other = also or LossDistribution(self.step, np.ones(1), 0.0)
@@ -346,9 +344,7 @@ def _reach(curve: Curve) -> float:
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
-    """ln(1 + (e^epsilon - 1)/q), the epsilon that sampling with probability q reduces to this one
-    (at least 0) [2].
-    """
+    """ln(1 + (e^epsilon - 1)/q), which sampling with probability q reduces to epsilon >= 0 [2]."""
     small = np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q)
     return np.where(
         epsilon < 1.0, small, epsilon - math.log(q) + np.log1p((q - 1) * np.exp(-epsilon))

@@ -81,9 +81,7 @@ def epsilons(
 
 
 def _even_moments(mu: float) -> np.ndarray:
-    """log E (L - 1)^(2k) for k = 0, ..., _EXACT / 2, where L = e^(mu x - mu^2/2) is the likelihood
-    ratio at x ~ N(0, 1).
-    """
+    """log E (L - 1)^(2k), k = 0, ..., _EXACT / 2, L = e^(mu x - mu^2/2) for x ~ N(0, 1)."""
     i = np.arange(0, _EXACT + 1, 2)[:, None]
     # The integrand peaks near i mu, and near +-sqrt(i) if mu is small; 40 below a large i mu it has
     # no weight.
@@ -109,9 +107,7 @@ def _even_moments(mu: float) -> np.ndarray:
 
 @lru_cache
 def _log_binomials() -> np.ndarray:
-    """Logarithms of binomial coefficients (order over i), float64 [whole orders, i = 0, ..., the
-    largest order]; -infinity for i above the order.
-    """
+    """Logarithms of binomial coefficients (order over i), float64 [whole orders, i]."""
     from scipy.special import gammaln
 
     order = _WHOLE[:, None]

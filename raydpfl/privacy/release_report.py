@@ -72,9 +72,7 @@ class ReleaseReport:
         return None
 
     def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Quantiles of the clients' epsilons, float64 [5], at `raydpfl.privacy.guarantee.SHARES`;
-        [0] without guarantees per client.
-        """
+        """Quantiles of clients' epsilons at `SHARES`, float64 [5]; [0] without such guarantees."""
         return np.zeros(0)
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
@@ -86,9 +84,7 @@ class ReleaseReport:
 
 
 class SumsReport(ReleaseReport):
-    """Of sums over cohorts. An accountant that does not cover the mechanism has infinite
-    epsilons.
-    """
+    """Of sums over cohorts. What an accountant does not cover has infinite epsilons."""
 
     def __init__(self, mechanism: Mechanism, accountants: Sequence[str], terms: Terms):
         self.mechanism = mechanism
@@ -227,9 +223,7 @@ class LocalStepsReport(ReleaseReport):
         return epsilons
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
-        """Epsilon of client k after first, ..., last participations, computed once for all clients
-        of its size, batches, steps and noise.
-        """
+        """Epsilon of client k after first, ..., last participations, once for clients alike."""
         release = self.release
         arguments = release.formula_arguments(k, 1)
         std = float(release.stds[k])
@@ -301,9 +295,7 @@ class LocalStepsReport(ReleaseReport):
         return [self._guarantee(name, counts, clients) for name in self.names]
 
     def _guarantee(self, name: str, counts: np.ndarray, clients: np.ndarray) -> Guarantee:
-        """By one accountant or formula, for the worst of the clients that it covers, among these
-        that took part.
-        """
+        """By one accountant or formula, for the worst of the clients that it covers."""
         release = self.release
         covered = clients[self._covered(name)[clients]]
         public = int(release.public[clients].sum())
@@ -336,9 +328,7 @@ class LocalStepsReport(ReleaseReport):
         )
 
     def _covered(self, name: str) -> np.ndarray:
-        """Bool [N]: the clients that an accountant or a formula is about: no public ones, and where
-        the formula has calibrated any noise those alone whose noise it has.
-        """
+        """Bool [N]: clients not public, with noise of the formula where it calibrates any."""
         release = self.release
         private = ~release.public
         calibration = release.calibration
@@ -351,9 +341,7 @@ class LocalStepsReport(ReleaseReport):
     def _conditions(
         self, name: str, k: int, count: int, epsilon: float
     ) -> tuple[float, tuple[str, ...]]:
-        """The delta, and the conditions that fail, of an accountant's or a formula's `epsilon` for
-        client k.
-        """
+        """The delta, and the conditions that fail, of `epsilon` for client k."""
         release = self.release
         std = float(release.stds[k])
         if std == 0:
@@ -405,9 +393,7 @@ class LocalStepsReport(ReleaseReport):
         return rows
 
     def check_claims(self, participations: Participations) -> None:
-        """Raises `BudgetError` naming the clients whose true epsilon, the smaller of pld and rdp,
-        exceeds what they were promised by more than a relative 1e-6.
-        """
+        """Raises `BudgetError` naming clients whose true epsilon exceeds their claims."""
         claims = self.release.claims
         if claims is None:
             return
@@ -431,9 +417,7 @@ class LocalStepsReport(ReleaseReport):
         )
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
-        """Which deltas would allow a sample to be published, whose noise is not that of the formula
-        that calibrates, and how many clients are public.
-        """
+        """Deltas that would allow publishing, noise not of the formula, and public clients."""
         release = self.release
         exposed = release.counts(participations) > 0
         public = int((exposed & release.public).sum())

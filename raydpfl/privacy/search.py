@@ -1,8 +1,5 @@
 """Roots from the safe side: an epsilon, a noise or a number of rounds that is enough, and hardly
-more than enough.
-
-Each function searches for where another one changes sign (or truth value), once, and returns a
-point at which it was evaluated and found safe:
+more.
 
 >>> safe_end(lambda x: 2.0 - x * x, 0.0, 2.0, xtol=1e-9) ** 2 >= 2.0
 True
@@ -11,12 +8,9 @@ array([1.41421356, 1.73205081, 3.        ])
 >>> last(lambda n: n * n <= 150, most=100)
 12
 
-Design note. `safe_end` is scipy's `brentq`, which may return either end of its last bracket; here
-it is the safe one. What noise depends on is found by `halved`, `narrowed` and `near_guess`, which
-must not change by a bit: the key of a run's noise is a digest of its standard deviation, so another
-last bit would be another run. `halved` takes arrays. `narrowed` and `near_guess` need few
-evaluations of a costly function: they go a little past the root, which closes the bracket from that
-side.
+Noise depends on `halved`, `narrowed` and `near_guess`, which must not change by a bit: the key of a
+run's noise is a digest of its std. The latter two need few evaluations of a costly function: they
+go a little past the root, which closes the bracket from that side.
 """
 
 from __future__ import annotations

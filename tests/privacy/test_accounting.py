@@ -129,14 +129,6 @@ def test_the_exact_gaussian_curve_is_that_of_the_library():
         assert gaussian_delta(gaussian_epsilon(mu, 1e-5), mu) <= 1e-5
 
 
-def test_queries_of_one_round_compose_as_one_gaussian():
-    both = Mechanism(
-        Sampling("full", 5, 5), (Query("update", 3.0, 6.0), Query("count", 0.5, 2.0)), 1
-    )
-    assert both.mu("add_remove") == pytest.approx(math.hypot(1 / 2, 1 / 4))
-    assert both.mu("replace_one") == pytest.approx(2 * both.mu("zero_out"))
-
-
 @pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
 @pytest.mark.parametrize(
     ("mu", "population", "cohort"),
@@ -543,15 +535,3 @@ def test_without_noise_nothing_is_guaranteed_and_the_sentence_says_so():
         assert "No privacy" in found.sentence()
     assert epsilon(silent, "replace_one", 1e-5) == math.inf
     assert delta(silent, "replace_one", 3.0) == 1.0
-
-
-def test_local_steps_are_one_guarantee_for_a_sample_seen_in_every_update():
-    steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.343)
-    (found,) = guarantees(steps, "replace_one", 1e-2, accountants=["pld"])
-    assert (found.unit, found.observer, str(found.sampling)) == (
-        "sample",
-        "every single update",
-        "batches: fixed size 10 of 600, batch hidden",
-    )
-    # PRIVACY.md sec. 4: exact accounting needs 0.343 G
-    assert found.epsilon == pytest.approx(0.3, abs=2e-3)

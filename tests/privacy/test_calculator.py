@@ -183,14 +183,6 @@ def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
     assert claims[0] <= 0.4 < claims[1]
 
 
-def test_the_formula_of_000_and_001_is_exact_and_inverts():
-    found = by_accountant(ask("client", CLIENTS, 100, epsilon=1.5, v=2.0))["paper"]
-    sampling = Sampling("fixed", 1920, 80)
-    assert found.noise_multiplier == privacy.paper_multiplier(1.5, sampling, 100, 1e-5, 2.0)
-    assert found.true_epsilon > 1.5 and found.overclaims
-    assert "q^2 T" in found.guarantee.conditions_failed[0]
-
-
 @pytest.mark.parametrize(
     ("client", "reason"),
     [

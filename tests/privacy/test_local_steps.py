@@ -298,12 +298,6 @@ def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_
     assert said.conditions_failed and said.epsilon > 0.3
 
 
-def test_who_takes_no_part_is_not_asked_for_002s_conditions():
-    given = {**SMALL_002, "participations": [1, 0, 1, 0, 0]}
-    found = calibrate_local_steps(**given, calibration="tcdp")
-    assert not found.calibration.unfit and found.stds[[1, 3, 4]].tolist() == [0, 0, 0]
-
-
 def test_003_fails_loudly_by_name_where_it_claims_less_than_the_truth():
     """PRIVACY.md sec. 5: at 20, one step, r = 0.5 it protects only 22.5."""
     given = FEW_STEPS | {"samples": [500, 500, 500, 40], "batch": 250, "steps": 1}
@@ -373,23 +367,6 @@ def test_curves_follow_the_client_that_has_spent_most_round_by_round(accountant)
         assert curve[t] == pytest.approx(spent, rel=1e-8)
     assert np.isfinite(curve).all() and (np.diff(curve) >= 0).all()
     assert curve[-1] == report_of(found).epsilons(accountant, counts).max()
-
-
-def test_the_curves_have_the_names_of_the_guarantees():
-    found = LocalSteps([100, 100], 10, 5, 1.0, 1e-5, [0.5, 0.5])
-    asked = ("paper", "pld")
-    names = [each.accountant for each in report_of(found, asked).guarantees([1, 1])]
-    assert list(report_of(found, asked).curves([[0, 1]])) == names == [*FORMULAS, "pld"]
-
-
-def test_a_client_drawn_twice_in_a_round_spends_twice():
-    found = LocalSteps([100, 100], 10, 5, 1.0, 1e-5, [0.5, 0.5])
-    twice, apart = (
-        report_of(found, ["pld"]).curves(cohorts)["pld"][-1]
-        for cohorts in ([[0, 0, 1]], [[0], [0, 1]])
-    )
-    assert twice == apart > alone(found, 1, 1, "pld")
-    assert twice == pytest.approx(alone(found, 0, 2, "pld"), rel=1e-9)
 
 
 # Shuffled epochs.

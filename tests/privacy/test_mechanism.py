@@ -117,10 +117,6 @@ def test_nonsense_is_refused_by_name(make, field):
     assert error.value.field == field
 
 
-def test_with_replacement_may_draw_more_than_there_are():
-    assert Sampling("with_replacement", 3, 10).q == pytest.approx(10 / 3)
-
-
 def test_a_sampling_says_in_words_who_takes_part_and_whether_that_is_secret():
     words = {
         Sampling("fixed", 20, 5, rule="those awake"): ("fixed size 5 of 20 (those awake)", True),
@@ -155,11 +151,6 @@ def test_a_per_client_query_keeps_its_noise_and_counts_with_the_sums():
         assert louder.mu("replace_one") == pytest.approx(2 * math.hypot(1 / z, 1 / 5))
     silent = replace(both, queries=(Query("update", 0.5, 0.0), losses))
     assert silent.mu("replace_one") == math.inf and silent.with_noise(4.0) == both
-
-
-def test_of_local_steps_takes_the_std_of_the_mean_and_keeps_that_of_the_sum():
-    steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=2.0, std=0.5)
-    assert steps.mu("replace_one") == pytest.approx(2 * 2.0 / 10 / 0.5)  # the mean moves by 2G/B
 
 
 def test_guarantees_cannot_be_ordered_or_added():

@@ -56,14 +56,6 @@ def test_the_constant_v_that_exact_accounting_needs(kind, relation, v):
     assert (z * 1.5 / COHORT.q) ** 2 / (100 * math.log(1e5)) == pytest.approx(v, abs=0.05)
 
 
-def test_the_noise_of_one_client_is_the_printed_sigma():
-    sigma = client_noise(1.5, COHORT, 100, 1e-5, bound=0.5, v=4.0).value
-    square = 4.0 * 0.5**2 * 80 * 100 * math.log(1e5) / (1920**2 * 1.5**2)
-    assert sigma**2 == pytest.approx(square)
-    z = paper_multiplier(1.5, COHORT, 100, 1e-5)
-    assert sigma * math.sqrt(80) / 0.5 == pytest.approx(z)
-
-
 def test_the_formula_inverts_and_its_guarantee_is_labelled_as_the_papers():
     z = paper_multiplier(1.5, COHORT, 100, 1e-5, v=2.0)
     assert client_epsilon(z, COHORT, 100, 1e-5, v=2.0).value == pytest.approx(1.5)

@@ -1,5 +1,5 @@
-"""The accountants: ways of counting what a mechanism costs, a file each. The papers' formulas are
-among them.
+"""The accountants, a file each; the papers' formulas are among them. A config may also name a
+user-defined accountant, a class of `Accountant`, by import path.
 
 >>> [name for name, member in ACCOUNTANTS.items() if member.rigorous]
 ['pld', 'rdp']
@@ -7,9 +7,6 @@ among them.
 ['Chen 2024 tCDP', 'Chen 2024 Theorem 5', 'Xu 2026']
 >>> ASKED
 ('pld', 'rdp', 'paper')
-
-`raydpfl.privacy.accounting` asks them, and says what a mechanism guarantees against whom. A config
-may also name a user-defined accountant, a class of `Accountant`, by import path.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ __all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "named",
 
 
 def _listed() -> dict[str, Accountant]:
-    """One of each, in the order of messages and tables: rigorous ones first, formulas for local
-    steps last.
-    """
+    """In the order of messages and tables: rigorous ones first, formulas last."""
     members = [cls() for cls in family(__name__, Accountant, name="name").values()]
     members.sort(key=lambda member: (not member.rigorous, isinstance(member, Formula)))
     return {member.name: member for member in members}

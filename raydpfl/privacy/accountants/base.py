@@ -118,9 +118,7 @@ class Formula(Accountant):
         raise NotImplementedError
 
     def noise(self, epsilon: float, delta: float, **client: Any) -> FormulaValue:
-        """The std at which it claims (epsilon, delta), with the conditions that fail; infinite
-        where no noise does.
-        """
+        """The std at which it claims (epsilon, delta), with conditions that fail; or infinite."""
         raise NotImplementedError
 
     def claims(

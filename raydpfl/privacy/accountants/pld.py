@@ -46,9 +46,7 @@ class Pld(Accountant):
 def _losses(
     event: Event, times: int
 ) -> tuple[tuple[pld.LossDistribution, pld.LossDistribution | None], ...]:
-    """The losses of an event, a pair for each direction that can differ: that of one of its `each`
-    Gaussians, and that of a Gaussian over everyone, released once in so many `times`.
-    """
+    """For every direction the loss of one of an event's Gaussians, and that over everyone."""
     pairs = event.sampling.scheme.curves(event.sampling, event.mu)
     over_everyone = event.also or event.once
     if over_everyone:

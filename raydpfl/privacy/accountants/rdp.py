@@ -14,9 +14,7 @@ from raydpfl.privacy.mechanism import Event
 
 
 class Rdp(Accountant):
-    """Adds up the Renyi divergences of the rounds, at dp-accounting's orders and with its
-    conversion to epsilon.
-    """
+    """Adds up Renyi divergences, at dp-accounting's orders and with its conversion."""
 
     name = "rdp"
     needs = NEEDS["rdp"]

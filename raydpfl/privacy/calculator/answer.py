@@ -96,9 +96,7 @@ class Budget:
 
     @property
     def noise(self) -> dict[str, float]:
-        """The noise: multiplier, bound, sensitivity of the sum under `relation`, std of the noise
-        on the sum, and std of one draw.
-        """
+        """Multiplier, bound, sensitivity of the sum, std of the noise on it, and of one draw."""
         query = self.mechanism.queries[0]
         place = place_of(self.mechanism.placement)
         noise = {
@@ -113,9 +111,7 @@ class Budget:
         return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
-        """What the first guarantee's epsilon means: the largest power of any test at a false-alarm
-        rate of 5%.
-        """
+        """What the first guarantee means: the largest power of a test at 5% false alarms."""
         return meaning(self.guarantees[0])
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,9 +172,7 @@ class PersonalBudget:
         return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
 
     def quantiles(self, column: str) -> list[float | None]:
-        """Quantiles of a column of `rows` at `SHARES`, over the clients that are not public; None
-        for what is missing.
-        """
+        """Quantiles of a column of `rows` at `SHARES`, of private clients; None where missing."""
         values = sorted(row[column] for row in self.protected if row[column] is not None)
         if not values:
             return [None for _ in SHARES]

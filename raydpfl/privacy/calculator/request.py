@@ -174,9 +174,7 @@ def _multiplier(
 
 
 def _in_range(field: str, value: float | None, z: float | None) -> float | None:
-    """z, which `field` was given for. Raises `ConfigError` if its squares would leave the range of
-    float64.
-    """
+    """z, which `field` was set to. Raises `ConfigError` if its squares leave float64."""
     if z is not None and not 1e-6 <= z <= 1e6:
         expected = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
         raise ConfigError(field, value, expected)

@@ -87,9 +87,7 @@ class Question:
         return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
     def guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
-        """An accountant's guarantees for this noise and these rounds (for one round if there are
-        none), against each observer.
-        """
+        """An accountant's guarantees for this noise and these rounds (1 for 0), by observer."""
         mechanism = self.at(z, max(rounds, 1))
         most = self.participations
         return privacy.guarantees(mechanism, self.relation, delta, None, [name], most, self.v)

@@ -148,9 +148,7 @@ class SamplingScheme:
         return None
 
     def q(self, sampling: Sampling) -> float:
-        """The probability that a client is in a cohort; 1 for a public cohort, where only the
-        client's own rounds count.
-        """
+        """The probability that a client is in a cohort; 1 for a public cohort."""
         return sampling.cohort / sampling.population
 
     def everyone(self, sampling: Sampling) -> bool:
@@ -158,9 +156,7 @@ class SamplingScheme:
         return sampling.cohort == sampling.population
 
     def hidden(self, sampling: Sampling) -> bool:
-        """Whether who takes part is a secret, which amplifies privacy against an observer who does
-        not know it.
-        """
+        """Whether who takes part is a secret, which amplifies privacy."""
         return not self.everyone(sampling)
 
     def size(self, sampling: Sampling) -> int | None:
@@ -184,15 +180,11 @@ class SamplingScheme:
         return self.as_in_the_papers(sampling)
 
     def as_in_the_papers(self, sampling: Sampling) -> bool:
-        """Whether cohorts have one size and all subsets are equally likely, as the papers' formulas
-        assume.
-        """
+        """Whether cohorts have one size, and all subsets are equally likely."""
         return True
 
     def gives(self, method: str) -> bool:
-        """Whether this scheme has a method that an accountant needs (`curves` or `renyi`); False
-        for an accountant that needs none.
-        """
+        """Whether this scheme has a method that an accountant needs (`curves` or `renyi`)."""
         return bool(method) and getattr(type(self), method) is not getattr(SamplingScheme, method)
 
     def plural(self) -> str:
@@ -204,9 +196,7 @@ class SamplingScheme:
         raise NotImplementedError
 
     def refuses(self, relation: Relation) -> str | None:
-        """Why no accountant covers a round's sampling under `relation`, and the nearest relation or
-        selection that is covered; None: some accountant covers it.
-        """
+        """Why no accountant covers it under `relation`, and the nearest that is; or None."""
         return None
 
     def curves(self, sampling: Sampling, mu: float) -> tuple[CurvePair, ...]:

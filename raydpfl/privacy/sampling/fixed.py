@@ -9,9 +9,7 @@ from raydpfl.privacy.sampling.base import SamplingScheme
 
 
 class FixedSizeSampling(SamplingScheme):
-    """`cohort` of the population, all subsets equally likely. Covered under replace-one, by pld and
-    rdp.
-    """
+    """`cohort` of the population, all subsets equally likely; under replace-one."""
 
     kind = "fixed"
 

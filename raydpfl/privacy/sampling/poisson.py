@@ -14,9 +14,7 @@ from raydpfl.privacy.sampling.base import SamplingScheme
 
 
 class PoissonSampling(SamplingScheme):
-    """`cohort` clients are expected. Covered where a client may be absent (add_remove, zero_out),
-    by pld and rdp.
-    """
+    """`cohort` clients are expected; covered where a client may be absent."""
 
     kind = "poisson"
 

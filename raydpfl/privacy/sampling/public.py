@@ -8,9 +8,7 @@ from raydpfl.privacy.sampling.base import Participations, SamplingScheme
 
 
 class PublicSampling(SamplingScheme):
-    """`cohort` of the population, by turns, by speed or by any rule that all may know. `rounds` of
-    the mechanism is a client's own number.
-    """
+    """By turns, by speed or by any public rule; the mechanism's `rounds` is a client's own."""
 
     kind = "public"
 
