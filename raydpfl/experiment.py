@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from raydpfl import data, models, tracking
 from raydpfl.config import user_classes
-from raydpfl.config.hints import said
+from raydpfl.config.hints import suggestion
 from raydpfl.config.overrides import Schema, Spec, is_space
 from raydpfl.config.registry import Member, Section, importing, is_path, unread, within
 from raydpfl.config.setting import Setting
@@ -222,11 +222,9 @@ class Experiment(Section):
     def code(self, sections: Iterable[str] | None = None) -> list[str]:
         """The import paths in these sections (None: all) that were not imported."""
         names = type(self).model_fields if sections is None else sections
-        found = [path for name in names for path in unread(getattr(self, name))]
-        own_accountants = [
-            accountant for accountant in self.privacy.accountants if ":" in accountant
-        ]
-        return found + (own_accountants if "privacy" in names else [])
+        paths = [path for name in names for path in unread(getattr(self, name))]
+        accountants = [accountant for accountant in self.privacy.accountants if ":" in accountant]
+        return paths + (accountants if "privacy" in names else [])
 
     def named_files(self) -> set[tuple[str, str]]:
         """(field, file) of the files that the config names: by members' `files`, and texts of
@@ -369,7 +367,7 @@ def _one_run(tree: Mapping[str, Any]) -> None:
     unknown = [key for key in tree if key not in Experiment.model_fields]
     if unknown:
         expected = f"one of the sections {', '.join(Experiment.model_fields)}"
-        near = said(unknown[0], Experiment.model_fields)
+        near = suggestion(unknown[0], Experiment.model_fields)
         raise ConfigError(unknown[0], tree[unknown[0]], f"{expected}{near}")
     nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]
     for path, node in nodes:

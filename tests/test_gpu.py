@@ -64,7 +64,7 @@ def gpu(monkeypatch):
     """The counts of a pretended GPU that is there throughout the test."""
     if SEEN:
         pytest.skip("pretends a GPU where there is none")
-    with device.settings_kept(), pretended(monkeypatch) as counts:
+    with device.restored(), pretended(monkeypatch) as counts:
         yield counts
 
 
@@ -142,7 +142,7 @@ def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(device, "GROUP", 1 << 18)
     plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.settings_kept(), pretended(monkeypatch) as counts:
+    with device.restored(), pretended(monkeypatch) as counts:
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
     clients = trained(tmp_path / "gpu")
@@ -170,7 +170,7 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
     the model and an evaluation take is not counted by clients either.
     """
     plan = on_gpu(client={"chunk": 20}, evaluate={"every": 9})
-    with device.settings_kept(), pretended(monkeypatch) as counts:
+    with device.restored(), pretended(monkeypatch) as counts:
         numbers_of(plan, tmp_path)
     rounds = plan.experiment.rounds
     assert trained(tmp_path) == 20 * rounds
@@ -253,7 +253,7 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_trains_on_a_gpu_by_what_is_deterministic_there(name, clip, monkeypatch):
     expected = chunk_of(name, clip, "cpu")
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         device.settle(torch.device("cuda"), 1.0)
         found = chunk_of(name, clip, "cuda")
     assert apart(found, expected) <= 1e-6
@@ -322,14 +322,18 @@ class Attentive(nn.Module):
 def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
     sections = {"model": {"kind": f"{__name__}:Attentive"}, "rounds": 2, "bounding": clip}
     plan = on_gpu(**sections, noise={"kind": "none"}, client={"backend": "vmap"})
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         found = numbers_of(plan, tmp_path / "gpu")
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
     with monkeypatch.context() as patch:
         patch.setattr(vmap, "sdpa_kernel", lambda _: nullcontext())
         expected = on_cpu(plan, tmp_path / "cpu")
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
-        with device.settings_kept(), pretended(patch), pytest.raises(ConfigError, match="OneByOne"):
+        with (
+            device.restored(),
+            pretended(patch),
+            pytest.raises(ConfigError, match="OneByOne"),
+        ):
             ClientActor(plan.experiment, str(plan.shards))
 
 
@@ -380,7 +384,7 @@ def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blam
         pytest.skip("pretends a GPU where there is none")
     plan = on_gpu(client={"backend": backend, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         widths = small_memory(monkeypatch, 3)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
@@ -414,7 +418,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return sent(self, updates, view)
 
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         monkeypatch.setattr(FAMILY["clip"], "send", limited)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected) and tried[:3] == [8, 4, 2]
@@ -429,7 +433,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
 def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, monkeypatch):
     plan = on_gpu(local={"steps": 2, "batch": 4}, client={"chunk": 20})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         if not held:
             monkeypatch.setattr(device, "memory", lambda *_: 1000)
         found = numbers_of(plan, tmp_path / "gpu")
@@ -454,7 +458,7 @@ def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Contribution, "noise", watched)
     plan = on_gpu()
-    with device.settings_kept(), pretended(monkeypatch):
+    with device.restored(), pretended(monkeypatch):
         numbers_of(plan, tmp_path)
     assert threads == {False}
 
@@ -624,7 +628,7 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     )
     cudnn = torch.backends.cudnn
     cudnn.benchmark = True
-    with device.settings_kept():
+    with device.restored():
         device.settle(device.chosen(0.25), 0.25)
         assert os.environ[device.WORKSPACE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
@@ -664,9 +668,9 @@ def check(asked):
     exec(asked)
     named = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
     before = [each.fp32_precision for each in named]
-    with device.settings_kept():
+    with device.restored():
         pass
-    with device.settings_kept():
+    with device.restored():
         device.settle(torch.device("cuda"), 1)
         assert not any(each.fp32_precision == "tf32" for each in named), named
     assert before == [each.fp32_precision for each in named]
@@ -875,7 +879,7 @@ def test_a_gpu_gives_the_same_bits_twice(tmp_path):
 def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
     plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.settings_kept():
+    with device.restored():
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
 
@@ -884,7 +888,7 @@ def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
 @pytest.mark.parametrize("method", ["clip", "DPSCAFFOLD", "per-sample clipping, cnn", "cnn, loop"])
 def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
     plan = on_gpu(**METHODS[method])
-    with device.settings_kept():
+    with device.restored():
         inline = numbers_of(plan, tmp_path / "inline")
         for actors in (1, 3):
             assert np.array_equal(numbers_of(plan, tmp_path / str(actors), actors), inline)
@@ -894,7 +898,7 @@ def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
 @pytest.mark.parametrize("model", ["softmax", "cnn"])
 def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
     sent = {"kind": "clip", "bound": 0.01}
-    with device.settings_kept():
+    with device.restored():
         plan = Plan.make(
             experiment(model={"kind": model}, bounding=sent, client=GPU, measure=["bounding"])
         )
@@ -906,7 +910,7 @@ def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
 @needs_gpu
 def test_a_gpu_without_memory_for_a_chunk_trains_its_halves(tmp_path, monkeypatch):
     plan = on_gpu(client={"backend": "fused", "on_error": "drop"})
-    with device.settings_kept():
+    with device.restored():
         expected = numbers_of(plan, tmp_path / "whole")
         widths = small_memory(monkeypatch, 4)
         assert np.array_equal(numbers_of(plan, tmp_path / "halves"), expected)
@@ -916,7 +920,7 @@ def test_a_gpu_without_memory_for_a_chunk_trains_its_halves(tmp_path, monkeypatc
 @needs_gpu
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rounding(name, clip):
-    with device.settings_kept():
+    with device.restored():
         device.settle(torch.device("cuda"), 1.0)
         found = chunk_of(name, clip, "cuda")
         assert np.array_equal(chunk_of(name, clip, "cuda"), found)
@@ -927,7 +931,7 @@ def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rou
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
 def test_a_gpu_gives_the_same_bits_twice_in_less_than_float32(precision, tmp_path):
     plan = on_gpu(model={"kind": "cnn"}, client={"precision": precision})
-    with device.settings_kept():
+    with device.restored():
         found = numbers_of(plan, tmp_path / "a")
         assert np.array_equal(numbers_of(plan, tmp_path / "b"), found)
         exact = numbers_of(on_gpu(model={"kind": "cnn"}), tmp_path / "c")
@@ -939,7 +943,7 @@ def test_a_gpu_gives_the_same_bits_twice_in_less_than_float32(precision, tmp_pat
 def test_a_gpu_is_waited_for_as_the_pretended_one_counts_it(tmp_path):
     """By what torch itself says of operations that wait, but for those that are asked to."""
     plan = on_gpu()
-    with device.settings_kept(), warnings.catch_warnings(record=True) as seen:
+    with device.restored(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -1004,7 +1008,7 @@ def test_actors_that_share_a_gpu_give_the_bits_of_one_process(tmp_path, shared_r
 
 @needs_gpu
 def test_a_gpu_that_is_really_full_says_so():
-    with device.settings_kept(), pytest.raises(DeviceError, match=r"no memory left"):
+    with device.restored(), pytest.raises(DeviceError, match=r"no memory left"):
         device.settle(torch.device("cuda"), 0.05)
         with device.blamed(torch.device("cuda")):
             torch.empty(1 << 45, device="cuda")

@@ -30,7 +30,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from raydpfl import experiment
-from raydpfl.config.hints import said
+from raydpfl.config.hints import suggestion
 from raydpfl.config.registry import fields_of
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
@@ -114,7 +114,7 @@ def of(name: str | None = None) -> list[KindReference]:
     if not matches:
         families = list(dict.fromkeys(kind.family for kind in every))
         expected = f"one of {', '.join(families)}; or FAMILY.KIND"
-        near = said(name.replace(".", " "), [*families, *(kind.name for kind in every)])
+        near = suggestion(name.replace(".", " "), [*families, *(kind.name for kind in every)])
         raise ConfigError("kinds", name, f"{expected}{near}")
     return matches
 

@@ -1,14 +1,14 @@
 """What a key was probably meant to be: the nearest one, or what other tools' name for it is here.
 
->>> said("local.lrr", ["kind", "lr", "steps"])
+>>> suggestion("local.lrr", ["kind", "lr", "steps"])
 '; nearest: lr'
->>> said("local.learning_rate", ["kind", "lr", "steps"])
+>>> suggestion("local.learning_rate", ["kind", "lr", "steps"])
 '; what others call learning_rate is local.lr here'
->>> said("bounding.bound", ["kind"])
+>>> suggestion("bounding.bound", ["kind"])
 '; other kinds of bounding have it'
->>> said("FedAvgM", ["sgd", "momentum"])
+>>> suggestion("FedAvgM", ["sgd", "momentum"])
 '; what others call FedAvgM is server.kind=momentum here'
->>> said("local.colour", ["kind", "lr", "steps"])
+>>> suggestion("local.colour", ["kind", "lr", "steps"])
 ''
 """
 
@@ -94,8 +94,8 @@ ABSENT = _by_name(
 )
 
 
-def said(where: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown dotted key or kind, where `known` are those of its place;
+def suggestion(where: str, names: Iterable[str]) -> str:
+    """The end of a message on an unknown dotted key or kind, where `names` are those of its place;
     empty where nothing is similar.
     """
     section, _, key = where.rpartition(".")
@@ -108,24 +108,24 @@ def said(where: str, known: Iterable[str]) -> str:
         return f"; other kinds of {section} have it"
     if meant:
         return f"; what others call {key} is {meant} here"
-    return nearest(key, known)
+    return nearest(key, names)
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """As `said`, of a key that other tools have no name for."""
-    near = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.6)
+def nearest(key: str, names: Iterable[str]) -> str:
+    """As `suggestion`, of a key that other tools have no name for."""
+    near = difflib.get_close_matches(key.lower(), list(names), n=1, cutoff=0.6)
     return f"; nearest: {near[0]}" if near else ""
 
 
-def misspelt(name: str, known: Iterable[str]) -> str:
-    """The known name that this one is next to: by at most two letters that are added, left out or
+def misspelt(name: str, names: Iterable[str]) -> str:
+    """The name that this one is next to: by at most two letters that are added, left out or
     changed, and a third of its letters. Empty: none.
 
     >>> misspelt("factr", ["factor", "send"]), misspelt("half", ["factor", "send"])
     ('factor', '')
     """
     most = min(2, len(name) // 3)
-    near = [other for other in known if 0 < _distance(name, other) <= most]
+    near = [other for other in names if 0 < _distance(name, other) <= most]
     return min(near, key=lambda other: _distance(name, other), default="")
 
 

@@ -168,7 +168,7 @@ def family(
 
 
 def home(cls: object, bases: Mapping[str, type]) -> str | None:
-    """The name of the first of these families, given by their bases, that a class is derived from
+    """The name of the first of these families, by their bases, that a class is derived from
     (and is not itself the base of); None: of none.
     """
     if not isinstance(cls, type):
@@ -194,8 +194,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     if isinstance(values, base):
         return _named(section, values, family, base)
     if not isinstance(values, Mapping):
-        known = isinstance(values, str) and values in family
-        example = f", as in {section}.kind={values}" if known else ""
+        named = isinstance(values, str) and values in family
+        example = f", as in {section}.kind={values}" if named else ""
         raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
     expected = (
@@ -204,7 +204,7 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     if "kind" not in values:
         raise ConfigError(section, dict(values), f"a section with its kind, {expected}")
     if not isinstance(kind, str) or not (kind in family or is_path(kind)):
-        near = hints.said(kind, family) if isinstance(kind, str) else ""
+        near = hints.suggestion(kind, family) if isinstance(kind, str) else ""
         raise ConfigError(f"{section}.kind", kind, f"{expected}{near}")
     if kind in family:
         return validate(family[kind], section, values)

@@ -59,5 +59,5 @@ class Setting:
     precision: str  # of the products of training
     drops_failures: bool  # whether a client that fails is dropped from its round
     exclusions: tuple[str, ...]  # what no accountant counts of the sections but the noise, in words
-    # what none counts of the data besides, where samples are protected
+    # what none counts of the data, where samples are protected
     sample_exclusions: tuple[str, ...]

@@ -12,7 +12,7 @@ from raydpfl.config import hints
 from raydpfl.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
-# what pydantic's messages say, as patterns, and what is said after "expected" instead
+# what pydantic's messages say, as patterns, and what messages have after "expected" instead
 PYDANTICS = {
     r"^(Value error, )?(Input )?(should be )?": "",
     r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
@@ -32,21 +32,21 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
     try:
-        found = cls.model_validate(dict(values))
+        built = cls.model_validate(dict(values))
     except ValidationError as error:
         raise _complaint(cls, section, error) from None
     for name, value in values.items():
         # pydantic would take `yes` for 1
-        if isinstance(value, bool) and not isinstance(getattr(found, name), bool):
+        if isinstance(value, bool) and not isinstance(getattr(built, name), bool):
             raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
-    return found
+    return built
 
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
     errors = error.errors()
     # a key that is misspelt is missing too: extra keys come first, and of the branches of a union
     # the deepest error
-    first = min(errors, key=lambda each: (each["type"] == "missing", -len(_path(cls, each["loc"]))))
+    first = min(errors, key=lambda e: (e["type"] == "missing", -len(_path(cls, e["loc"]))))
     if isinstance(first.get("ctx", {}).get("error"), ConfigError):
         return first["ctx"]["error"]
     path = _path(cls, first["loc"])
@@ -54,8 +54,8 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     if first["type"] == "extra_forbidden":
         inner, path = _inner(cls, first["loc"])
         where = ".".join([section, *path] if section else path)
-        known = ", ".join(inner.model_fields)
-        expected = f"one of the keys {known}{hints.said(where, inner.model_fields)}"
+        keys = ", ".join(inner.model_fields)
+        expected = f"one of the keys {keys}{hints.suggestion(where, inner.model_fields)}"
         return ConfigError(where, first["input"], expected)
     if first["type"] == "missing":
         return ConfigError(where, None, "a value, as it has no default")
@@ -78,18 +78,18 @@ def _inner(
 
 def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
     """The classes of sections that a field may have as its value."""
-    given = cls.model_fields[field].annotation if field in cls.model_fields else None
-    branches = [one for one in (given, *get_args(given)) if isinstance(one, type)]
+    annotation = cls.model_fields[field].annotation if field in cls.model_fields else None
+    branches = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
     return [one for one in branches if issubclass(one, BaseModel)]
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys in a pydantic location, without pydantic's names for the branches of a union."""
-    known = set(cls.model_fields)
+    names = set(cls.model_fields)
     for inner in _sections(cls, str(location[0]) if location else ""):
-        known |= set(inner.model_fields)
+        names |= set(inner.model_fields)
     return [
         str(part)
         for depth, part in enumerate(location)
-        if depth == 0 or isinstance(part, int) or part in known
+        if depth == 0 or isinstance(part, int) or part in names
     ]

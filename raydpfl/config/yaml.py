@@ -38,8 +38,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    told = f"the key {key.value!r} twice in one mapping"
-                    raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+                    message = f"the key {key.value!r} twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
                 seen.add((key.tag, key.value))
         return node
 
@@ -84,9 +84,9 @@ def _check_size(values: Any, most: int) -> None:
         if most < 0:
             raise yaml.YAMLError("aliases that stand for more values than the text is long")
         if isinstance(value, dict):
-            left += [(each, depth + 1) for pair in value.items() for each in pair]
+            left += [(part, depth + 1) for pair in value.items() for part in pair]
         elif isinstance(value, (list, tuple, set)):
-            left += [(each, depth + 1) for each in value]
+            left += [(part, depth + 1) for part in value]
 
 
 def dump(values: Any) -> str:

@@ -141,7 +141,7 @@ def _state() -> Callable[[], None]:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def restored() -> Iterator[None]:
     """Restores what `settle` sets of torch within."""
     before = len(_undo)
     try:
@@ -174,7 +174,7 @@ def _properties() -> Any:
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether the device had no memory left, as far as can be told."""
+    """Whether the device had no memory left, as far as the error says."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)

@@ -2,7 +2,7 @@
 
 What a client sends is rounded once to multiples of a power of two, the grid. Multiples of the grid
 below 2^53 of it add exactly in float64, in any order and any grouping, so the total is the same
-bits whoever trained whom.
+bits on any assignment of clients.
 
 >>> sent = np.array([[0.1], [0.2], [0.3]])
 >>> forward, back = np.zeros((2, 1))

@@ -37,7 +37,7 @@ def maker() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Whether it multiplies bfloat16 numbers; True where that is not known."""
+    """Whether it multiplies bfloat16 numbers; True where Linux does not say it."""
     return not flags() or bool(flags() & BFLOAT16)
 
 

@@ -1,5 +1,5 @@
 """How the code of `raydpfl.core.native` is compiled: when it is first needed, or ahead of that,
-beside what a command imports.
+while a command imports its modules.
 
 >>> place(name(["cc", *FLAGS])).parts[-2:]  # doctest: +ELLIPSIS
 ('native', 'kernels-....so')
@@ -30,7 +30,7 @@ KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
 LIMIT = 120  # seconds for the compiler
 
 # by where a library is to be: who compiles it ahead, and the folder of this process in which
-_under_way: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
+_compiling: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
 
 
 def command(kind: str) -> list[str] | None:
@@ -51,7 +51,7 @@ def name(command: list[str]) -> str:
 
 
 def place(name: str) -> Path:
-    """Where the library of this name is kept, in the cache."""
+    """Where the library of this name is in the cache."""
     return cache_root() / "native" / name
 
 
@@ -65,12 +65,12 @@ def compiled(command: list[str], path: Path) -> None:
     make(path.parent)
     _check_folder(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        if not _taken(path, made):
-            _compile(command, made)
-        made.chmod(0o700)  # whatever the umask is
-        keep_json(_seal(path), hashlib.sha256(made.read_bytes()).hexdigest())
-        made.replace(path)
+        output = Path(folder) / path.name
+        if not _taken(path, output):
+            _compile(command, output)
+        output.chmod(0o700)  # whatever the umask is
+        keep_json(_seal(path), hashlib.sha256(output.read_bytes()).hexdigest())
+        output.replace(path)
 
 
 def loaded(path: Path) -> ctypes.CDLL:
@@ -101,19 +101,19 @@ def _seal(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _compile(command: list[str], made: Path) -> None:
-    done = [*command, "-o", str(made), str(SOURCE), "-lm"]
+def _compile(command: list[str], output: Path) -> None:
+    done = [*command, "-o", str(output), str(SOURCE), "-lm"]
     subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
 
 
-def _taken(path: Path, made: Path) -> bool:
+def _taken(path: Path, output: Path) -> bool:
     """Whether what was compiled ahead for `path` is now in `made`."""
-    if path not in _under_way:
+    if path not in _compiling:
         return False
-    thread, folder = _under_way.pop(path)
+    thread, folder = _compiling.pop(path)
     thread.join()
     with folder as name, suppress(FileNotFoundError):
-        shutil.copyfile(Path(name) / path.name, made)
+        shutil.copyfile(Path(name) / path.name, output)
         return True
     return False
 
@@ -122,19 +122,19 @@ def ahead() -> None:
     """Starts to compile in a thread, where the cache lacks the library, for the processor that
     Linux names. Nothing is raised: who needs the library meets the reason.
     """
-    made = command(hardware.vectors())
-    if made is None:
+    arguments = command(hardware.vectors())
+    if arguments is None:
         return
-    path = place(name(made))
-    if path.exists() or path in _under_way:
+    path = place(name(arguments))
+    if path.exists() or path in _compiling:
         return
     folder = tempfile.TemporaryDirectory(prefix="raydpfl-compiling-")
 
     def work() -> None:
         whole = Path(folder.name) / path.name  # there once the compiler has ended well
         with suppress(OSError, subprocess.SubprocessError):
-            _compile(made, whole.with_suffix(".part"))
+            _compile(arguments, whole.with_suffix(".part"))
             whole.with_suffix(".part").replace(whole)
 
-    _under_way[path] = Thread(target=work, name="raydpfl-compiling"), folder
-    _under_way[path][0].start()
+    _compiling[path] = Thread(target=work, name="raydpfl-compiling"), folder
+    _compiling[path][0].start()

@@ -145,7 +145,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Work:
-    """What all clients of a round are sent besides the model."""
+    """What all clients of a round are sent with the model."""
 
     t: int
     seed: int  # of batches, and of randomness inside modules
@@ -176,7 +176,7 @@ class ChunkResult:
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
-    def kept(self) -> ChunkResult:
+    def copied(self) -> ChunkResult:
         """The same with copies of its arrays, but for the total."""
         columns = {name: values.copy() for name, values in self.columns.items()}
         memory = {name: rows.copy() for name, rows in self.memory.items()}

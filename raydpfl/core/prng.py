@@ -246,8 +246,8 @@ def _in_numpy(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:
         # of each pair of a block's words, and each group, that of all blocks
         pairs = drawn.reshape(8, 2, len(names), groups, BLOCKS).transpose(1, 2, 3, 0, 4)
         low, high = pairs.reshape(2, len(names), -1)[:, :, : end - start]
-        made = _box_muller(low, high, stds[:, None])
-        out[:, start:end], out[:, half + start : half + end] = made
+        halves = _box_muller(low, high, stds[:, None])
+        out[:, start:end], out[:, half + start : half + end] = halves
 
 
 def chacha(names: np.ndarray, first: int, blocks: int) -> np.ndarray:

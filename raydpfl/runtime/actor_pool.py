@@ -209,7 +209,7 @@ class ActorPool:
         for index, result in self._results("train", broadcast, size, calls, homes, costs):
             if not self.per_client:
                 self._costs.took(assignments[index], result.seconds)
-            yield index, result.kept()
+            yield index, result.copied()
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         count = len(clients) if self.per_client else min(len(clients), max(1, self.healthy))

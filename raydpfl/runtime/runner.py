@@ -156,13 +156,13 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
 
 
 @contextmanager
-def _settings_kept() -> Iterator[None]:
+def _settings_restored() -> Iterator[None]:
     """A run without actors computes on one thread, and sets how a GPU computes; afterwards all of
     that is as before.
     """
     threads = torch.get_num_threads()
     try:
-        with device.settings_kept():
+        with device.restored():
             yield
     finally:
         torch.set_num_threads(threads)
@@ -271,7 +271,7 @@ class _Drive:
         signals.check()
         created = not folder.exists()
         make_folder(folder)
-        with alone(folder), _undone(folder, created, resume), _settings_kept():
+        with alone(folder), _undone(folder, created, resume), _settings_restored():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
             keep([plan.experiment], folder, fresh_noise)

@@ -196,6 +196,6 @@ def _suited(
     if gpu or lacking("compiled", local, clip):
         return ["fused", *layerwise, "vmap"]
     reason = unfit(layers)
-    if reason is not None and reason == native.found():
+    if reason is not None and reason == native.library_or_reason():
         log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
     return [*(["compiled"] if reason is None else []), "fused", *layerwise, "vmap"]

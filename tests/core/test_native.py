@@ -342,7 +342,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has one vector length")
     monkeypatch.setitem(kernel_build.KINDS, "AVX512", kernel_build.KINDS["AVX2"])
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     try:
         assert (trained(), trained(**noised), trained(**weights), filtered()) == expected
         found = native.norms(torch.from_numpy(hostile(1000, np.float32)))
@@ -350,7 +350,7 @@ def test_shorter_vectors_give_the_same_bits(monkeypatch):
         np.testing.assert_array_equal(drawn(1001, None), noise)
         assert [trained(name=name, steps=steps) for name, steps in TRAINED] == others
     finally:
-        native.found.cache_clear()
+        native.library_or_reason.cache_clear()
 
 
 def steps_of(backend: str, module: nn.Module, local: Sgd, x, y, sizes) -> tuple[torch.Tensor, list]:
@@ -582,9 +582,9 @@ def test_rows_and_targets_that_the_model_does_not_take_are_refused():
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "no-such-compiler")
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     yield tmp_path
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
 
 
 def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compiler, caplog):
@@ -602,9 +602,9 @@ def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compile
 @needs
 def test_a_compiler_that_fails_leaves_nothing_behind(no_compiler, monkeypatch):
     monkeypatch.setenv("CC", "false")
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     assert native.library() is None
-    assert "(false fails)" in str(native.found())
+    assert "(false fails)" in str(native.library_or_reason())
     assert not [*no_compiler.rglob("*.so")]
 
 
@@ -637,21 +637,21 @@ def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
     monkeypatch.setenv("CC", "cc")
     kernel_build.ahead()
     kernel_build.ahead()
-    if not kernel_build._under_way:
+    if not kernel_build._compiling:
         pytest.skip("nobody here knows the processor before torch does")
     calls = []
     monkeypatch.setattr(kernel_build, "_compile", lambda *given: calls.append(given))
     assert native.library() is not None
-    assert not calls and not kernel_build._under_way
+    assert not calls and not kernel_build._compiling
     assert sorted(each.suffix for each in (no_compiler / "native").iterdir()) == [".json", ".so"]
     kernel_build.ahead()
-    assert not kernel_build._under_way  # it is there
+    assert not kernel_build._compiling  # it is there
 
 
 def test_a_compiler_that_fails_ahead_is_told_of_by_whoever_needs_it(no_compiler, monkeypatch):
     kernel_build.ahead()
-    assert "no-such-compiler" in str(native.found())
-    assert not kernel_build._under_way
+    assert "no-such-compiler" in str(native.library_or_reason())
+    assert not kernel_build._compiling
 
 
 @pytest.mark.slow
@@ -662,7 +662,7 @@ def test_cc_may_be_empty_or_have_arguments(
 ):
     monkeypatch.setenv("RAYDPFL_CACHE", str(compiled_here))
     monkeypatch.setenv("CC", compiler)
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     assert native.library() is not None
 
 
@@ -671,7 +671,9 @@ def test_where_nothing_may_be_run_from_a_folder_another_is_asked_for(no_compiler
         raise OSError("/tmp/kernels.so: failed to map segment from shared object")
 
     monkeypatch.setattr(native, "_opened", opened)
-    assert native.found().endswith("; name a folder in TMPDIR that code may be run from")
+    assert native.library_or_reason().endswith(
+        "; name a folder in TMPDIR that code may be run from"
+    )
 
 
 @pytest.mark.slow
@@ -685,7 +687,7 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
     names = []
     with monkeypatch.context() as looking:
         looking.setattr(native, "_opened", lambda command, name: names.append(name))
-        native.found()
+        native.library_or_reason()
     elsewhere = no_compiler / "elsewhere"
     monkeypatch.setenv("RAYDPFL_CACHE", str(elsewhere))
     if broken:
@@ -693,7 +695,7 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
         (elsewhere / "native" / names[0]).write_text("no library")
     else:
         elsewhere.touch()
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     assert native.library() is not None
     assert native.norms(torch.tensor([[3.0, 4.0]])).tolist() == [5.0]
 
@@ -839,9 +841,9 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(
     monkeypatch.setenv("RAYDPFL_CACHE", str(compiled_here))
     with monkeypatch.context() as home:
         home.setenv("CC", "cc")
-        native.found.cache_clear()
+        native.library_or_reason.cache_clear()
         plan = Plan.make(experiment(client={"backend": "compiled"}))
-    native.found.cache_clear()
+    native.library_or_reason.cache_clear()
     with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
         ready(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())
     assert error.value.field == "client.backend" and socket.gethostname() in str(error.value)

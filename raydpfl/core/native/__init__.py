@@ -52,13 +52,13 @@ CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cac
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None where there is none, as `found` says."""
-    compiled = found()
+    """The compiled library; None where there is none, as `library_or_reason` says."""
+    compiled = library_or_reason()
     return None if isinstance(compiled, str) else compiled
 
 
 @functools.cache
-def found() -> ctypes.CDLL | str:
+def library_or_reason() -> ctypes.CDLL | str:
     """The compiled library, or why there is none and what to do: no compiler, or no kind of code
     for this processor (x86-64 from AVX2 on, and 64-bit ARM).
     """

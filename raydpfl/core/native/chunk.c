@@ -3,29 +3,29 @@
 /* What is added up as it is trained; raydpfl/training/backends/compiled.py fills it. Of each
 client its update times its factor and its weight, and normals of this std, on the grid, are added
 to a vector of the thread's own. An update of norm n has the factor 1 up to `most`, else above (1 /
-(beside + n)), or 0 where that divides by 0; one that is not finite counts as 0. */
+(offset + n)), or 0 where that divides by 0; one that is not finite counts as 0. */
 typedef struct {
-    double most, above, beside;
+    double most, above, offset;
     Grid grid;
     double std;                     /* 0: no normals */
     uint64_t seed, purpose, round;  /* of the normals */
     const uint64_t *clients, *draws; /* [C], likewise */
     const double *weights;          /* [C] */
     double *factors;                /* [C] */
-    double *found;                  /* [threads][padded(d)] */
+    double *result;                  /* [threads][padded(d)] */
     int64_t threads;
     atomic_llong fits;              /* whether all were small enough for the grid */
 } Sum;
 
 static double factor_of(const Sum *sum, double norm) {
     if (norm <= sum->most) return 1;
-    double by = sum->beside + norm;
+    double by = sum->offset + norm;
     return by > 0 ? sum->above * (1 / by) : 0;
 }
 
 /* Clients of a chunk in training. Of all C: `x` [C, n, p], `y` [C, n], int64, or float32 [C, n,
 outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches`, `steps` and `gammas` [C];
-of noise `stds`, `clients` and `draws` [C]; `clipped` [C], which is given, or NULL. Of those to
+of noise `stds`, `clients` and `draws` [C]; `clipped` [C], an input, or NULL. Of those to
 train: `slots` [count], and where to write their `updates` [count][d], `losses`, `norms` and
 whether they are `done` [count]; with `sum`, their updates are added to it in place of that. */
 typedef struct {
@@ -63,7 +63,7 @@ static Client client_at(const Chunk *chunk, int64_t place) {
         .steps = chunk->steps[slot],
         .gamma = chunk->gammas[slot],
     };
-    if (job->noised) {
+    if (job->noisy) {
         client.std = chunk->stds[slot];
         client.id = chunk->clients[slot];
         client.draw = chunk->draws[slot];
@@ -91,11 +91,11 @@ static void add_client(const Chunk *chunk, int64_t place, float *update, double 
     }
     int fit = (fabs(factor) * norm + FARTHEST * std) * (1 + 1e-9) <= grid.most;
     if (fit && std > 0)
-        add_small_noised(d, update, 0, factor, noise, std, grid, total);
+        add_small_noisy(d, update, 0, factor, noise, std, grid, total);
     else if (fit)
         add_small(d, update, 0, factor, NULL, 0, grid, total);
     else if (std > 0)
-        fit = add_any_noised(d, update, 0, factor, noise, std, grid, total);
+        fit = add_any_noisy(d, update, 0, factor, noise, std, grid, total);
     else
         fit = add_any(d, update, 0, factor, NULL, 0, grid, total);
     if (!fit) atomic_store(&sum->fits, 0);
@@ -111,7 +111,7 @@ static void train_slot(void *what, int64_t place, int64_t thread) {
     double *clipped = chunk->clipped ? chunk->clipped + chunk->slots[place] : NULL;
     chunk->losses[place] = train_one(job, chunk->workspaces + thread, &client, update, clipped);
     chunk->norms[place] = norm32(d, update);
-    if (chunk->sum) add_client(chunk, place, update, chunk->sum->found + padded(d) * thread);
+    if (chunk->sum) add_client(chunk, place, update, chunk->sum->result + padded(d) * thread);
     atomic_store(chunk->done + place, 1);
 }
 
@@ -134,7 +134,7 @@ void raydpfl_end(Chunk *chunk) {
     free(chunk);
 }
 
-/* Begins to train the clients of a chunk; NULL: no memory. Whatever it is given must stay. */
+/* Starts to train the clients of a chunk; NULL: no memory. All arguments must stay. */
 Chunk *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const float *x,
                     const char *y, const int64_t *sizes, const int64_t *index,
                     const int64_t *batches, const int64_t *steps, const float *gammas,

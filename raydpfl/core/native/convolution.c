@@ -6,7 +6,7 @@ is the sum, over its cells, of g times the patch of the image at the output that
 maximum from. */
 typedef struct {
     int64_t samples, channels;
-    int64_t given[2];      /* of an image that is not padded: rows, and numbers of one */
+    int64_t input[2];      /* of an image that is not padded: rows, and numbers of one */
     int64_t inside;        /* where that begins in the padded one */
     int64_t image;         /* floats from one padded image to the next */
     int64_t row;           /* from one row of it to the next */
@@ -114,19 +114,19 @@ INLINE void pool(const Filters *f, const float *z, int64_t wide, int64_t c, floa
                 store(to, most);
                 memcpy(at, places, sizeof(places));
             } else {
-                float found[LANES];
-                store(found, most);
-                memcpy(to, found, left * sizeof(float));
+                float result[LANES];
+                store(result, most);
+                memcpy(to, result, left * sizeof(float));
                 memcpy(at, places, left * sizeof(int32_t));
             }
         }
     }
 }
 
-/* Of `given` [samples][given]: to `images` [samples][image] the padded ones, and the maxima of the
+/* Of `input` [samples][input]: to `images` [samples][image] the padded ones, and the maxima of the
 outputs, and where the patches of these begin in their image, both [samples][cells][channels];
 `weights` [channels][rows][run], `bias` [channels] or NULL. 0: done; 1: no memory. */
-int raydpfl_maxima(const Filters *f, const float *given, float *images, const float *weights,
+int raydpfl_maxima(const Filters *f, const float *input, float *images, const float *weights,
                    const float *bias, float *maxima, int32_t *where) {
     int64_t wide = padded(f->channels);
     int64_t numbers = f->rows * f->run;
@@ -143,8 +143,8 @@ int raydpfl_maxima(const Filters *f, const float *given, float *images, const fl
         int64_t at = s * cells_of(f) * f->channels;
         float *image = images + s * f->image;
         memset(image, 0, f->image * sizeof(float));
-        for (int64_t r = 0; r < f->given[0]; r++, given += f->given[1])
-            memcpy(image + f->inside + r * f->row, given, f->given[1] * sizeof(float));
+        for (int64_t r = 0; r < f->input[0]; r++, input += f->input[1])
+            memcpy(image + f->inside + r * f->row, input, f->input[1] * sizeof(float));
         convolve(f, image, own, last, wide, z);
         for (int64_t c = 0; c < wide; c += LANES) pool(f, z, wide, c, maxima + at, where + at);
     }
@@ -161,15 +161,15 @@ INLINE Cells cells_in(const Filters *f, float *memory) {
 }
 
 /* Those of a sample, from `g` and `where` [cells][channels]. */
-static void collect_cells(const Filters *f, const float *g, const int32_t *where, Cells *found) {
+static void collect_cells(const Filters *f, const float *g, const int32_t *where, Cells *result) {
     int64_t cells = cells_of(f);
-    memset(found->counts, 0, f->channels * sizeof(int64_t));
+    memset(result->counts, 0, f->channels * sizeof(int64_t));
     for (int64_t i = 0; i < cells; i++, g += f->channels, where += f->channels)
         for (int64_t c = 0; c < f->channels; c++) {
-            int64_t at = c * cells + found->counts[c];
-            found->values[at] = g[c];
-            found->places[at] = where[c];
-            found->counts[c] += g[c] != 0;
+            int64_t at = c * cells + result->counts[c];
+            result->values[at] = g[c];
+            result->places[at] = where[c];
+            result->counts[c] += g[c] != 0;
         }
 }
 
@@ -291,10 +291,10 @@ static void add_image(const Filters *f, const Cells *cells, int64_t channel, con
     BLOCKS(SPREAD)
 }
 
-/* The gradient by the images, `found` [samples][given], from `weights` [channels][rows][run]. 0:
+/* The gradient by the images, `result` [samples][input], from `weights` [channels][rows][run]. 0:
 done; 1: no memory. */
 int raydpfl_by_images(const Filters *f, const float *g, const int32_t *where, const float *weights,
-                      float *found) {
+                      float *result) {
     int64_t size = f->rows * padded(f->run);
     int64_t step = f->channels * cells_of(f);
     int64_t floats = f->channels * size + padded(f->image);
@@ -307,8 +307,8 @@ int raydpfl_by_images(const Filters *f, const float *g, const int32_t *where, co
         memset(image, 0, f->image * sizeof(float));
         collect_cells(f, g + s * step, where + s * step, &cells);
         for (int64_t c = 0; c < f->channels; c++) add_image(f, &cells, c, own + c * size, image);
-        for (int64_t r = 0; r < f->given[0]; r++, found += f->given[1])
-            memcpy(found, image + f->inside + r * f->row, f->given[1] * sizeof(float));
+        for (int64_t r = 0; r < f->input[0]; r++, result += f->input[1])
+            memcpy(result, image + f->inside + r * f->row, f->input[1] * sizeof(float));
     }
     free(own);
     return 0;

@@ -15,7 +15,7 @@ typedef struct {
     const float *responses;          /* [steps]: c_t of a client that makes all steps */
     const double *lengths;           /* [steps + 1]: the L2 norm of c_t and those after it */
     int64_t squares; /* 1: half the mean squared error; 0: cross-entropy */
-    int64_t noised;  /* 1: steps are noised, by normals of this key and round */
+    int64_t noisy;  /* 1: steps are noisy, by normals of this key and round */
     uint64_t seed, purpose, round;
     float keep, step, decay, proximal, momentum, lr; /* raydpfl.training.backends.fused */
     float clip; /* the bound on a sample's gradient; 0: none */
@@ -59,7 +59,7 @@ typedef struct {
     int64_t step_width;
     float share, scale;     /* of what is left, and of L a_t, in what the step's noise does */
     int64_t most;                        /* rows of a client that trains in their span: n here */
-    int noised, spanned;                 /* of the client in training */
+    int noisy, spanned;                 /* of the client in training */
     int across; /* its first layer's weight and velocity are [inputs][padded outputs] */
 } Workspace;
 
@@ -83,7 +83,7 @@ INLINE int64_t widest(const Job *job) {
     return most;
 }
 
-/* Cuts memory, if it is given, into a ws; returns how many floats that takes. */
+/* Cuts memory, if there is some, into a ws; returns how many floats that takes. */
 static int64_t lay_out(const Job *job, Workspace *ws, float *memory) {
     int64_t used = 0;
     int64_t n = ws->most;
@@ -105,7 +105,7 @@ static int64_t lay_out(const Job *job, Workspace *ws, float *memory) {
     PART(ws->some, job->batch * padded(n));
     PART(ws->turned, LANES * padded(n));
     PART(ws->scratch, widest(job));
-    if (job->noised) {
+    if (job->noisy) {
         int64_t most = n * job->outputs[0] + later;
         if (most < TOGETHER) most = TOGETHER;
         PART(ws->drawn, (most > job->d ? most : job->d) + 1 + LANES);
@@ -156,11 +156,11 @@ INLINE double cross_entropy(const float *a, int64_t classes, int64_t width, int6
         store(g + c, e);
         total = plus(total, e);
     }
-    float found = sum_of(total);
-    float scale = share / found;
+    float result = sum_of(total);
+    float scale = share / result;
     for (int64_t c = 0; c < width; c += LANES)
         store(g + c, fma16(load(g + c), all(scale), only(y - c, -share)));
-    *sum = found;
+    *sum = result;
     return (double)a[y] - most;
 }
 
@@ -280,7 +280,7 @@ static void copy_batch(const Job *job, Workspace *ws, const Client *client, int6
     }
 }
 
-/* What a layer is given: [b][padded inputs]. */
+/* The input of a layer: [b][padded inputs]. */
 INLINE const float *inputs_of(const Workspace *ws, int64_t l) {
     return l ? ws->layer[l - 1].a : ws->taken;
 }

@@ -33,7 +33,7 @@ static void step_span(const Job *job, Workspace *ws, const int64_t *rows, int64_
     else /* equal to its transpose where all rows are in their order */
         multiply(some, ordered ? wide : 1, ordered ? 1 : wide, g, o, n, b, o, job->keep, job->step,
                  moved, o);
-    if (ws->noised)
+    if (ws->noisy)
         add_step_noise(ws, moved, n, job->outputs[0], job->step, response);
     finish_step(job, ws->z, ws->z_speed, ws->z_first, n * o);
     for (int64_t j = 0; j < b; j++)
@@ -99,7 +99,7 @@ static void write_span(const Job *job, Workspace *ws, const float *x, int64_t n,
     float shrunk = gamma - 1;
     float *to = update + job->weights[0];
     const float *model = job->model + job->weights[0];
-    multiply(ws->coef, 1, o, x, width, job->outputs[0], n, whole, ws->noised, 1, to, job->p);
+    multiply(ws->coef, 1, o, x, width, job->outputs[0], n, whole, ws->noisy, 1, to, job->p);
     for (int64_t c = 0; c < job->outputs[0] && whole < job->p; c++) {
         float *end = to + c * job->p + whole;
         v16 tail = all(0);
@@ -108,12 +108,12 @@ static void write_span(const Job *job, Workspace *ws, const float *x, int64_t n,
         float last[LANES];
         store(last, tail);
         for (int64_t i = 0; i < job->p - whole; i++)
-            end[i] = ws->noised ? end[i] + last[i] : last[i];
+            end[i] = ws->noisy ? end[i] + last[i] : last[i];
     }
     if (shrunk != 0) add_scaled(to, numbers, model, shrunk);
     if (job->biases[0] < 0) return;
     for (int64_t c = 0; c < job->outputs[0]; c++) {
-        float sum = ws->noised ? update[job->biases[0] + c] : 0;
+        float sum = ws->noisy ? update[job->biases[0] + c] : 0;
         for (int64_t r = 0; r < n; r++) sum += ws->coef[r * o + c];
         update[job->biases[0] + c] = fmaf(job->model[job->biases[0] + c], shrunk, sum);
     }
@@ -160,7 +160,7 @@ with a gradient longer than the bound. */
 static double train_one(const Job *job, Workspace *ws, const Client *client, float *update,
                         double *clipped) {
     const float *x = client->x;
-    ws->noised = job->noised && client->std > 0;
+    ws->noisy = job->noisy && client->std > 0;
     ws->spanned = span_pays(job, client);
     if (ws->spanned && job->p % LANES) {
         copy_rows(x, client->n, job->p, ws->rows);
@@ -168,7 +168,7 @@ static double train_one(const Job *job, Workspace *ws, const Client *client, flo
     }
     if (ws->spanned) begin_span(job, ws, x, client->n);
     ws->spanned = ws->spanned && span_products(job, ws, client->n, x);
-    ws->across = !ws->spanned && !ws->noised && lies_across(job);
+    ws->across = !ws->spanned && !ws->noisy && lies_across(job);
     begin_layers(job, ws);
     const float *responses = job->responses + job->steps - client->steps;
     const double *lengths = job->lengths + job->steps - client->steps;
@@ -181,7 +181,7 @@ static double train_one(const Job *job, Workspace *ws, const Client *client, flo
         forward(job, ws, rows, client->b);
         loss += backward(job, ws, rows, client->b, client->y);
         if (job->clip > 0) longer += clip_samples(job, ws, rows, client->b);
-        if (ws->noised) noise_step(job, ws, client, k, responses, lengths);
+        if (ws->noisy) noise_step(job, ws, client, k, responses, lengths);
         for (int64_t l = job->layers - 1; l >= ws->spanned; l--)
             step_layer(job, ws, l, client->b);
         if (ws->spanned) step_span(job, ws, rows, client->b, client->n, responses[k]);

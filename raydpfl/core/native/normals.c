@@ -74,13 +74,13 @@ from. */
 enum { ABREAST = WIDE == 16 ? 4 : 1 };
 #define EVERY UNROLL for (int i = 0; i < ABREAST; i++)
 
-/* (word & kept) | set, and a ^ (b & kept). */
-INLINE bits kept_or(bits word, int32_t kept, int32_t set) {
+/* (word & mask) | set, and a ^ (b & mask). */
+INLINE bits masked_or(bits word, int32_t mask, int32_t set) {
 #if WIDE == 16
-    return (bits)_mm512_ternarylogic_epi32((__m512i)word, _mm512_set1_epi32(kept),
+    return (bits)_mm512_ternarylogic_epi32((__m512i)word, _mm512_set1_epi32(mask),
                                            _mm512_set1_epi32(set), 0xEA);
 #else
-    return (word & kept) | set;
+    return (word & mask) | set;
 #endif
 }
 
@@ -129,8 +129,8 @@ INLINE void box_muller(const lanes *words, float std, float *cosines, float *sin
     bits low[ABREAST], high[ABREAST];
     part v[ABREAST], s[ABREAST], c[ABREAST];
     EVERY low[i] = (bits)words[2 * i], high[i] = (bits)words[2 * i + 1];
-    EVERY s[i] = __builtin_convertvector(kept_or(high[i], 0x7FFFFC00, 0x200), part);
-    EVERY v[i] = __builtin_convertvector(kept_or(high[i], 0x3FE, 1), part);
+    EVERY s[i] = __builtin_convertvector(masked_or(high[i], 0x7FFFFC00, 0x200), part);
+    EVERY v[i] = __builtin_convertvector(masked_or(high[i], 0x3FE, 1), part);
     EVERY v[i] = fused(v[i], (part){} + 0x1p-10f,
                        __builtin_convertvector(low[i] & INT32_MAX, part));
     minus_two_logarithms(v);

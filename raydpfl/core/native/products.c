@@ -70,10 +70,10 @@ INLINE void dots(const float *a, const float *b, int64_t a_width, int64_t b_widt
 
 #define DOTS(R, S)                                                                              \
     {                                                                                           \
-        float found[(R) * (S)];                                                                 \
-        dots(a + r * a_width, b + s * b_width, a_width, b_width, k, found, R, S);               \
+        float result[(R) * (S)];                                                                 \
+        dots(a + r * a_width, b + s * b_width, a_width, b_width, k, result, R, S);               \
         UNROLL for (int i = 0; i < (R); i++)                                                    \
-            memcpy(out + (r + i) * out_width + s, found + i * (S), (S) * sizeof(float));        \
+            memcpy(out + (r + i) * out_width + s, result + i * (S), (S) * sizeof(float));        \
     }
 
 enum { FIVES = WIDE == 16, HELD = 1 << 17 }; /* HELD: floats that stay while others pass */

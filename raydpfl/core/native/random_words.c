@@ -1,12 +1,12 @@
 /* Keyed random words (Philox), and the batches that they shuffle. */
 
-/* Streams, as raydpfl_words is given them. */
+/* Streams, of raydpfl_words. */
 typedef struct {
     uint64_t key[2], round;
     const uint64_t *clients, *draws;
     const int64_t *steps, *sizes;
     int64_t most, width;
-    uint64_t *found;
+    uint64_t *result;
 } Streams;
 
 /* A block of Philox of 4 words of 64 bits, 10 rounds (Salmon et al. 2011). */
@@ -49,7 +49,7 @@ static void next_words(const Streams *s, Stream *stream, int64_t count, uint64_t
 
 static void draw_words(void *what, int64_t place, int64_t thread) {
     const Streams *s = what;
-    uint64_t *to = s->found + place * s->most * s->width;
+    uint64_t *to = s->result + place * s->most * s->width;
     Stream stream = stream_at(s, place);
     memset(to, 0xFF, s->most * s->width * sizeof *to);
     for (int64_t step = 0; step < s->steps[place]; step++)
@@ -57,11 +57,11 @@ static void draw_words(void *what, int64_t place, int64_t thread) {
 }
 
 /* The words of k streams, of which each fills the first sizes[i] of a row of `width`, in the first
-steps[i] of `most` rows; all bits are set elsewhere. `found` [k][most][width]. */
+steps[i] of `most` rows; all bits are set elsewhere. `result` [k][most][width]. */
 void raydpfl_words(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
                    const uint64_t *clients, const uint64_t *draws, const int64_t *steps,
-                   const int64_t *sizes, int64_t most, int64_t width, uint64_t *found) {
-    Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width, found};
+                   const int64_t *sizes, int64_t most, int64_t width, uint64_t *result) {
+    Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width, result};
     run_in_threads(k, draw_words, &s);
 }
 
@@ -87,7 +87,7 @@ INLINE longs one_more(longs counts, longs own, int64_t other) {
 
 /* The first `batch` of n rows in the order of their words, of which the row's number takes the low
 24 bits. Every other row counts as one before those with larger words. */
-static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *found) {
+static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *result) {
     int64_t keys[RANKED], ranks[RANKED], rows[RANKED];
     for (int64_t i = 0; i < n; i++)
         keys[i] = (int64_t)((words[i] & ~(uint64_t)0xFFFFFF | i) ^ (1ull << 63));
@@ -98,7 +98,7 @@ static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *found
         *(longs_anywhere *)(ranks + i) = before;
     }
     for (int64_t i = 0; i < n; i++) rows[ranks[i]] = i;
-    memcpy(found, rows, batch * sizeof *found);
+    memcpy(result, rows, batch * sizeof *result);
 }
 
 static void shuffle_rows(void *what, int64_t place, int64_t thread) {

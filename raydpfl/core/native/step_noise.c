@@ -44,7 +44,7 @@ static int span_pays(const Job *job, const Client *client) {
     int64_t products = n * n * (numbers / o) / 2;
     int64_t weights = steps * numbers * (2 * client->b + MEMORY);
     int64_t span = 2 * n * numbers + products + steps * n * client->b * o;
-    if (job->noised && client->std > 0) {
+    if (job->noisy && client->std > 0) {
         weights += steps * numbers * NORMAL;
         span += (EXACT - 1) * products;
         span += (steps * n * o + numbers) * (NORMAL + n);
@@ -155,7 +155,7 @@ static int triangle(const Job *job, Workspace *ws, const float *x, int64_t n) {
 
 /* Whether the first layer is trained in the span of the rows `x`; their products, if it is. */
 static int span_products(const Job *job, Workspace *ws, int64_t n, const float *x) {
-    if (!ws->noised) {
+    if (!ws->noisy) {
         row_products(job, ws, x, n);
         return 1;
     }
@@ -209,7 +209,7 @@ static void begin_noise(const Job *job, Workspace *ws, const Client *client, con
                         const double *lengths, float *update) {
     for (int64_t l = 0; l < job->layers; l++)
         ws->layer[l].w_noise = ws->layer[l].b_noise = NULL;
-    if (ws->spanned && ws->noised) draw_whole(job, ws, client, x, *lengths, update);
+    if (ws->spanned && ws->noisy) draw_whole(job, ws, client, x, *lengths, update);
 }
 
 /* Draws the a_t of `along` steps from the k-th on, [n][along][outputs], and what the layers after
@@ -242,11 +242,11 @@ static void add_step_noise(const Workspace *ws, float *moved, int64_t n, int64_t
         int64_t width = ws->step_width;
         v16 share = all(ws->share), scale = all(ws->scale);
         v16 steps = all(step), taken = all(-response);
-        bits kept[PARTS];
-        EACH kept[i] = places(i, outputs - c) < 0;
+        bits mask[PARTS];
+        EACH mask[i] = places(i, outputs - c) < 0;
         for (int64_t r = 0; r < n; r++, seen += width, left += o, to += o) {
             v16 noise = load(seen), rest = load(left);
-            EACH noise.p[i] = (part)((bits)noise.p[i] & kept[i]);
+            EACH noise.p[i] = (part)((bits)noise.p[i] & mask[i]);
             EACH noise.p[i] *= scale.p[i];
             noise = fma16(rest, share, noise);
             store(left, fma16(noise, taken, rest));

@@ -71,9 +71,9 @@ cache may have it. */
     }
 
 ADD_ROW(add_small, 0, 0, floats_anywhere, float)
-ADD_ROW(add_small_noised, 0, 1, floats_anywhere, float)
+ADD_ROW(add_small_noisy, 0, 1, floats_anywhere, float)
 ADD_ROW(add_any, 1, 0, floats_anywhere, float)
-ADD_ROW(add_any_noised, 1, 1, floats_anywhere, float)
+ADD_ROW(add_any_noisy, 1, 1, floats_anywhere, float)
 ADD_ROW(add_beside, 1, 1, doubles_anywhere, double)
 
 /* total [count] += row, on the grid. Whether all of it fits. */
@@ -93,29 +93,29 @@ typedef struct {
     int64_t k, d;
     const void *rows;
     const double *factors, *noise;
-    double *found;
+    double *result;
     Grid grid;
     atomic_int *fits;
 } Rows;
 
 static void norm_piece32(void *what, int64_t place, int64_t thread) {
     const Rows *r = what;
-    r->found[place] = norm32(r->d, (const float *)r->rows + place * r->d);
+    r->result[place] = norm32(r->d, (const float *)r->rows + place * r->d);
 }
 
 static void norm_piece64(void *what, int64_t place, int64_t thread) {
     const Rows *r = what;
-    r->found[place] = norm64(r->d, (const double *)r->rows + place * r->d);
+    r->result[place] = norm64(r->d, (const double *)r->rows + place * r->d);
 }
 
 /* The L2 norms of rows [k, d]. */
 void raydpfl_norms32(int64_t k, int64_t d, const float *rows, double *norms) {
-    Rows r = {.d = d, .rows = rows, .found = norms};
+    Rows r = {.d = d, .rows = rows, .result = norms};
     run_in_threads(k, norm_piece32, &r);
 }
 
 void raydpfl_norms64(int64_t k, int64_t d, const double *rows, double *norms) {
-    Rows r = {.d = d, .rows = rows, .found = norms};
+    Rows r = {.d = d, .rows = rows, .result = norms};
     run_in_threads(k, norm_piece64, &r);
 }
 
@@ -125,7 +125,7 @@ static void add_piece(void *what, int64_t place, int64_t thread) {
     int fit = 1;
     for (int64_t from = place * PIECE; from < last; from += COLUMNS) {
         int64_t count = from + COLUMNS < last ? COLUMNS : last - from;
-        double *total = r->found + from;
+        double *total = r->result + from;
         for (int64_t i = 0; i < r->k; i++) {
             int64_t at = i * r->d + from;
             const float *row = (const float *)r->rows + at;

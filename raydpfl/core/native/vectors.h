@@ -82,15 +82,15 @@ INLINE part pick(bits mask, part a, part b) {
 }
 
 INLINE v16 all(float value) {
-    v16 found;
-    EACH found.p[i] = value - (part){}; /* value + 0 is an addition: -0 becomes 0 */
-    return found;
+    v16 result;
+    EACH result.p[i] = value - (part){}; /* value + 0 is an addition: -0 becomes 0 */
+    return result;
 }
 
 INLINE v16 load(const float *at) {
-    v16 found;
-    EACH found.p[i] = *(const part_anywhere *)(at + i * WIDE);
-    return found;
+    v16 result;
+    EACH result.p[i] = *(const part_anywhere *)(at + i * WIDE);
+    return result;
 }
 
 INLINE void store(float *at, v16 v) { EACH *(part_anywhere *)(at + i * WIDE) = v.p[i]; }
@@ -123,9 +123,9 @@ INLINE v16 passed(v16 gate, v16 v) {
 
 /* The numbers of these lanes, less `from`. */
 INLINE bits places(int part_number, int64_t from) {
-    bits found;
-    for (int i = 0; i < WIDE; i++) found[i] = i;
-    return found + (int32_t)(part_number * WIDE - from);
+    bits result;
+    for (int i = 0; i < WIDE; i++) result[i] = i;
+    return result + (int32_t)(part_number * WIDE - from);
 }
 
 /* The first `count` lanes of v, and `other` in those after. */
@@ -136,9 +136,9 @@ INLINE v16 first(v16 v, int64_t count, float other) {
 
 /* `value` in one lane, 0 in the others, and all of them if there is no such lane. */
 INLINE v16 only(int64_t lane, float value) {
-    v16 found;
-    EACH found.p[i] = pick(places(i, lane) == 0, (part){} + value, (part){});
-    return found;
+    v16 result;
+    EACH result.p[i] = pick(places(i, lane) == 0, (part){} + value, (part){});
+    return result;
 }
 
 #if WIDE == 16
@@ -173,8 +173,8 @@ INLINE void sums_of(const v16 v[], int count, float *to) {
         part twos = fours + PERMUTED(fours, 0x4E);
         part ones = twos + PERMUTED(twos, 0xB1);
         const __m512i fourths = _mm512_set4_epi32(12, 8, 4, 0);
-        __m512 found = _mm512_permutexvar_ps(fourths, (__m512)ones);
-        _mm_storeu_ps(to + done, _mm512_castps512_ps128(found));
+        __m512 result = _mm512_permutexvar_ps(fourths, (__m512)ones);
+        _mm_storeu_ps(to + done, _mm512_castps512_ps128(result));
     }
 #endif
     UNROLL for (; done < count; done++) to[done] = sum_of(v[done]);

@@ -131,7 +131,7 @@ class ResNet18Features(Features):
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)
         began = time.monotonic()
-        with torch.inference_mode(), device.settings_kept():
+        with torch.inference_mode(), device.restored():
             device.settle(place, 1)
             for at in range(0, len(images), IMAGES):
                 batch = torch.from_numpy(images[at : at + IMAGES]).to(place)

@@ -20,7 +20,7 @@ Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
 @dataclass(frozen=True)
 class BoundingQuery:
-    """A number that every client gives in every round besides its update; the noisy sum of the
+    """A number that every client gives in every round with its update; the noisy sum of the
     answers is released too.
     """
 
@@ -221,7 +221,7 @@ class Bounding(Member):
     # --- a bound that adapts ---
 
     def queries(self) -> tuple[BoundingQuery, ...]:
-        """The numbers that clients give besides what they send."""
+        """The numbers that clients give in addition to what they send."""
         return ()
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:

@@ -20,7 +20,7 @@ class QuantileClip(Clip):
 
     After each round, with b the noisy share of the cohort whose norm is at most C,
 
-        C <- C exp(-lr (b - quantile)), kept from 1e-12 to 1e15.
+        C <- C exp(-lr (b - quantile)), clamped to [1e-12, 1e15].
 
     The noisy count is a second query of the round: each client gives its indicator minus 1/2, of
     absolute value 1/2, and `share` of the round's squared sensitivity-to-noise ratio is spent on

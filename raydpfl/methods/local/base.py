@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LinearRule:
-    """A rule that is linear in all that it is given, with v = 0 at a round's start:
+    """A rule that is linear in all its inputs, with v = 0 at a round's start:
 
     v <- momentum v + g + decay x + proximal (x - x_t);  x <- x - lr v.
     """
@@ -56,7 +56,7 @@ class LinearRule:
         corrections: list[torch.Tensor],
         lr: float,
     ) -> None:
-        """Makes a step in place on parameters that are given part by part.
+        """Makes a step in place on parameters in parts.
 
         Args:
             now: x; changed in place.

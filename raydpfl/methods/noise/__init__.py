@@ -1,6 +1,6 @@
 """How much noise, and who draws it.
 
-The size of a Gaussian is given in exactly one of three ways:
+The size of a Gaussian is one of three fields:
 
 - `epsilon` (with `delta`): the noise is calibrated so that the whole run spends at most that, by
   the run's first rigorous accountant that covers it;

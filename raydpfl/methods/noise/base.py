@@ -199,7 +199,7 @@ class Noise(Member):
         return False
 
     def release(self) -> dict[str, Any]:
-        """The fields that a release depends on, besides the size of the noise: part of the key."""
+        """The fields that a release depends on, without the size of the noise: part of the key."""
         return self.model_dump(mode="json")
 
     # --- what accountants take ---
@@ -250,7 +250,7 @@ class Noise(Member):
         """Raises `ConfigError` if guarantees are about clients that an audit cannot run."""
 
     def sampling(self, cohorts: Sampling) -> Sampling:
-        """The sampling scheme that accountants count, given that of the cohorts that run."""
+        """The sampling scheme that accountants count, of that of the cohorts that run."""
         return cohorts
 
     def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:

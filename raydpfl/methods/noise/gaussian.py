@@ -111,7 +111,7 @@ class Gaussian(Noise):
 
     @field_validator("epsilon", mode="before")
     @classmethod
-    def _law(cls, value: Any) -> Any:
+    def _distribution(cls, value: Any) -> Any:
         if isinstance(value, bool):
             expected = "a positive number, or a distribution of budgets"
             raise ConfigError("noise.epsilon", value, expected)

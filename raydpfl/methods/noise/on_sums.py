@@ -22,7 +22,7 @@ SHOWN = (
 COMMON = (
     "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"
 )
-# what a round releases besides a bounding's queries, and what the ledger calls its noise
+# what else a round releases than a bounding's queries, and what the ledger calls its noise
 RESERVED = ("updates", "losses", "loss", "survey")
 RELATIONS: tuple[Relation, ...] = ("replace_one", "add_remove", "zero_out")
 # By section, what accountants take as a user-defined member of it declares it.

@@ -1,7 +1,7 @@
 """What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member.
 
-By default a run has none, as each costs more than 2 % of some round. A member with fields is given
-as a mapping:
+By default a run has none, as each costs more than 2 % of some round. A member with fields is a
+mapping:
 
 >>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
 ['clients', 'bounding']
@@ -27,8 +27,8 @@ def parse(values: Any) -> tuple[Probe, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError("measure", values, f"a list, of {', '.join(FAMILY)} or your own classes")
-    given = [{"kind": value} if isinstance(value, str) else value for value in values]
-    found = tuple(choose("measure", each, FAMILY, Probe) for each in given)
-    if len({probe.kind for probe in found}) < len(found):
+    sections = [{"kind": value} if isinstance(value, str) else value for value in values]
+    probes = tuple(choose("measure", section, FAMILY, Probe) for section in sections)
+    if len({probe.kind for probe in probes}) < len(probes):
         raise ConfigError("measure", values, "a list that has each kind once")
-    return found
+    return probes

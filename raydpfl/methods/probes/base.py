@@ -45,7 +45,7 @@ class Round:
 
     t: int  # the round, from 0
     bound: float | None  # the bound that was in force, an L2 norm; None: nothing is bounded
-    # all that is known of each client, [r] by name: `client`, `norm`, `factor`, `train_loss`, and
+    # all numbers of each client, [r] by name: `client`, `norm`, `factor`, `train_loss`, and
     # what `chunk` gave; NaN where a client failed
     columns: Columns
     total: np.ndarray  # float64 [d]: the sum of what was sent, without the server's noise

@@ -7,8 +7,8 @@ f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_
     Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),
     Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
 
-Gamma_s needs the minima, so it is given where they can be found: for models of one linear layer,
-whose loss is convex. They are found by L-BFGS in float64, in coordinates in which the rows are
+Gamma_s needs the minima, so it is computed for models of one linear layer, whose loss is convex.
+They are computed by L-BFGS in float64, in coordinates in which the rows are
 white, and within their span, as what lies outside of it is 0 at a minimum or does not matter.
 
 **Without a minimum.** Without an L2 term the cross-entropy has a minimum only where no direction of
@@ -43,7 +43,7 @@ PRECISION = 1e-7  # of a gradient's largest coordinate that is a minimum anyhow
 STEPS = 2000  # of a search at most
 PROGRAM = 1_000_000  # numbers of a linear program at most
 GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bounds it by the gradient
-WIDTH = 4096  # of a matrix whose directions are taken apart, at most
+WIDTH = 4096  # of a matrix that is decomposed, at most
 # of the loss by the outputs, about; what makes the rows white is up to this constant
 CURVATURE = 0.1
 
@@ -205,7 +205,7 @@ class LinearLosses:
             return None, value
         white = (x @ basis) / scale
         others = np.arange(self.layer.outputs) != y[:, None]
-        exists: bool | None = bounded or None  # None: not known yet
+        exists: bool | None = bounded or None  # None: undecided
 
         def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
             loss, by_output = _loss(white @ c.T, y, weights)
@@ -307,7 +307,8 @@ def _rows(
     rows = [shards.chunk([i], int(shards.sizes[i])) for i in clients]
     x, y = (np.concatenate([row[k][0] for row in rows]) for k in (0, 1))
     weights = [
-        np.full(each[2][0], shares[i] / each[2][0]) for i, each in zip(clients, rows, strict=True)
+        np.full(chunk[2][0], shares[i] / chunk[2][0])
+        for i, chunk in zip(clients, rows, strict=True)
     ]
     x = x if x.dtype.kind == "i" else x.astype(np.float64)
     return x, y, np.concatenate(weights)

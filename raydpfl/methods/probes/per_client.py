@@ -11,7 +11,7 @@ from raydpfl.methods.probes.base import Probe, Round
 
 
 class ClientsProbe(Probe):
-    """All that is known of each client in each round, in clients.parquet."""
+    """All numbers of each client in each round, in clients.parquet."""
 
     kind: str = "clients"
 

@@ -7,7 +7,7 @@ squared inputs, o_i its optimum. Q full gradient steps with learning rate lr mov
     x + s_i (o_i - x),    s_i = 1 - (1 - lr k_i)^Q,
 
 and what it sends of that, and what the server makes of the sum, its bounding says. Where all
-clients take part without noise the mean update is a function of x alone. Its zeros are found by
+clients take part without noise the mean update is a function of x alone. Its zeros are computed by
 bisection in float64.
 """
 

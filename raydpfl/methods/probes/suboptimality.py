@@ -1,4 +1,4 @@
-"""How far the model is from the optimum, where that can be found (001 sec. 5.3, Fig. 1).
+"""How far the model is from the optimum, where that can be computed (001 sec. 5.3, Fig. 1).
 
 f is the mean loss over all rows of all clients, with the L2 term that local training has: sum_i p_i
 f_i with p_i = n_i / sum n. Half the squared error of a linear model is a quadratic, and both
@@ -23,7 +23,7 @@ from raydpfl.methods.probes.client_optima import LinearLosses, least, linear
 from raydpfl.storage.run_files import replace_file
 
 COLUMNS = ("suboptimality", "distance")
-WIDTH = 4096  # of a quadratic whose directions are taken apart, at most
+WIDTH = 4096  # of a quadratic that is decomposed, at most
 FLAT = 1e-12  # of the largest curvature; a direction with less has none
 OPTIMUM = "optimum.bin"
 
@@ -32,7 +32,7 @@ Gap = Callable[[np.ndarray], tuple[float, float]]  # of theta: (f - f*, distance
 
 class SuboptimalityProbe(Probe):
     """f(w) - f* as `suboptimality` and ||w - w*|| as `distance`, after every `every`-th round and
-    the last; among several minimisers w* is the nearest. None of it is noised.
+    the last; among several minimisers w* is the nearest. None of it is noisy.
 
     The summary has f* as `optimum`, and both numbers at the start and at the end. w* is in
     optimum.bin, float64 [d], the one of least norm.
@@ -112,7 +112,7 @@ class _Optimum:
 def _stored(
     out: Path, of: LinearLosses, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
 ) -> np.ndarray | None:
-    """theta as a run that goes on had found it; None where it is not there, or is no minimum."""
+    """theta as an interrupted run has stored it; None without it, or if it is no minimum."""
     path = out / OPTIMUM
     if not path.is_file() or path.stat().st_size != 8 * of.layer.outputs * of.width:
         return None

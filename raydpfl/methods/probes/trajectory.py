@@ -48,7 +48,7 @@ def together(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Several paths on the principal directions of all their models together (001 Fig. 3).
 
-    The axes are found from the inner products of all models in float64, summed over blocks of
+    The axes follow from the inner products of all models in float64, summed over blocks of
     parameters: paths may be mapped files, larger than memory. The larger coordinates of each axis
     are positive. A model with NaN (lost by a run) has no part in the axes.
 

@@ -155,7 +155,7 @@ class Selection(Member):
         return None
 
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
-        """The clients about whose data round t releases something, which accountants count, known
+        """The clients about whose data round t releases something, which accountants count, fixed
         before the run: int64 [k], a client drawn twice listed twice. By default the cohort.
         """
         return self.draw(seed, t, population).clients

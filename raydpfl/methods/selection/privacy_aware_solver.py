@@ -62,7 +62,7 @@ class Solution:
 
     probabilities: np.ndarray  # p, float64 [N]
     objective: float  # f(p)
-    # the mass taken from the lowered clients and given to the raised ones, ||p - p^u||_1 / 2
+    # the mass taken from the lowered to the raised clients, ||p - p^u||_1 / 2
     moved: float
     levels: tuple[float, float]  # (a, b). Where p = p^u, the extremes of c p^u.
     kkt_residual: float  # see the function of that name
@@ -121,7 +121,7 @@ class _Moves:
         # infinite beyond the public clients, and where no mass is enough
         with np.errstate(invalid="ignore", over="ignore"):
             lifted = np.where(rise > 0, rise * self.width_below[1:-1], 0.0)
-            self.given = np.concatenate(([0.0], np.cumsum(lifted)))
+            self.added = np.concatenate(([0.0], np.cumsum(lifted)))
         freed = rise * np.where(rise > 0, self.width_above[1:-1], 0.0)
         self.taken = np.concatenate((np.cumsum(freed[::-1])[::-1], [0.0]))
 
@@ -137,13 +137,13 @@ class _Moves:
     def lowered_to(self, j: int) -> float:
         """The excess where the suffix is lowered to g[j]."""
         moved = float(self.taken[j])
-        i = int(np.searchsorted(self.given, moved, side="right"))
+        i = int(np.searchsorted(self.added, moved, side="right"))
         level = float((moved + self.mass_below[i]) / self.width_below[i])
         return self.excess(i, j, moved, max(float(self.g[i - 1]), level), float(self.g[j]))[0]
 
     def raised_to(self, i: int, j: int) -> float:
         """The excess where the prefix is raised to g[i], with the suffix from j on lowered."""
-        moved = float(self.given[i])
+        moved = float(self.added[i])
         mass = float(self.mass_above[j])
         if not moved < mass:
             return -math.inf

@@ -1,7 +1,7 @@
 """The server's step: from the model and the mean update to the next model.
 
 A member turns the model x and the mean update u (both float64 [d]) into the next model. A member
-holds nothing but its settings. What it must remember is in a state, a dictionary of float64 arrays
+holds nothing but its settings. What lasts is in a state, a dictionary of float64 arrays
 that the run passes in, lets it change in place, and writes to every checkpoint.
 
 A member of your own is a class of `Server` with `direction`, and with `start` if it has a state:

@@ -266,7 +266,7 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
     others = [layer.activation.name for layer in layers if layer.activation not in ACTIVATIONS]
     if others:
         return f"{others[0]} is not compiled"
-    reason = native.found()
+    reason = native.library_or_reason()
     return reason if isinstance(reason, str) else None
 
 

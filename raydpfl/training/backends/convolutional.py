@@ -280,7 +280,7 @@ def unpooled(chain: Sequence[Link]) -> str | None:
             return "samples are clipped by hand where one max-pooling follows each convolution"
         if isinstance(link, Convolution) and list(link.dilation) != [1, 1]:
             return "a dilated convolution's samples are not clipped by hand"
-    library = native.found()
+    library = native.library_or_reason()
     return library if isinstance(library, str) else None
 
 
@@ -394,7 +394,7 @@ class Convolutional(OneByOne):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.links = links(module)
         pooled = any(isinstance(link, Convolution) and link.compiled for link in self.links)
-        library = native.found()
+        library = native.library_or_reason()
         if pooled and device.type == "cpu" and isinstance(library, str):
             raise NoStack(library)
         self.unclipped = unpooled(self.links)  # why samples are not clipped
