@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from raydpfl.check.contract import Look, hold
 from raydpfl.check.example import Example
 from raydpfl.check.runs import carried_out
-from raydpfl.simulation.recorder import KNOWN
+from raydpfl.simulation.recorder import CLIENT_COLUMNS
 
 
 def no_bit_changed(case: Example) -> str:
@@ -27,7 +27,7 @@ def columns(case: Example) -> str:
     plan = case.plan
     noisy = plan.client_std(plan.experiment.bounding.initial_bound) > 0
     declared = set(case.member.columns(noisy))
-    known = set(KNOWN)
+    known = set(CLIENT_COLUMNS)
     for seen in case.whole.columns:
         undeclared = seen.keys() - known
         hold(

@@ -164,7 +164,9 @@ def run(
     from raydpfl.runtime import runner
     from raydpfl.simulation import provenance
 
-    with provenance.kept(out or config if resume else config, first=resume and not fresh_noise):
+    with provenance.stored_code(
+        out or config if resume else config, first=resume and not fresh_noise
+    ):
         experiment, folder = _read("run", config, overrides)
         if resume and out is None:
             if folder is None:
@@ -247,7 +249,7 @@ def sweep(
     from raydpfl.cli.search_display import SweepDisplay
     from raydpfl.simulation import provenance
 
-    with provenance.kept(out or config if resume else config, first=resume):
+    with provenance.stored_code(out or config if resume else config, first=resume):
         asked, folder = _swept(config, overrides or (), resume)
         if resume and out is None:
             if not folder:
@@ -851,7 +853,7 @@ def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
     """Within, what a run directory keeps of the code that it names can be imported."""
     from raydpfl.simulation import provenance
 
-    return provenance.kept(config) if trust_code else nullcontext()
+    return provenance.stored_code(config) if trust_code else nullcontext()
 
 
 def _new_folder(config: str, what: str = "") -> Path:

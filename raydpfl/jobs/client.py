@@ -162,7 +162,7 @@ class JobServer:
             provenance,  # loads torch, which following a job can do without
         )
 
-        with provenance.kept(config, first=resume is not None) as kept:
+        with provenance.stored_code(config, first=resume is not None) as kept:
             submission = _read(config, overrides)
             tree, files = submission.packed(kept, there)
         run = self._run(resume) if resume else None

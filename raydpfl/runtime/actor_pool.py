@@ -192,7 +192,9 @@ class ActorPool:
         costs = self._costs.of(chunks)
         actors = max(1, self.healthy)
         pieces = 1.0
-        if self._costs.known:  # a long round in pieces, so that the faster actors take more of them
+        if (
+            self._costs.fitted
+        ):  # a long round in pieces, so that the faster actors take more of them
             pieces = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
         return self._assign(chunks, actors * round(pieces), costs)
 

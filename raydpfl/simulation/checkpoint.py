@@ -38,14 +38,14 @@ class Checkpoint:
 
     round: int  # rounds done
     model: np.ndarray  # float32 [d]
-    states: dict[str, State]  # what each member keeps, by the name of its section
+    states: dict[str, State]  # the state of every member, by the name of its section
     bound: float | None  # in force in the coming round
     seconds: float  # spent so far, over all resumes
     participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
     members: dict[str, np.ndarray]  # by member, int64 [m]: the clients with state
     memory: dict[str, np.ndarray]  # by member, float32 [m, d]: what
     origin: dict[str, str]  # what else the bits depend on: data, versions
-    tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far each table reaches
+    tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far it reaches
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -86,14 +86,14 @@ def load(
     `check` raises for one whose rows are lost, as readers of damaged files do. Raises `RunError`
     if some can be read and all of those have been changed.
     """
-    found = None
+    checkpoint = None
     changed = None
     passed = []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
-            found, intact = _read(path)
+            checkpoint, intact = _read(path)
             if intact:
-                check(found)
+                check(checkpoint)
                 break
             reason = "it has been changed since it was written"
             changed = changed or f"{path}: {reason}"
@@ -101,18 +101,18 @@ def load(
             reason = (
                 f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             )
-        found = None
+        checkpoint = None
         passed.append(f"{path} is passed over: {reason}")
-    if changed and not found:
+    if changed and not checkpoint:
         more = "without any checkpoint the run would start again from its first round"
         raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
-    if passed and not found:
+    if passed and not checkpoint:
         passed.append(
             f"no checkpoint in {folder} can be read: the run starts again from its first round"
         )
     for warning in passed:
         log.warning(warning)
-    return found
+    return checkpoint
 
 
 # What the readers of damaged files raise.

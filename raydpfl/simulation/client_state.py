@@ -8,7 +8,7 @@ chunk.
 >>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
 >>> memory.keep([ChunkResult(np.zeros(3), columns, sent)])
 >>> chunk = Chunk(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
->>> memory.given(chunk).memory["local"]
+>>> memory.with_states(chunk).memory["local"]
 {0: array([1., 1., 1.], dtype=float32)}
 """
 
@@ -34,7 +34,7 @@ class ClientStates:
             for name, clients in members.items()
         }
 
-    def given(self, chunk: Chunk) -> Chunk:
+    def with_states(self, chunk: Chunk) -> Chunk:
         """The chunk with the state of its clients."""
         if not self._by_member:
             return chunk

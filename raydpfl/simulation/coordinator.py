@@ -112,7 +112,7 @@ class Coordinator:
         at.bound = self.next_bound(t, cohort, columns)
         at.participations.update(cohort.clients.tolist())
         at.t = t + 1
-        return self.record.take(row, clock, at)
+        return self.record.finish_row(row, clock, at)
 
     def account(self, t: int) -> None:
         """Writes this round's spending ahead of it; raises `BudgetError` where it may not be."""
@@ -142,7 +142,7 @@ class Coordinator:
         assert isinstance(width, int)  # the plan has resolved "auto"
         per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
         cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients))
-        shares = self.pool.assign([at.memory.given(chunk) for chunk in cut])
+        shares = self.pool.assign([at.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(at.bound)
         most = None if at.bound is None else at.bound * plan.weight
         grid = Grid.of(len(cohort), most, std)

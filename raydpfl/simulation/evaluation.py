@@ -86,7 +86,7 @@ def per_client(scores: Iterable[Scored], metric: Metric) -> np.ndarray:
 def totals(
     scores: Iterable[Scored], metrics: Sequence[Metric]
 ) -> dict[str, list[tuple[Metric, Total]]]:
-    """What the batches of each set come to together by each metric, the batches in order."""
+    """What the batches of every set come to together by every metric, the batches in order."""
     by_set: dict[str, list[Scored]] = {}
     for score in scores:
         if score.rows != metric_columns.CLIENT:
@@ -115,7 +115,7 @@ def scored(by_set: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | N
 
 
 def fetched(batches: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Total, ...]]:
-    """Vectors [k] each, of each batch, in float64; a GPU that holds them is waited for once."""
+    """Vectors [k] each, of every batch, in float64; a GPU that holds them is waited for once."""
     every = [total.double() for sums in batches for total in sums]
     flat = torch.cat(every).cpu().numpy() if every else np.empty(0)
     parts = iter(np.split(flat, np.cumsum([len(total) for total in every])[:-1]))
@@ -126,7 +126,7 @@ class Evaluator:
     """Evaluates models on batches of rows that clients do not train on.
 
     `module`: the experiment's, where it is to run; its parameters are overwritten. `clients`: their
-    local parameters. With these, or personal models, each client's rows are for its own model, and
+    local parameters. With these, or personal models, every client's rows are for its own model, and
     those of a client that has none yet are left out; with fine-tuning, for what it has trained of
     the model and its own.
     """

@@ -72,7 +72,7 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
         client: one that has a model of its own (`model.local`, `personal`): `module` is that, from
             the last checkpoint. None: the model that was sent to all.
         trust_code: import the user-defined classes that the run names, from here or as the run has
-            kept their source. That runs their code.
+            stored their source. That runs their code.
 
     Raises:
         ConfigError: it is no directory of a run that has ended, the client has no such model, or
@@ -110,7 +110,7 @@ def _read(name: str) -> bool:
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
-    with provenance.kept(folder, first=True) if trust_code else nullcontext():
+    with provenance.stored_code(folder, first=True) if trust_code else nullcontext():
         return _made(run, folder, None if trust_code else ())
 
 

@@ -1,6 +1,6 @@
 """Noise of a user-defined class, tested against its declared distribution in every round of a run.
 
-Each draw is tested before it is released: the server's on a sum, each client's and their sum, those
+Each draw is tested before it is released: the server's on a sum, every client's and their sum, those
 on side queries and on histograms. With independent N(0, std^2 I) of the std that accountants count
 on, these statistics have exact distributions, conditional on the draws before:
 
@@ -88,7 +88,7 @@ def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) ->
 
 
 def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The length of each row of z, [k, n], along that of the others, which are not zero; NaN where
+    """The length of every row of z, [k, n], along that of the others, which are not zero; NaN where
     they are.
     """
     size = np.abs(others).max(1, initial=0.0)
@@ -120,12 +120,12 @@ class Draws:
     def __init__(self, what: str, nth: int):
         self._what = what
         self._level = FALSE_ALARM / (TESTS * (nth + 1) * (nth + 2))
-        # by test, after each draw: what has been added up until then
+        # by test, after every draw: what has been added up until then
         self._totals: dict[str, list[np.ndarray]] = {}
         self._before: deque[np.ndarray] = deque(maxlen=LAGS)
         self._rows = np.empty((0, 0))
         self._single: list[float] = []
-        self._sums = np.zeros((2, 0))  # of each coordinate, and of its square
+        self._sums = np.zeros((2, 0))  # of coordinates, and of their squares
         self._count = 0  # draws in these
 
     def see(
@@ -167,7 +167,7 @@ class Draws:
             self._hold(_chi_squared(total, dof) * _share(length), drawn)
 
     def _normals(self, statistics: Numbers) -> Numbers:
-        """What is standard normal of these draws, float64 [k] each; NaN where it is not known."""
+        """What is standard normal of these draws, all float64 [k]; NaN where it is undefined."""
         square = statistics["square"]
         d = statistics["dimensions"]
         low = chdtr(d, square)

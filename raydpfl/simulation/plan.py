@@ -108,7 +108,7 @@ class Plan(PreparedExperiment):
         return replace(self, history=history, first=first, clients_left=clients_left)
 
     def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a run's bits depend on besides the experiment, by name; as a checkpoint of fewer
+        """What a run's bits depend on, next to the experiment, by name; as a checkpoint of fewer
         rounds would have it, where `stored` is that of one.
         """
         # a checkpoint of another run goes on nowhere else
@@ -141,7 +141,7 @@ class Plan(PreparedExperiment):
         return self.population.cached(("cohorts", experiment.seed, rounds), compute)
 
     def _clients(self) -> str:
-        """A digest of what the plan holds of each client."""
+        """A digest of what the plan holds of every client."""
         arrays = [
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
@@ -159,12 +159,12 @@ class Plan(PreparedExperiment):
 
     @property
     def repeated(self) -> int:
-        """How many releases there were besides those of the rounds as they count now."""
+        """How many releases there were in addition to those of the rounds as they count now."""
         return sum(map(len, self.history)) - self.first
 
     @cached_property
     def surveys(self) -> np.ndarray:
-        """Noisy histograms of all clients until after each round, int64 [rounds], those before the
+        """Noisy histograms of all clients until after every round, int64 [rounds], those before the
         run was restarted included.
         """
         every = self.experiment.evaluate.every
@@ -213,10 +213,12 @@ class Plan(PreparedExperiment):
         """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all else
         that the histograms depend on.
         """
-        e = self.experiment.evaluate
-        asked = e.model_dump(mode="json", include={"histogram", "validation", "every"})
-        metric = e.per_client.meaning() if e.per_client else None
-        rules = [rule.meaning() for rule in (e.fine_tune, self.experiment.personal) if rule]
+        experiment = self.experiment.evaluate
+        asked = experiment.model_dump(mode="json", include={"histogram", "validation", "every"})
+        metric = experiment.per_client.meaning() if experiment.per_client else None
+        rules = [
+            rule.meaning() for rule in (experiment.fine_tune, self.experiment.personal) if rule
+        ]
         return _digest64(["survey", self.noise_seed, asked, metric, *rules])
 
     def _release_config(self) -> dict[str, Any]:
@@ -278,7 +280,7 @@ class Plan(PreparedExperiment):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The accountants that guarantees are given by: those asked for, and where none of them is
+        """The accountants of the guarantees: those asked for, and where none of them is
         rigorous, a rigorous one that covers the mechanism, since a formula never stands by itself.
         """
         asked = self.experiment.accountants
@@ -316,7 +318,7 @@ class Plan(PreparedExperiment):
         return self.experiment.noise.client_std(self.sum_std(bound), self.clients_left)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Stds float64 [r] of the noise of these clients on the mean gradient of each local step;
+        """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
         None when there is none.
         """
         return self.mechanism.step_stds(clients) if self.mechanism else None
@@ -379,7 +381,7 @@ class Plan(PreparedExperiment):
         )
 
     def draws(self, rounds: int) -> list[np.ndarray]:
-        """The clients of each release up to round `rounds`, with repeats."""
+        """The clients of every release up to round `rounds`, with repeats."""
         past = [
             (self.cohort_seed(segment.restart), t)
             for segment in self.history
@@ -399,13 +401,13 @@ class Plan(PreparedExperiment):
         return self.draws(self.experiment.rounds) if mechanism.by_draws or simulated else None
 
     def participations(self, rounds: int) -> Counter:
-        """How often the seed draws each client in the releases up to round `rounds`; where losses
+        """How often the seed draws every client in the releases up to round `rounds`; where losses
         choose among candidates, how often it is one.
         """
         return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
-        """What holds after `rounds` rounds, `participations` counting how often each client was
+        """What holds after `rounds` rounds, `participations` counting how often every client was
         drawn.
         """
         if not self.mechanism or rounds == 0:
@@ -417,7 +419,7 @@ class Plan(PreparedExperiment):
         return self.report.guarantees(counts, composed, asked)
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
-        """As `guarantees`, counting only how often losses have chosen each client: none of these is
+        """As `guarantees`, counting only how often losses have chosen every client: none of these is
         proved. Empty where all who are exposed are counted.
         """
         uncounted = self.experiment.selection.uncounted

@@ -43,29 +43,31 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
     plan = Plan.make(experiment, data_root)
-    e = plan.experiment
-    seen = Counter(client for clients in plan.draws(e.rounds) for client in clients.tolist())
+    experiment = plan.experiment
+    seen = Counter(
+        client for clients in plan.draws(experiment.rounds) for client in clients.tolist()
+    )
     budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
-        budget = of_personal(cast(LocalSteps, plan.mechanism), seen, e.privacy.accountants)
+        budget = of_personal(cast(LocalSteps, plan.mechanism), seen, experiment.privacy.accountants)
     else:
         budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
-    if e.privacy.budget is None:
+    if experiment.privacy.budget is None:
         return budget
-    return replace(budget, notes=(*budget.notes, _lasts(plan, e.privacy.budget)))
+    return replace(budget, notes=(*budget.notes, _lasts(plan, experiment.privacy.budget)))
 
 
 def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
-    """The budget of sums over cohorts; `seen` is how often each client is drawn."""
-    e = plan.experiment
-    assert e.bounding.initial_bound is not None  # there is noise on updates
-    scale = e.bounding.initial_bound * plan.weight
+    """The budget of sums over cohorts; `seen` is how often every client is drawn."""
+    experiment = plan.experiment
+    assert experiment.bounding.initial_bound is not None  # there is noise on updates
+    scale = experiment.bounding.initial_bound * plan.weight
     updates, *others = mechanism.queries
     updates = replace(updates, bound=updates.bound * scale, std=updates.std * scale)
     mechanism = replace(mechanism, queries=(updates, *others))
-    target = e.noise.target()
+    target = experiment.noise.target()
     unknown: Unknown = "epsilon" if target is None else "noise"
-    most = max(seen.values(), default=1) if e.noise.simulated() else None
+    most = max(seen.values(), default=1) if experiment.noise.simulated() else None
     terms = plan.terms
     question = Question(
         mechanism, terms.relation, terms.delta, unknown, target, participations=most, v=terms.v
@@ -104,7 +106,7 @@ def of_personal(
     participations: Participations,
     accountants: Sequence[str] = ("pld", "rdp", "paper"),
 ) -> PersonalBudget:
-    """What noise at local steps guarantees, for each client and for the one that spends most.
+    """What noise at local steps guarantees, for every client and for the one that spends most.
 
     Args:
         mechanism: what the clients release.

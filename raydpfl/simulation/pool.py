@@ -22,7 +22,7 @@ from raydpfl.simulation.evaluation import Scored
 class Pool(Protocol):
     """The clients of a run, wherever they are."""
 
-    per_client: bool  # each client of the population is its own actor
+    per_client: bool  # every client of the population is its own actor
 
     @property
     def healthy(self) -> int:
@@ -51,7 +51,7 @@ class Pool(Protocol):
         """
 
     def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
-        """What a model, float32 [d], does after t rounds on each batch that it is evaluated on, in
+        """What a model, float32 [d], does after t rounds on every batch that it is evaluated on, in
         order. `own`: by client, what it has of its own of the model, float32 [own].
         """
 
@@ -66,7 +66,7 @@ class _Timeout(BaseException):
 class Inline:
     """The clients as plain objects in this process, without Ray, one after another.
 
-    Where compiled code trains, it uses a thread for each core.
+    Where compiled code trains, it uses a thread per core.
     """
 
     healthy = 1

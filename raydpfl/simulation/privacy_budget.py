@@ -59,7 +59,7 @@ class Account:
             self.ledger.record(t=t, restart=self.plan.restart, epsilon=spent, **release)
 
     def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
-        """What the ledger says of the release of round t. The key of its noise is known for the
+        """What the ledger says of the release of round t. The key of its noise exists for the
         `present` segment alone.
         """
         plan = self.plan
@@ -90,7 +90,7 @@ class Account:
         # whether the line is of the segment that goes on, under the present key of the noise
         present = entry.get("restart", 0) == self.plan.restart
         if self.plan.experiment.bounding.adapts and not (t == rounds and present):
-            bound = entry.get("bound")  # known of the coming round alone
+            bound = entry.get("bound")  # computed for the coming round alone
             if not (isinstance(bound, float) and 0 < bound < math.inf):
                 raise RunError(f"the ledger has bound {bound} for round {t}: {UNKNOWN}")
         planned = self._release(t, bound, present)
@@ -107,11 +107,11 @@ class Account:
 
         Args:
             rounds: done.
-            participations: how often each client was drawn in them.
+            participations: how often every client was drawn in them.
         """
         recorded = self._recorded(rounds, participations)
         guarantees = self.plan.guarantees(*recorded)
-        if recorded[0] == rounds and not self.plan.history:  # else nobody knows who was chosen
+        if recorded[0] == rounds and not self.plan.history:  # else the chosen are unknown
             guarantees += self.plan.of_the_chosen(rounds, participations)
         return guarantees
 

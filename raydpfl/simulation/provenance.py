@@ -283,7 +283,7 @@ def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) ->
 
 
 @contextmanager
-def kept(run: str | Path, first: bool = False) -> Iterator[Path | None]:
+def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
     """Within, the user-defined modules of the directory of a run (or its address) are imported
     where there are no others of their names.
 
@@ -326,25 +326,25 @@ def _check_private(paths: Sequence[Path]) -> None:
     for path in paths:
         status = path.lstat()
         if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & 0o002:
-            expected = "kept code that is yours, that not everyone can write, and no link; "
+            expected = "stored code that is yours, that not everyone can write, and no link; "
             raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
 
 
 def _named(path: Path, place: Path) -> str:
-    """The module of a kept file."""
+    """The module of a stored file."""
     parts = path.relative_to(place).parts
     whole = parts[:-1] if path.stem == "__init__" else (*parts[:-1], path.name.partition(".")[0])
     return ".".join(whole)
 
 
 def _same(path: Path, place: Path) -> bool:
-    """Whether the module of a kept file is also found elsewhere, with the same code."""
+    """Whether the module of a stored file also exists elsewhere, with the same code."""
     here = _place(_named(path, place))
     return here is not None and here.is_file() and _syntax_digest(here) == _syntax_digest(path)
 
 
 def _warn(paths: Sequence[Path], place: Path) -> None:
-    """Warns of modules here that differ from what is kept. Raises `ConfigError` for one that has
+    """Warns of modules here that differ from what is stored. Raises `ConfigError` for one that has
     been imported.
     """
     names = {_named(path, place): path for path in paths}
@@ -354,7 +354,7 @@ def _warn(paths: Sequence[Path], place: Path) -> None:
     differ = [str(here) for here in map(_place, names) if here]
     if differ:
         log.warning(
-            "%s differs from what the run began with, kept in %s: that is used; "
+            "%s differs from what the run began with, stored in %s: that is used; "
             "--fresh-noise would take the new code",
             ", ".join(differ),
             place,
@@ -366,7 +366,7 @@ def _file(module: ModuleType | None) -> Path:
 
 
 def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
-    """(name, module, class or function) of each member of the tree, and of a model's kind, that is
+    """(name, module, class or function) of every member of the tree, and of a model's kind, that is
     not raydpfl's or torch's.
     """
     if isinstance(node, BaseModel):

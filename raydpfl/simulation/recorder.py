@@ -31,9 +31,12 @@ from raydpfl.simulation.run_state import RunState
 from raydpfl.storage.run_files import Clock, Dropped, Pace
 from raydpfl.storage.tables import Table, schema
 
-# What is known of every client, measured or not.
-KNOWN = ("client", "norm", "factor", "clipped", "train_loss")
-NOBODY: Columns = {"client": np.empty(0, np.int64), **{name: np.empty(0) for name in KNOWN[1:]}}
+# The columns of every client, measured or not.
+CLIENT_COLUMNS = ("client", "norm", "factor", "clipped", "train_loss")
+NO_CLIENTS: Columns = {
+    "client": np.empty(0, np.int64),
+    **{name: np.empty(0) for name in CLIENT_COLUMNS[1:]},
+}
 SHARES = (0.1, 0.5, 0.9)  # of the quantiles of norms
 PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
@@ -42,7 +45,7 @@ def joined(results: Iterable[ChunkResult]) -> Columns:
     """The columns of all clients, in client order; empty columns if there are no results."""
     every = [result.columns for result in results]
     if not every:
-        return NOBODY
+        return NO_CLIENTS
     columns = {name: np.concatenate([row[name] for row in every]) for name in every[0]}
     order = np.lexsort((columns.pop("draw"), columns["client"]))
     if (order[1:] > order[:-1]).all():
@@ -58,10 +61,10 @@ class Recorder:
         self.out = out
         self.probes = plan.experiment.measure
         self.scores = plan.experiment.scores
-        self.given = plan.experiment.given
+        self.evaluated = plan.experiment.given
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
-        state = self._known()
+        state = self._client_columns()
         for probe in self.probes:
             for name, columns in probe.tables(state).items():
                 self.tables[name] = Table(out, name, schema(columns))
@@ -79,10 +82,10 @@ class Recorder:
         names += [name for probe in self.probes for name in probe.values()]
         return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
 
-    def _known(self) -> tuple[str, ...]:
+    def _client_columns(self) -> tuple[str, ...]:
         """The columns of the clients table."""
         noisy = self.plan.experiment.noise.client_std(1.0, 1) > 0
-        return (*KNOWN, *(name for probe in self.probes for name in probe.columns(noisy)))
+        return (*CLIENT_COLUMNS, *(name for probe in self.probes for name in probe.columns(noisy)))
 
     def begin(
         self,
@@ -103,7 +106,7 @@ class Recorder:
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if plan.experiment.evaluate.stop:
-            for row in self.rounds.arrow().select([*self.given]).to_pylist():
+            for row in self.rounds.arrow().select([*self.evaluated]).to_pylist():
                 self._judge(row)
         self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
         followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
@@ -120,15 +123,15 @@ class Recorder:
     def row(
         self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float], at: RunState
     ) -> dict[str, Any]:
-        """The row of a round, without its evaluation. Also writes what the probes write besides."""
-        e = self.plan.experiment
+        """The row of a round, without its evaluation. Also writes the tables of the probes."""
+        experiment = self.plan.experiment
         columns = seen.columns
         row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
         row |= {"train_loss": _mean(columns["train_loss"])}
         row |= dict.fromkeys(self.scores)
         row |= {column(name): spent[name] for name in spent}
-        row["bound"] = e.bounding.sample_bound or seen.bound
-        # drawn at each client's local steps, there is none on the sum
+        row["bound"] = experiment.bounding.sample_bound or seen.bound
+        # drawn at every client's local steps, there is none on the sum
         at_steps = self.plan.mechanism is not None and self.plan.mechanism.by_draws
         row["noise_std"] = None if at_steps else self.plan.sum_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
@@ -136,7 +139,7 @@ class Recorder:
         quantiles = quantiles_of(_finite(columns["norm"]), SHARES)
         row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
         row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
-        row["lr"] = e.local.learning_rate(seen.t)
+        row["lr"] = experiment.local.learning_rate(seen.t)
         dropped = sorted(client for result in results for client in result.dropped)
         if dropped:
             self.dropped.append(seen.t, dropped)
@@ -152,12 +155,12 @@ class Recorder:
             row |= assess(seen.t, at.model)
         return row
 
-    def take(self, row: dict[str, Any], clock: Clock, at: RunState) -> dict[str, Any]:
+    def finish_row(self, row: dict[str, Any], clock: Clock, at: RunState) -> dict[str, Any]:
         """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
         last = at.t == self.plan.experiment.rounds
-        e = self.plan.experiment
-        if self.given and (last or at.t % e.evaluate.every == 0):
+        experiment = self.plan.experiment
+        if self.evaluated and (last or at.t % experiment.evaluate.every == 0):
             self._evaluate(row, at)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -173,18 +176,18 @@ class Recorder:
 
     def _judge(self, row: Mapping[str, Any]) -> None:
         """Takes up the score that may end the run, if this row has it."""
-        e = self.plan.experiment
-        stop = e.evaluate.stop
+        experiment = self.plan.experiment
+        stop = experiment.evaluate.stop
         if stop and metric_columns.evaluated(row):
             seen = [*self._since_best, row[stop.metric]]
-            self._since_best = metric_columns.since_best(seen, stop.sign(e.metrics))
+            self._since_best = metric_columns.since_best(seen, stop.sign(experiment.metrics))
 
     def _evaluate(self, row: dict[str, Any], at: RunState) -> None:
-        e = self.plan.experiment
+        experiment = self.plan.experiment
         batches = self.pool.evaluate(at.model, at.t, at.memory.own)
-        totals = evaluation.totals(batches, e.metrics)
+        totals = evaluation.totals(batches, experiment.metrics)
         scores = evaluation.scored(totals)
-        metric = e.evaluate.per_client
+        metric = experiment.evaluate.per_client
         if metric:
             values = evaluation.per_client(batches, metric)
             scores |= self._of_clients(row["round"], metric, values)
@@ -192,8 +195,8 @@ class Recorder:
         what = metric_columns.diverged(scores)
         if what:
             raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
-        for rows, known in totals.items():
-            for metric, total in known:
+        for rows, metrics in totals.items():
+            for metric, total in metrics:
                 cells = metric.cells(total)
                 if cells:
                     self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
@@ -257,7 +260,7 @@ class Recorder:
         return {kind: work.result() for kind, work in (self._after or {}).items()}
 
     def summary(self, at: RunState, account: Account) -> dict[str, Any]:
-        """What is known of the run so far, for its summary."""
+        """The summary of the run so far."""
         rows = self.rounds.arrow()
         names = self.scores
         evaluated = rows.select(["round", *names]).to_pylist()
@@ -295,16 +298,16 @@ class Recorder:
 
 def _cells(plan: Plan) -> dict[str, list[str]]:
     """The tables that metrics write, by name, and their columns."""
-    e = plan.experiment
-    sets = dict.fromkeys(metric_columns.set_of(name) for name in e.given)
-    metric = e.evaluate.per_client
+    experiment = plan.experiment
+    sets = dict.fromkeys(metric_columns.set_of(name) for name in experiment.given)
+    metric = experiment.evaluate.per_client
     own = {"client_scores": ["round", "client", metric.name]} if metric else {}
-    if e.evaluate.histogram:
+    if experiment.evaluate.histogram:
         own = {"client_histogram": ["round", "low", "high", "count", "share"]}
     return own | {
         f"{rows}_{metric.name}": ["round", *metric.columns()]
         for rows in sets
-        for metric in e.metrics
+        for metric in experiment.metrics
         if metric.columns() and rows != metric_columns.CLIENT
     }
 
@@ -317,7 +320,7 @@ def _at(t: int, columns: Columns) -> Columns:
 
 def _norm_mean(rows: pa.Table) -> float | None:
     """The mean norm of what clients would have sent unbounded, over all clients of all rounds (000
-    sec. 4, where half of it is the bound); None where nobody sent anything.
+    sec. 4, where half of it is the bound); None where no client sent anything.
     """
     cohort, dropped, norms = (
         np.array(rows[name].to_pylist(), np.float64) for name in ("cohort", "dropped", "norm_mean")

@@ -33,7 +33,7 @@ class RunState:
     t: int  # rounds done; the round to come
     model: np.ndarray  # float32 [d]
     bound: float | None  # in force in that round
-    states: dict[str, State]  # what each member keeps, by the name of its section
+    states: dict[str, State]  # the state of every member, by the name of its section
     memory: ClientStates = field(default_factory=lambda: ClientStates({}, {}))  # what clients keep
     seconds: float = 0.0  # spent so far, over all resumes
     participations: Counter = field(default_factory=Counter)  # client -> times drawn
@@ -102,9 +102,13 @@ def take_up(
 
 def started(plan: Plan) -> dict[str, State]:
     """The members' states before the first round, by the names of their sections."""
-    e = plan.experiment
-    members: dict[str, Any] = {"server": e.server, "bounding": e.bounding, "local": e.local}
-    members |= {f"measure.{probe.kind}": probe for probe in e.measure}
+    experiment = plan.experiment
+    members: dict[str, Any] = {
+        "server": experiment.server,
+        "bounding": experiment.bounding,
+        "local": experiment.local,
+    }
+    members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
     return {name: member.start(plan.d) for name, member in members.items()}
 
 

@@ -10,7 +10,7 @@ over rounds or clients is needed, and a run may be looked at after any round.
 | --------- | ---------------------------------------------------------------------- |
 | `counts`  | those who were drawn often (or seldom) until now are drawn often again |
 | `client`  | one client is drawn too often, or too seldom                           |
-| `sizes`   | of cohorts where each client takes part independently                  |
+| `sizes`   | of cohorts where every client takes part independently                  |
 | `overlap` | clients of the cohort before: too many, too varied a number, too even  |
 | `pairs`   | clients that came together too often come together again               |
 | `repeats` | draws of a client that the same round has drawn already                |
@@ -302,13 +302,13 @@ class _Overlap(_Numbers):
 
 
 class _Pairs(Bet):
-    """Pairs of clients that came together more often than by chance, each client in one pair.
+    """Pairs of clients that came together more often than by chance, every client in one pair.
 
-    The first of each pair are revealed first. Given these, the others are a uniform subset of the
+    The first of every pair are revealed first. Given these, the others are a uniform subset of the
     remaining clients, so that the second of a pair takes part with chance q', and whether the
     second ones do is negatively associated: prod o^x has at most the expectation
     (1 - q' + o q')^n, for o >= 1 and n pairs whose first takes part. Bets are on the first 1, 4, 16
-    ... pairs, the strongest first. After each search they begin again, with a part of the wealth.
+    ... pairs, the strongest first. After every search they begin again, with a part of the wealth.
     """
 
     _ODDS = np.array([2.0, 5.0, 20.0, 100.0, 2000.0])
@@ -375,7 +375,7 @@ class _Pairs(Bet):
 
 def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
     """The pairs of clients that came together most improbably often, int64 [2, k <= most], the most
-    improbable first, each client in one pair at most.
+    improbable first, every client in one pair at most.
 
     Of a few clients that were drawn most often, the companions are counted, so that the work does
     not exceed `_COMPARED`.

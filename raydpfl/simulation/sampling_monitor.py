@@ -122,7 +122,7 @@ class SamplingMonitor:
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
 
-        `participations`: how often each client took part in earlier rounds. Raises `RunError` where
+        `participations`: how often every client took part in earlier rounds. Raises `RunError` where
         the declared sampling does not give such a cohort.
         """
         candidates = self._candidates
@@ -145,7 +145,7 @@ class SamplingMonitor:
         self._bets = None
 
     def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
-        """How often each client was drawn before this draw, int64 [r]."""
+        """How often the clients were drawn before this draw, int64 [r]."""
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
         return np.array(counts, np.int64) + cohort.draws
 
@@ -171,7 +171,7 @@ class SamplingMonitor:
             raise self._wrong(
                 f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
             )
-        # of distinct clients each draw is the first
+        # of distinct clients every draw is the first
         draws = np.zeros(len(clients)) if (steps > 0).all() else Cohort.of(clients).draws
         if not np.array_equal(draws, cohort.draws):
             raise self._wrong(f"counted a client's draws wrongly in round {t}")
@@ -252,7 +252,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     for before in range(max(0, t - separation + 1), t):
         monitor.add_recent(selection.exposed(seed, before, population))
     participations = Counter[int]()
-    for before in range(t if secret else 0):  # the latest release of each round
+    for before in range(t if secret else 0):  # the latest release of every round
         past = [segment.restart for segment in plan.history if segment.first <= before]
         seed = plan.cohort_seed(past[-1] if before < plan.first else None)
         try:

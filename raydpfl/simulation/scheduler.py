@@ -82,8 +82,8 @@ def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
 
 
 class Costs:
-    """Seconds that chunks take, by least squares over past rounds: so many for each client, and so
-    many for each of its rows. Only the assignment to actors depends on it.
+    """Seconds that chunks take, by least squares over past rounds: so many per client and per row.
+    Only the assignment to actors depends on it.
     """
 
     FADE = 0.9  # weight of earlier assignments when another is added
@@ -99,17 +99,17 @@ class Costs:
         self._seconds = self.FADE * self._seconds + facts * seconds
 
     def of(self, chunks: Sequence[Chunk]) -> np.ndarray:
-        """Of each chunk, float64 [chunks], in seconds; before the first assignment, in rows."""
+        """By chunk, float64 [chunks], in seconds; before the first assignment, in rows."""
         facts = np.array([_facts(chunk) for chunk in chunks]).reshape(-1, 2)
         return facts @ self._rates()
 
     @property
-    def known(self) -> bool:
+    def fitted(self) -> bool:
         return bool(self._seconds.any())
 
     def _rates(self) -> np.ndarray:
-        """Seconds for each client and each row, neither below 0."""
-        if not self.known:
+        """Seconds per client and row, neither below 0."""
+        if not self.fitted:
             return np.array([0.0, 1.0])
         (clients, both), (_, rows) = self._products
         if clients * rows - both**2 > 1e-6 * clients * rows:  # not all clients have as many rows
@@ -129,7 +129,7 @@ def _facts(chunk: Chunk) -> np.ndarray:
 def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
     """The chunks in at most `count` assignments of about one cost, the costliest first.
 
-    `costs`: of each chunk. The costliest chunk that is left goes to the cheapest assignment.
+    `costs`: by chunk. The costliest chunk that is left goes to the cheapest assignment.
     """
     assigned: list[list[int]] = [[] for _ in range(count)]
     loads = np.zeros(count)
@@ -145,7 +145,7 @@ def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> li
     """The chunks, cut between clients, in at most `count` assignments that differ in cost by one
     client at most. For clients that have the same bits in any chunk.
 
-    `costs`: of each chunk.
+    `costs`: by chunk.
     """
     present = [int((chunk.clients >= 0).sum()) for chunk in chunks]
     per_client = np.repeat(costs / np.maximum(present, 1), present)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import experiment
 from scipy.special import ndtr
-from test_noise_law import TINY
+from test_noise_distribution import TINY
 
 from raydpfl.check import bounding as looks
 from raydpfl.check import noise as noise_looks

@@ -144,7 +144,7 @@ def test_what_chunks_cost_is_learned_from_the_rounds():
     generator = np.random.default_rng(2)
     costs = Costs()
     made = cut(generator.lognormal(4, 1, 200).astype(int) + 1, 8)
-    assert not costs.known and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
+    assert not costs.fitted and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
     for _ in range(40):
         some = [made[index] for index in generator.permutation(len(made))[:10]]
         clients = sum(int((chunk.clients >= 0).sum()) for chunk in some)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import task_of
-from test_noise_law import check_law
+from test_noise_distribution import check_law
 from torch import nn
 
 from raydpfl import models

@@ -184,7 +184,7 @@ class ClientActor:
         state = ChunkRound(actor, chunk, before)
         self.contribution(state).add_chunk(state)
         self._train_personal(state)
-        # user-defined code is given each client alone
+        # user-defined code gets one client at a time
         alone = self.experiment.bounding.is_user_defined
         for slots in state.members[:, None] if alone else [state.members]:
             self._add_columns(state, slots)
@@ -255,7 +255,7 @@ class ClientActor:
         parts = []
         with device.blamed(self.device), torch.inference_mode():
             for client in clients:
-                self.progress.at(client)
+                self.progress.set(client)
                 x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]), again=True)
                 with self._keyed(t, client):
                     outputs = self.module(torch.as_tensor(x[0]))
@@ -278,6 +278,6 @@ class ClientActor:
         self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
         """See `Evaluator.evaluate`."""
-        self.progress.at(-1)
+        self.progress.set(-1)
         with device.blamed(self.device):
             return self.evaluator.evaluate(model, t, which, own)

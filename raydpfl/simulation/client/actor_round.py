@@ -31,7 +31,7 @@ class ActorRound:
     client_states: dict[str, list[np.ndarray]] = field(default_factory=dict)
     dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, why)
     failed: set[tuple[int, int]] = field(default_factory=set)  # (client, draw)
-    # on a GPU: the largest coordinate of each block, checked once at the end
+    # on a GPU: the largest coordinate of every block, checked once at the end
     largest: list[torch.Tensor] = field(default_factory=list)
     # statistics of user-defined noise, see `raydpfl.simulation.noise_monitor`
     noise: dict[str, list[np.ndarray]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class ActorRound:
         return View(self.work.t, self.lr, self.work.bound, self.model, state, client_state)
 
     def add_columns(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Appends the values of some clients to each column."""
+        """Appends the values of some clients to every column."""
         for name, values in columns.items():
             self.columns.setdefault(name, []).append(values)
 
@@ -125,7 +125,7 @@ class ChunkRound:
         self.chunk = chunk
         self.work = actor.work
         self.members = np.flatnonzero(chunk.members >= 0)  # slots of the clients that train
-        # of each slot's client, float64 [C]; norm NaN: failed
+        # of every slot's client, float64 [C]; norm NaN: failed
         self.norms, self.factors, self.losses = np.full((3, len(chunk.clients)), math.nan)
         # the share of per-sample gradients that were clipped, see `Trainer.chunk`
         self.clipped = np.full(len(chunk.clients), math.nan)
@@ -144,7 +144,7 @@ class ChunkRound:
     def record(
         self, slots: np.ndarray, norms: np.ndarray, factors: np.ndarray, losses: np.ndarray
     ) -> None:
-        """Of the clients at these slots, float64 [k] each."""
+        """Of the clients at these slots, all float64 [k]."""
         self.norms[slots] = norms
         self.factors[slots] = factors
         self.losses[slots] = losses

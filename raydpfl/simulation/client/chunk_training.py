@@ -66,7 +66,7 @@ class ChunkTraining:
         rows, index = picked(index, batch_sizes, sizes, self.local)
         x, y, counts = self.rows.chunk(members, chunk.rows, rows, again=clipped is None)
         present = np.flatnonzero(members >= 0)
-        self.progress.at(members[present[0]] if len(present) else -1)
+        self.progress.set(members[present[0]] if len(present) else -1)
         model, starts = self.personal.starts(actor.model, chunk)
         view = actor.view(chunk, "local", np.arange(len(members)))
         trained = self.trainer.chunk(
@@ -86,7 +86,7 @@ class ChunkTraining:
         for whole in trained:
             block = self.personal.split_block(whole, starts)
             done += len(block.slots)
-            self.progress.at(members[present[done]] if done < len(present) else -1)
+            self.progress.set(members[present[done]] if done < len(present) else -1)
             for place in np.flatnonzero(counts[block.slots] == 0).tolist():  # without rows
                 block.updates[place] = self.idle(actor, chunk, block.slots[place : place + 1])
             device.synchronise(self.device)  # what goes wrong there is raised here
@@ -101,7 +101,7 @@ class ChunkTraining:
         return self.local.idle(actor.view(chunk, "local", slots))
 
     def blocks(self, state: ChunkRound) -> Iterator[Block]:
-        """The updates of the chunk's clients, in its order. If training raises, each client is
+        """The updates of the chunk's clients, in its order. If training raises, every client is
         trained alone to find those that fail: their updates are NaN, and the others train again.
         """
         actor = state.actor
@@ -120,7 +120,7 @@ class ChunkTraining:
             device.blame(self.device, error)
             clear_frames(error.__traceback__)  # which hold the tensors of the chunk
             raised = error
-        # not in the clause above, where the chunk would be kept in memory
+        # not in the clause above, where the chunk would stay in memory
         details = failures(self.train, actor, chunk)
         if not details:
             raise raised
@@ -159,7 +159,7 @@ class ChunkTraining:
                 if least or self.device.type == "cpu" or not device.exhausted(error):
                     raise
                 clear_frames(error.__traceback__)  # which hold the tensors of the chunk
-            # not in the clause above, where the chunk would be kept in memory
+            # not in the clause above, where the chunk would stay in memory
             device.freed(self.device)
             self._parts = 2 * count
 
@@ -185,7 +185,7 @@ class ChunkTraining:
 
     def repeat(self, state: ChunkRound, times: int) -> tuple[torch.Tensor, np.ndarray]:
         """Trains the chunk so many times more, each time with other batches and noise. Returns the
-        sum of what each client would send unbounded, float64 [C, d], and of its squared norms,
+        sum of what every client would send unbounded, float64 [C, d], and of its squared norms,
         float64 [C]; NaN if a client fails.
         """
         actor = state.actor

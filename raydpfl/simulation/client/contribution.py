@@ -5,7 +5,7 @@ takes a chunk.
 
 | class      | how                                                             | takes a chunk if |
 | ---------- | --------------------------------------------------------------- | ---------------- |
-| `InKernel` | compiled code adds each update while it is in the cache         | 1 and 2          |
+| `InKernel` | compiled code adds every update while it is in the cache         | 1 and 2          |
 | `Scaled`   | float32 updates are bounded, with noise, while they are added   | 1                |
 | `Explicit` | makes the float64 vectors that clients send; the reference      | always           |
 
@@ -259,7 +259,7 @@ class Explicit(Contribution):
     def _measured(
         self, state: ChunkRound, block: Block, vectors: torch.Tensor, noise: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """The probes' columns of a block's clients, float64 [k] each."""
+        """The probes' columns of a block's clients, all float64 [k]."""
 
         def again(times: int) -> tuple[torch.Tensor, np.ndarray]:
             if state.repeated is None:  # once for all blocks of the chunk
@@ -275,7 +275,7 @@ class Explicit(Contribution):
 
     def _check_sent(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:
         """Raises `RunError` where what clients send, weighted and without noise, float64 [k, d], is
-        longer than the bound: user-defined code that was given it may have changed it.
+        longer than the bound: user-defined code with access to it may have changed it.
         """
         bound = state.work.bound
         if bound is None:
@@ -315,7 +315,7 @@ class Scaled(Contribution):
 
 
 class InKernel(Scaled):
-    """Compiled code bounds, noises and adds each update while it is in the cache."""
+    """Compiled code bounds, noises and adds every update while it is in the cache."""
 
     def add_chunk(self, state: ChunkRound) -> None:
         """See `Contribution.add_chunk`."""
@@ -380,7 +380,7 @@ def closed_form(state: ChunkRound, bounding: Bounding) -> tuple[float, float, fl
 
 def vector_norms(vectors: torch.Tensor) -> np.ndarray:
     """The L2 norms of vectors, float64 [k, d]: float64 [k]. One below `LEAST_NORM`, where squares
-    underflow, is given as `LEAST_NORM` unless it is 0, so that none is too small.
+    underflow, counts as `LEAST_NORM` unless it is 0, so that none is too small.
     """
     on_cpu = vectors.device.type == "cpu"
     norms = native.norms(vectors) if on_cpu else device.norms(vectors).numpy()

@@ -56,7 +56,7 @@ class Rows:
 
 class GpuRows(Rows):
     """Keeps all rows in a GPU's memory, if they take little of it: they are copied there once, and
-    a chunk picks out its rows. Otherwise each chunk's rows are copied when it trains.
+    a chunk picks out its rows. Otherwise every chunk's rows are copied when it trains.
     """
 
     def __init__(self, shards: Shards, form: Form, there: torch.device, num_gpus: float):
@@ -65,7 +65,7 @@ class GpuRows(Rows):
         self._bytes = device.memory(num_gpus) // SHARE
         numbers = math.prod(form.shape) * (2 if form.tokens else 1)
         self._row = 4 * (numbers + 2 * math.prod(form.target.shape))  # bytes
-        # before each client: how many rows others have
+        # before every client: how many rows others have
         self._first = np.concatenate([[0], np.cumsum(shards.sizes)])
         self._wrong: dict[int, str] = {}  # client -> what is wrong with its rows
 

@@ -40,7 +40,7 @@ STACKS = ("compiled", "fused")  # the backends of modules that vmap trains too
 
 
 class LocalParameters:
-    """The parameters of a model that each client keeps (`raydpfl.models.shared_and_local`).
+    """The local parameters of the clients (`raydpfl.models.shared_and_local`).
     `module` has their initial values, which a client has before its first round.
     """
 
@@ -50,11 +50,11 @@ class LocalParameters:
 
     @property
     def count(self) -> int:
-        """Numbers that each client keeps; 0: none."""
+        """Local parameters per client; 0: none."""
         return len(self.initial)
 
     def before(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
-        """What the clients at these slots kept before the round, float32 [k, count]."""
+        """The local parameters at these slots before the round, float32 [k, count]."""
         values = self.initial.expand(len(slots), -1).clone()
         stored = chunk.memory.get(OWN, {})
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
@@ -230,8 +230,8 @@ class PersonalTraining:
 
 
 class FineTuning:
-    """Trains the model further for each client alone, on its training rows, as `evaluate.fine_tune`
-    says. Nothing of it is kept.
+    """Trains the model further for every client alone, on its training rows, as `evaluate.fine_tune`
+    says. It leaves no state.
     """
 
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):

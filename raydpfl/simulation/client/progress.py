@@ -20,12 +20,12 @@ class ClientProgress:
             os.ftruncate(descriptor, self._client.nbytes)
             self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
             self._client = np.memmap(self.path, np.int64, "r+")
-        self.at(-1)
+        self.set(-1)
 
     @property
     def client(self) -> int:
         return int(self._client[0])
 
-    def at(self, client: int) -> None:
+    def set(self, client: int) -> None:
         """Sets it; -1: none is in training."""
         self._client[0] = client

@@ -54,7 +54,7 @@ class UserCodeWatch:
             raise RunError(
                 f"{names} keeps something from one client to the next ({what}), so that "
                 "the bits would depend on who trains whom; a model may use its parameters, its "
-                "buffers and its input alone, another member what it is given"
+                "buffers and its input alone, another member its arguments"
             )
 
     def _difference(self, actor: ActorRound, chunk: Chunk, slot: int, update: torch.Tensor) -> str:

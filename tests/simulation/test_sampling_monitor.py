@@ -597,7 +597,9 @@ def test_what_user_defined_classes_declare_is_not_printed_as_proved(parts, said)
     defaults = {"noise": {"kind": "gaussian", "multiplier": 1.0}, "data": CLIENTS, "rounds": 4}
     plan = Plan.make(experiment(**{**defaults, **parts}))
     for one in plan.guarantees(4, plan.participations(4)):
-        assert [words.split(" declared by test_witness:")[0] for words in one.declared] == said
+        assert [
+            words.split(" declared by test_sampling_monitor:")[0] for words in one.declared
+        ] == said
         assert all(words.endswith("(tested, not proved)") for words in one.declared)
         assert ("tested, not proved" in one.brief().sentence()) == bool(said)
         assert Guarantee.from_dict(one.to_dict()).declared == one.declared

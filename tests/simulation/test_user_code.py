@@ -203,7 +203,7 @@ def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    with provenance.kept(tmp_path, first=True) as kept:
+    with provenance.stored_code(tmp_path, first=True) as kept:
         experiment = Experiment.from_dict(CONFIG)
         _, files = packaging.packed(CONFIG, [experiment], here, kept=kept)
     assert set(files) == KEPT - {"late.py"} and str(kept) not in sys.path
@@ -213,7 +213,7 @@ def test_nothing_is_touched_where_kept_code_is_a_link(tmp_path, forgotten):
     cache = written(tmp_path / "away") / "__pycache__"
     cache.mkdir()
     (tmp_path / "code").symlink_to(tmp_path / "away")
-    with pytest.raises(ConfigError, match="take a copy of it"), provenance.kept(tmp_path):
+    with pytest.raises(ConfigError, match="take a copy of it"), provenance.stored_code(tmp_path):
         pass
     assert cache.exists()
 
@@ -223,7 +223,7 @@ def test_kept_code_does_not_stand_in_for_another_that_is_imported(tmp_path, forg
     Experiment.from_dict(CONFIG)
     written(tmp_path / "run" / "code", **{"mine.py": MINE.replace("norm, bound_of", "2, bound_of")})
     refused = pytest.raises(ConfigError, match="a process that has not imported another mine")
-    with refused, provenance.kept(tmp_path / "run", first=True):
+    with refused, provenance.stored_code(tmp_path / "run", first=True):
         pass
 
 
