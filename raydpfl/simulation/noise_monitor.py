@@ -1,6 +1,6 @@
 """Noise of a user-defined class, tested against its declared distribution in every round of a run.
 
-Each draw is tested before it is released: the server's on a sum, every client's and their sum, those
+Every draw is tested before it is released: the server's on a sum, the clients' and their sum, those
 on side queries and on histograms. With independent N(0, std^2 I) of the std that accountants count
 on, these statistics have exact distributions, conditional on the draws before:
 

@@ -419,7 +419,7 @@ class Plan(PreparedExperiment):
         return self.report.guarantees(counts, composed, asked)
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
-        """As `guarantees`, counting only how often losses have chosen every client: none of these is
+        """As `guarantees`, counting only how often losses have chosen the clients: none of these is
         proved. Empty where all who are exposed are counted.
         """
         uncounted = self.experiment.selection.uncounted

@@ -122,7 +122,7 @@ class SamplingMonitor:
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
 
-        `participations`: how often every client took part in earlier rounds. Raises `RunError` where
+        `participations`: by client, the draws of earlier rounds. Raises `RunError` where
         the declared sampling does not give such a cohort.
         """
         candidates = self._candidates

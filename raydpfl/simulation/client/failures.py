@@ -17,7 +17,7 @@ Train = Callable[[ActorRound, Chunk, np.ndarray], Iterator[Block]]
 
 
 def failures(train: Train, actor: ActorRound, chunk: Chunk) -> dict[int, str]:
-    """Trains every client of a chunk alone. Returns what went wrong, with the traceback, by slot."""
+    """Trains the clients of a chunk one by one; returns the tracebacks of failures, by slot."""
     details = {}
     for slot in np.flatnonzero(chunk.members >= 0).tolist():
         alone = replace(chunk, slot=slot)

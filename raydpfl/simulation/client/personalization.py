@@ -230,7 +230,7 @@ class PersonalTraining:
 
 
 class FineTuning:
-    """Trains the model further for every client alone, on its training rows, as `evaluate.fine_tune`
+    """Trains the model further for single clients, on their training rows, as `evaluate.fine_tune`
     says. It leaves no state.
     """
 
