@@ -18,7 +18,7 @@ from scipy.special import ndtr, ndtri
 from raydpfl import privacy
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Sampling, calculator, paper_formulas
+from raydpfl.privacy import Mechanism, Query, Sampling, calculator
 from raydpfl.simulation import planned_guarantee
 
 CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
@@ -136,20 +136,6 @@ def test_a_participation_cap_counts_only_where_the_cohort_is_known():
     assert few[1].guarantee.epsilon < all_of_them[1].guarantee.epsilon
     capped = ask("client", CLIENTS, noise_multiplier=60.0, epsilon=2.0, participations=3)
     assert capped.answers[1].rounds == calculator.MOST_ROUNDS and ">= 1048576" in shown(capped)
-
-
-def test_002_theorem_5_is_solved_and_its_forced_delta_is_a_condition_that_fails():
-    found = by_accountant(ask("sample", MNIST, 1, epsilon=1.5))["Chen 2024 Theorem 5"]
-    printed, forced = paper_formulas.tcdp_theorem5(
-        found.noise_multiplier / 10, bound=1.0, batch=10, samples=600, steps=300
-    )
-    assert printed.value == pytest.approx(1.5) and found.guarantee.delta == pytest.approx(forced)
-    assert any("alone" in reason for reason in found.guarantee.conditions_failed)
-    out_of_reach = by_accountant(ask("sample", MNIST, 1, epsilon=9.0))["Chen 2024 Theorem 5"]
-    assert (
-        out_of_reach.noise_multiplier == math.inf
-        and "as the noise grows" in out_of_reach.guarantee.conditions_failed[0]
-    )
 
 
 @pytest.mark.parametrize(
