@@ -101,11 +101,9 @@ def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: f
 
 @dataclass(frozen=True)
 class OneShot:
-    """An estimate of epsilon.
-
-    `epsilon`, with its 95 % interval from `low` to `high`, is for two Gaussians of equal variance.
-    `forward` and `backward` are for the Gaussians as fitted, from the world with the canary to that
-    without it, and back.
+    """An estimate of epsilon with its 95 % interval, for two Gaussians of equal variance. `forward`
+    and `backward` are for the Gaussians as fitted, from the world with the canary to that without,
+    and back.
     """
 
     epsilon: float

@@ -1,12 +1,9 @@
 """A run with canaries, and a record of what an observer of the run sees.
 
-Canaries are real clients in everything but their training, which is replaced by a random direction,
-far longer than the bound. A coin, tossed before the run, decides whether the canary sends the
-direction or what the neighbouring relation puts in its place. Under replace-one that is its
-opposite (the two worlds then differ by the whole sensitivity, twice the bound); where a client may
-be absent or zeroed out it is nothing. Everything after the training is the code of every run:
-bounding, weights, the clients' noise, chunks and their grid, the server's noise, the ledger and the
-server's step. Directions are functions of a key, so none is stored.
+Canaries are real clients whose training is replaced by a random direction, far longer than the
+bound. A coin, tossed before the run, decides whether it is sent or what the neighbouring relation
+has in its place: under replace-one its opposite, a distance of twice the bound, else nothing. All
+after the training is the code of every run. Directions are functions of a key, so none is stored.
 """
 
 from __future__ import annotations

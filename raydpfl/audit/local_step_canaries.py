@@ -73,10 +73,8 @@ Pair = tuple[Samples, Samples]
 
 @dataclass(frozen=True, eq=False)
 class SampleCanaries:
-    """All samples of `clients` (int64 [c], ascending), one canary after another in this order.
-
-    The larger `scale`, the longer their gradients. `relabel`: whether the two samples of a canary
-    are one x with two labels, instead of x and -x.
+    """All samples of `clients` (int64 [c], ascending) in this order. The larger `scale`, the longer
+    their gradients. `relabel`: a canary is one x with two labels, instead of x and -x.
     """
 
     plan: Plan

@@ -1,10 +1,9 @@
-"""What the observers of a guarantee can tell about canaries, compared with what it claims.
+"""What an observer of a guarantee can tell about canaries, compared with what it claims.
 
-Evidence is the log-likelihood ratio of a canary's two worlds given all of its scores, so no guesser
-does better. Each guess is its sign, and the guesses are on the canaries with the largest evidence.
-If the cohort is hidden, a round's ratio is that of a mixture, since the canary is there with
-probability q. If it is known, and for single updates, only the rounds in which the canary takes
-part count.
+Evidence is the log-likelihood ratio of a canary's two worlds for all of its scores, so no guesser
+does better; the guesses are its signs, where it is largest. If the cohort is hidden, a round's
+ratio is that of a mixture, with probability q; if not, and for single updates, only the rounds in
+which the canary takes part count.
 """
 
 from __future__ import annotations

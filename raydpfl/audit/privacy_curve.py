@@ -1,12 +1,11 @@
 """Delta of what was accounted for, from below, computed without the accountants.
 
-One client that sends as much as it may, in the same direction every time, is seen through a
-one-dimensional pair. With the client a round is a mixture P of N(k mu, 1), k being how often the
-client is in the cohort, and without it Q = N(0, 1). mu is sensitivity / std. Rounds are
-independent. The pair is two neighbouring data sets of the mechanism, so no sound curve is below
-its own: for all epsilon, delta(epsilon) >= sup_A P(A) - e^epsilon Q(A), and the same with P and Q
-exchanged. Under replace_one with a hidden cohort of fixed size it may be a tenth below the
-accountants, who count both directions at once.
+A client that sends as much as it may, always in the same direction, is seen through a
+one-dimensional pair: with it a round is a mixture P of N(k mu, 1), k being how often it is in the
+cohort, without it Q = N(0, 1); mu is sensitivity / std. They are neighbours, so delta(epsilon) >=
+sup_A P(A) - e^epsilon Q(A) over the rounds, and the same with P and Q exchanged. Under replace_one
+with a hidden cohort of fixed size it may be a tenth below the accountants, who count both
+directions at once.
 
 >>> once = least_delta(4.377, 1.0, CERTAIN, 1)  # exact: Balle and Wang 2018
 >>> poisson = least_delta(2.1246, 1.0, presence(0.01), 1000)  # 1e-6 by the accountants
@@ -33,10 +32,7 @@ _LOST = 1e-15  # of probability: what may lie outside of the grid on either side
 _ERROR = 1e-13  # of probability: the same, and the rounding of the Fourier transforms
 
 
-CERTAIN: tuple[float, ...] = (
-    0.0,
-    1.0,
-)  # what `presence` is of a client that is in every cohort once
+CERTAIN: tuple[float, ...] = (0.0, 1.0)  # `presence` of a client in every cohort once
 
 
 def presence(q: float, draws: int = 1) -> tuple[float, ...]:

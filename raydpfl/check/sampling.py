@@ -71,7 +71,7 @@ def chances(case: SchemeCase) -> str:
     size = sampling.size
     hold(size is None or 1 <= size <= sampling.cohort * 1e9, f"the size is {size}")
     hold(not (sampling.hidden and sampling.everyone), "everyone takes part, and that is a secret")
-    participations = sampling.scheme.known(sampling, 5, None)
+    participations = sampling.scheme.participations(sampling, 5, None)
     hold(participations.most >= 1, "a client takes part in no round at all")
     return f"q = {sampling.q:.4g}"
 

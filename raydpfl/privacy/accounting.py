@@ -45,8 +45,8 @@ UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
-    """Why an accountant does not cover a mechanism under a relation, with the nearest combination
-    that is covered, in words; None: it covers it.
+    """Why an accountant does not cover a mechanism under a relation, with the nearest that is; or
+    None.
 
     Args:
         accountant, mechanism, relation: as of `epsilon`.

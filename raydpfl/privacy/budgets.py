@@ -42,10 +42,8 @@ FIELD = "noise.epsilon"
 
 
 class BudgetDistribution(Member):
-    """Base of the family; a member gives `budgets`.
-
-    Budgets below `floor` are raised to it (PRIVACY.md sec. 5). Each client is public with
-    probability `public`: its budget is infinite.
+    """Base of the family; a member gives `budgets`. Budgets below `floor` are raised to it
+    (PRIVACY.md sec. 5). A client is public, its budget infinite, with probability `public`.
     """
 
     floor: float = Field(default=FLOOR, gt=0)
@@ -119,10 +117,7 @@ class UniformBudgets(BudgetDistribution):
 
 
 class NormalComponent(BaseModel):
-    """A normal distribution with a standard deviation, not a variance, and its weight in the
-    mixture (only
-    the proportions of weights count).
-    """
+    """A normal distribution with a standard deviation, not a variance, and its weight."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -211,8 +206,7 @@ FAMILY: dict[str, type[BudgetDistribution]] = {
 
 
 def parse(values: Any) -> BudgetDistribution:
-    """The distribution that `noise.epsilon` names: a number (the same for everyone; the floor is no
-    higher),
+    """The distribution that `noise.epsilon` names: a number (of everyone; the floor is no higher),
     or a mapping with a kind. Raises `ConfigError`.
     """
     if isinstance(values, int | float) and not isinstance(values, bool):

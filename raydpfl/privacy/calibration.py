@@ -4,15 +4,11 @@
 >>> query = Query("update", bound=1.0, std=0.0)
 >>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
 >>> z = noise_for(1.5, mechanism, "replace_one", 1e-5)
->>> round(z, 2)
-3.02
->>> rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
-100
+>>> round(z, 2), rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
+(3.02, 100)
 
-Results are on the safe side: the epsilon of what is returned is at most the target. The search is
-a secant in (log z, log epsilon) between bounds and takes about ten evaluations. A bracket by the
-Renyi answer would cost more than the whole search by pld, whose cost does not grow as the noise
-shrinks.
+The epsilon of what is returned is at most the target. The search is a secant in (log z, log
+epsilon) between bounds and takes about ten evaluations.
 """
 
 from __future__ import annotations
@@ -79,11 +75,10 @@ def rounds_for(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> int:
-    """The largest number of rounds that spend at most a given epsilon; 0 if one round spends more,
-    and 2^20 at most.
+    """The largest number of rounds that spend at most a given epsilon, from 0 to 2^20.
 
     Args:
-        mechanism: what runs, with its noise. The others, and the errors, are those of `noise_for`.
+        mechanism: with its noise. The others, and the errors, are those of `noise_for`.
     """
     _check(target, mechanism)
 

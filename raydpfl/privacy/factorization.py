@@ -1,47 +1,43 @@
 """Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of
 the noise of the rounds before.
 
-The model follows the sum of the updates so far, A x, with x the rounds' sums (a row each) and A the
-lower triangle of ones. With A = B C the server releases
+With A the lower triangle of ones, A x are the sums so far of the rounds' sums x (a row each). With
+A = B C the server releases
 
     A x + B z = A (x + C^-1 z).
 
-C x + z is one Gaussian mechanism, and round t shows x_t + y_t with y = C^-1 z. Here C is
-lower-triangular Toeplitz with `bands` diagonals c_0, c_1, ..., so that y follows from the last few
-of its own values (`raydpfl.methods.noise.banded_gaussian.Correlated`). c is chosen so that the
-noise in the sums so far is least:
+C x + z is one Gaussian mechanism, and round t shows x_t + y_t with y = C^-1 z. C is
+lower-triangular Toeplitz with `bands` diagonals c, so that y follows from the last few of its own
+values (`raydpfl.methods.noise.banded_gaussian.Correlated`). c makes the noise in the sums so far
+least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
 >>> c.round(3)
 array([0.5  , 0.387, 0.356, 0.338, 0.323, 0.309, 0.293, 0.269])
-
-Std of the noise in the sum so far (root mean square over the rounds), in units of noise multiplier
-x bound, without and with it:
-
+>>> # std of that noise (root mean square, in noise multiplier x bound), without and with it
 >>> round(error([1.0], 1000), 2), round(error(c, 1000), 2)
 (22.37, 8.35)
 
-**Privacy** (docs/proofs.md). Updates of norm at most 1 at participations at least `bands` rounds
-apart move C x by at most sqrt(k) |c| for k of them (`sensitivity`; twice that under replace_one).
-So with |c| = 1 this costs exactly what k = ceil(rounds / separation) rounds of independent noise
-cost,
+**Privacy** (docs/proofs.md). Updates of norm at most 1 at participations with a separation of at
+least `bands` rounds move C x by at most sqrt(k) |c| for k of them (`sensitivity`; twice that under
+replace_one). So with |c| = 1 this costs exactly what k = ceil(rounds / separation) rounds of
+independent noise cost,
 
     Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k).
 
 The sampling may be full or `public` by turns, Poisson within the group whose turn it is (of groups
-of unequal size, account for the smallest), or anything with one band. Other cases are refused by
-`check`, above all selections that can draw a client again within `bands` rounds.
+of unequal size, account for the smallest), or anything with one band. `check` refuses all else,
+above all selections that can draw a client twice within `bands` rounds.
 
-Design note. The matrices are optimal among Toeplitz ones: for a single participation over 8 to 128
-rounds their error is 3.3 to 3.8 % above that of the best lower-triangular matrix of any form, which
-has rounds^2 / 2 unknowns and no recurrence. jax_privacy optimises the same objective, but would
-bring JAX along; here the gradient is two linear filters, and L-BFGS needs a few dozen of them.
+For a single participation over 8 to 128 rounds the error is 3.3 to 3.8 % above that of the best
+lower-triangular matrix of any form, which has rounds^2 / 2 unknowns and no recurrence. The gradient
+is two linear filters; L-BFGS needs a few dozen of them.
 
-References:
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
-    private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
+private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
+
 [2] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
-    private ML. 2024.
+private ML. 2024.
 """
 
 from __future__ import annotations

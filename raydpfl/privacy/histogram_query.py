@@ -6,7 +6,7 @@
 >>> round(survey.of_one().std, 4)  # of what each of 300 clients draws on its own answer
 1.1547
 >>> print(survey)
-10 noised histograms of the accuracy of all clients
+10 noisy histograms of the accuracy of all clients
 """
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ class Survey:
 
     def __str__(self) -> str:
         histograms = "histogram" if self.times == 1 else "histograms"
-        return f"{self.times} noised {histograms} of the {self.name} of all clients"
+        return f"{self.times} noisy {histograms} of the {self.name} of all clients"

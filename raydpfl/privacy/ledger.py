@@ -3,19 +3,15 @@
 >>> import tempfile; from pathlib import Path
 >>> path = Path(tempfile.mkdtemp()) / "ledger.jsonl"
 >>> ledger = Ledger(path)
->>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
->>> # after a crash: the same noise, one release
->>> ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
+>>> for _ in range(2):  # after a crash: the same noise, one release
+...     ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
 >>> Ledger(path, resume=True).spent()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
-A round is recorded first and released second (PRIVACY.md sec. 8). A crash can only leave a round
-that is recorded and not released, so the epsilon read back is never below what was released. The
-noise of a round comes from keyed generators: a repeated round is one release, not two. They are for
-simulation and not cryptographic.
-
-Of a run whose directory is elsewhere (`raydpfl.storage`), a round is recorded once its line is
-there.
+A crash can only leave a round that is recorded and not released, so the epsilon read back is never
+below what was released (PRIVACY.md sec. 8). Noise comes from keyed generators, for simulation and
+not cryptographic: a repeated round is one release, not two. Of a run whose directory is elsewhere
+(`raydpfl.storage`), a round is recorded once its line is there.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ Participations = Mapping[int, int] | ArrayLike
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the noise was calibrated by: `rigorous`, by an accountant; `paper` and `tcdp`, by the
-    formula of 003 or 002, and by the accountant for the clients (`unfit`) for whom conditions of it
-    fail, in words.
+    """What the noise was calibrated by: an accountant (`rigorous`), or the formula of 003 (`paper`)
+    or 002 (`tcdp`), and the accountant for the `unfit` clients, of whom conditions of it fail.
     """
 
     method: Method

@@ -246,7 +246,7 @@ def _excess(
         # so much more noise than expected changes nothing any more
         if math.isinf(spent) and x > start + 5:
             expected = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
-            raise ConfigError("delta", delta, f"{expected} after {event.each * count} steps")
+            raise ConfigError("delta", delta, f"{expected} after {event.gaussians * count} steps")
         return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 
     return excess

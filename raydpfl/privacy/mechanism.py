@@ -1,9 +1,8 @@
-"""What a run releases, described once, for sampler, ledger and accountants alike.
+"""What a run releases, described once, for sampler, ledger and accountants alike. Every field is
+public.
 
-A `Release` is the description that plan, coordinator, budget and audit read: a `Mechanism`, sums
-over cohorts, or `raydpfl.privacy.local_steps.LocalSteps`, a mechanism per client.
-`raydpfl.privacy.report` says what either costs. Accountants are given an `Event`: what one round
-releases about one unit.
+A `Release` is what plan, coordinator, budget and audit read: a `Mechanism`, sums over cohorts, or
+`raydpfl.privacy.local_steps.LocalSteps`, a mechanism per client. Accountants compose its `Event`.
 
 >>> query = Query("update", bound=0.5, std=2.0)
 >>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (query,), rounds=100)
@@ -15,9 +14,8 @@ releases about one unit.
 >>> steps.noise_multiplier  # 0.5 is the std of the mean gradient
 5.0
 
-Every field is public: a mechanism holds no data and no randomness. Bound and std are those of any
-round. Where a bound adapts, std adapts with it: only their ratio counts, and every round is the
-same event.
+Where a bound adapts, std adapts with it: only their ratio counts, and every round is the same
+event.
 """
 
 from __future__ import annotations
@@ -73,24 +71,24 @@ class Event:
     Args:
         sampling: the sampling scheme of each Gaussian.
         mu: sensitivity / std of each of these Gaussians; both of the sum.
-        each: how many Gaussians there are, each over a fresh sample.
+        gaussians: how many there are, over a fresh sample each.
         also: mu of one more Gaussian, over everyone; 0: there is none.
         once: mu of a Gaussian over everyone released once for all events (`Survey`); 0: none.
     """
 
     sampling: Sampling
     mu: float
-    each: int = 1
+    gaussians: int = 1
     also: float = 0.0
     once: float = 0.0
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
-        float64 with the shape of `counts`: sqrt(counts (each mu^2 + also^2) + once^2).
+        float64 with the shape of `counts`: sqrt(counts (gaussians mu^2 + also^2) + once^2).
         """
-        if self.each == 1 and not self.also and not self.once:
+        if self.gaussians == 1 and not self.also and not self.once:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
-        square = self.each * self.mu**2 + self.also**2
+        square = self.gaussians * self.mu**2 + self.also**2
         return np.sqrt(np.asarray(counts) * square + self.once**2)
 
 
@@ -144,11 +142,8 @@ class Release:
         return None
 
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
-        """Std of the noise on a round's sum / bound, by query; empty where sums have no noise.
-
-        Args:
-            cohort: the number of clients that run. The noise is scaled by it over the nominal
-                number, which differs under a virtual cohort.
+        """Std of the noise on a round's sum / bound, by query, where `cohort` clients run (the
+        nominal number differs under a virtual cohort); empty where sums have no noise.
         """
         return {}
 
@@ -264,11 +259,8 @@ class Mechanism(Release):
         return _joint_multiplier(self.sums)
 
     def mu(self, relation: Relation) -> float:
-        """Sensitivity / std of a round, all queries together, per client or not; infinite without
-        noise.
-
-        It is k / z with k = 2 under replace-one, where a client leaves and another takes its
-        place, and k = 1 under add_remove and zero_out.
+        """Sensitivity / std of a round, all queries together: k / z with k = 2 under replace_one,
+        where a client leaves and another takes its place, else 1; infinite without noise.
         """
         one_of("relation", relation, Relation)
         if not self.private:

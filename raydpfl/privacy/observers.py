@@ -82,13 +82,13 @@ class Place:
             yield ObserverView(Observer.AGGREGATES, scope, mechanism, relation, rounds)
         unsampled = mechanism.unsampled()
         most = None if sampling.everyone else participations
-        known = sampling.scheme.known(sampling, rounds, most)
+        spent = sampling.scheme.participations(sampling, rounds, most)
         if not sampling.everyone:
-            scope = Scope.of_cohorts(sampling, known, also)
+            scope = Scope.of_cohorts(sampling, spent, also)
             # Who is there is seen, so all that add_remove can still mean is an absent contribution.
             relation = "zero_out" if relation == "add_remove" else relation
-            yield ObserverView(Observer.AGGREGATES, scope, unsampled, relation, known.gaussians)
-        whole = ObserverView(Observer.UPDATES, scope, unsampled, relation, known.most)
+            yield ObserverView(Observer.AGGREGATES, scope, unsampled, relation, spent.gaussians)
+        whole = ObserverView(Observer.UPDATES, scope, unsampled, relation, spent.most)
         yield from self.singles(mechanism, whole)
 
     def singles(self, mechanism: Mechanism, view: ObserverView) -> Iterator[ObserverView]:

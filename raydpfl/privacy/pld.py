@@ -241,9 +241,8 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _recursion(steps: int) -> Recursion:
-    """A function of x float64 [n], gain and decay that gives y_k = decay y_(k-1) + gain x_k, by the
-    same operations in the same order: scipy's where it is imported (0.6 s), or for many `steps`,
-    else Python's.
+    """y_k = decay y_(k-1) + gain x_k as a function of x, gain and decay, by the same operations in
+    the same order: scipy's where it is imported (0.6 s), or for many `steps`, else Python's.
     """
     if steps < _SHORT and "scipy.signal" not in sys.modules:
         return _plain_recursion
@@ -301,11 +300,10 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 
 def discretise(up: Curve, down: Curve) -> LossDistribution:
-    """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P).
-
-    The loss -x has under P e^-x times the probability that the loss x has under Q in the reversed
-    pair. So both sides of the grid come from curves at epsilon >= 0, where they are exact to many
-    digits, and the centre takes what is left.
+    """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P). The loss
+    -x has under P e^-x times the probability that the loss x has under Q in the reversed pair: both
+    sides of the grid come from curves at epsilon >= 0, exact to many digits, and the centre takes
+    what is left.
     """
     reach = max(_reach(up), _reach(down))
     step = reach / 4

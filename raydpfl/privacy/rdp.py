@@ -3,20 +3,18 @@ orders at once.
 
 >>> # 002 on MNIST, at the noise that exact accounting asks for
 >>> one_step = fixed_size(q=10 / 600, mu=2 / 3.43)
->>> one_step.shape == ORDERS.shape
-True
 >>> epsilons(one_step, delta=1e-2, counts=[1, 300]).round(3)  # the exact epsilon is 0.3
 array([0.028, 0.789])
 
-Design note. dp-accounting has the same bound ([1] Theorem 27), and the tests compare the two, but
-it computes order by order in plain Python: 60 ms a mechanism, where clients with budgets of their
-own need a search each. The moments in the bound depend on mu alone. Here they are integrals of
-positive functions and lose nothing to cancellation; dp-accounting takes alternating sums.
+dp-accounting has the same bound ([1] Theorem 27), order by order in Python: 60 ms a mechanism,
+where clients with budgets need a search each. The moments in the bound depend on mu alone; here
+they are integrals of positive functions, which lose nothing to cancellation.
 
 [1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments
-    accountant. AISTATS 2019.
+accountant. AISTATS 2019.
+
 [2] Canonne, Kamath, Steinke. The discrete Gaussian for differential privacy. NeurIPS 2020.
-    Proposition 12.
+Proposition 12.
 """
 
 from __future__ import annotations

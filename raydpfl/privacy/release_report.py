@@ -178,10 +178,9 @@ def _in_groups(surveys: np.ndarray) -> np.ndarray:
 
 
 class LocalStepsReport(ReleaseReport):
-    """Of noise at local steps, client by client, at a relation and a delta of its own.
-
-    Among the accountants `paper` stands for `FORMULAS`. Clients that are alike are accounted for
-    once, and one composition serves all numbers of rounds.
+    """Of noise at local steps, client by client. Among the accountants `paper` stands for
+    `FORMULAS`. Clients that are alike are accounted for once; one composition serves all numbers of
+    rounds.
     """
 
     def __init__(self, release: LocalSteps, accountants: Sequence[str]):

@@ -154,7 +154,7 @@ def test_a_run_guarantees_what_its_rounds_and_surveys_spend_together(tmp_path):
     truth = float(gaussian_epsilon(mu, DELTA))
     (guarantee,) = found.guarantees
     assert guarantee.epsilon == pytest.approx(truth, rel=1e-9)
-    assert "2 noised histograms of the accuracy of all clients" in str(guarantee.sampling)
+    assert "2 noisy histograms of the accuracy of all clients" in str(guarantee.sampling)
     assert not any("per_client" in said for said in guarantee.exclusions)
     assert found.rounds["epsilon_pld"].to_pylist()[-1] == pytest.approx(truth, rel=1e-9)
     lines = [json.loads(line) for line in (tmp_path / "a/ledger.jsonl").read_text().splitlines()]
@@ -174,7 +174,7 @@ def test_a_budget_is_for_surveys_too(tmp_path):
     spent = with_surveys.curves()["pld"][-1]
     assert 8.0 * (1 - 2e-3) < spent <= 8.0
     few = {**ASKED, "histogram": {"std": 0.1}}
-    with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0.*2 noised histograms of the acc"):
+    with pytest.raises(ConfigError, match=r"noise\.epsilon = 8\.0.*2 noisy histograms of the acc"):
         planned(noise=noise, evaluate=few)
 
 
@@ -185,7 +185,7 @@ def test_a_budget_is_told_with_surveys_and_where_they_alone_exceed_it():
         privacy={"accountants": ["pld"]},
     )
     budget = of_config(made)
-    assert budget.released.endswith("; and 2 noised histograms of the accuracy of all clients")
+    assert budget.released.endswith("; and 2 noisy histograms of the accuracy of all clients")
     by_pld = [one for one in budget.answers if one.guarantee.accountant == "pld"]
     hidden, known, single = by_pld
     assert hidden.guarantee.epsilon == pytest.approx(8.0, rel=2e-3)

@@ -20,7 +20,7 @@ class Pld(Accountant):
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
-        gaussians = event.each
+        gaussians = event.gaussians
         first = int(counts[0]) * gaussians
         last = int(counts[-1]) * gaussians
         once = event.once > 0
@@ -33,11 +33,11 @@ class Pld(Accountant):
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
-        times = count * event.each
+        times = count * event.gaussians
         once = event.once > 0
         deltas = [
-            loss.delta(epsilon, times, event.each, other, once)
-            for loss, other in _losses(event, times if once else event.each)
+            loss.delta(epsilon, times, event.gaussians, other, once)
+            for loss, other in _losses(event, times if once else event.gaussians)
         ]
         return min(1.0, max(deltas))
 

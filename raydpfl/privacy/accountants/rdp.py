@@ -36,4 +36,4 @@ def _divergences(event: Event) -> np.ndarray:
     one = rdp.gaussian(event.mu)
     if sampling.hidden:
         one = sampling.scheme.renyi(sampling, event.mu)
-    return event.each * one + rdp.gaussian(event.also)
+    return event.gaussians * one + rdp.gaussian(event.also)

@@ -24,11 +24,8 @@ RIGOROUS = ("pld", "rdp")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a mechanism of sums over cohorts, in which a 1 stands for the noise or
-    the rounds if they are unknown.
-
-    `participations` is the largest number of rounds of any client, None if unknown; `v` is the
-    constant of 000 Theorem 3.2.
+    """What is asked about a mechanism, in which a 1 stands for the noise or the rounds if they are
+    unknown. `participations` is the largest number of rounds of any client, None if unknown.
     """
 
     mechanism: Mechanism

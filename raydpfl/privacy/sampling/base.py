@@ -219,7 +219,7 @@ class SamplingScheme:
         """
         raise NotImplementedError
 
-    def known(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
+    def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
         """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`
         is the largest number of times that any client was drawn, None: unknown.
         """

@@ -36,6 +36,6 @@ class PublicSampling(SamplingScheme):
         reason = "public cohorts show who is there, so add_remove cannot hold"
         return f"{reason}; nearest: zero_out or replace_one"
 
-    def known(self, sampling, rounds, most):
+    def participations(self, sampling, rounds, most):
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times)

@@ -53,7 +53,7 @@ class SamplingWithReplacement(SamplingScheme):
         """The largest probability of any client at one draw."""
         return sampling.p_max or 1 / sampling.population
 
-    def known(self, sampling, rounds, most):
+    def participations(self, sampling, rounds, most):
         """A client drawn m times in a round moves the sum m times as far, which costs as much as
         m^2 Gaussians; over the rounds, sum of m^2 <= (largest m) (sum of m).
         """
