@@ -25,6 +25,8 @@ from raydpfl.methods.selection.privacy_aware_solver import solve
 from raydpfl.privacy import paper_formulas
 from raydpfl.simulation.plan import Plan
 
+QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
+
 
 def path_of(run: Path, d: int) -> np.ndarray:
     """The models of a run, float32 [models, d]."""
@@ -125,49 +127,38 @@ def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(
     assert clients[clients["round"] > 0]["angle"].between(0, 180).all()
 
 
-def test_angles_are_to_the_last_global_update(tmp_path):
-    """Without noise or bounding, in full participation: the mean of the next round's updates is the
-    next global update, known from the trajectory.
-    """
-    sections = {
-        "data": {"clients": 1},
-        "selection": {"kind": "full"},
-        "bounding": {"kind": "none"},
-        "noise": {"kind": "none"},
-        "server": {"kind": "sgd"},
-        "measure": ["bounding", "clients", "trajectory"],
-    }
-    run(experiment(**sections), tmp_path / "out")
-    updates = np.diff(path_of(tmp_path / "out", 7850).astype(float), axis=0)
+def turns_of(run: Path) -> np.ndarray:
+    """The angles between the global updates of a run, from its trajectory, in degrees."""
+    updates = np.diff(path_of(run, 7850).astype(float), axis=0)
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
+    return np.degrees(np.arccos(cosines))
+
+
+def test_angles_are_to_the_last_global_update(tmp_path):
+    """Of a single client, without noise or bounding, whose updates are the global ones."""
+    measures = {"measure": ["bounding", "clients", "trajectory"]}
+    sections = {"data": {"clients": 1}, "selection": {"kind": "full"}, **measures}
+    run(experiment(**QUIET, **sections), tmp_path / "out")
     angles = pq.read_table(tmp_path / "out" / "clients.parquet")["angle"].to_numpy()[1:]
-    assert np.allclose(angles, np.degrees(np.arccos(cosines)), atol=0.02)
+    assert np.allclose(angles, turns_of(tmp_path / "out"), atol=0.02)
 
 
 def test_the_mean_norm_is_over_all_clients_of_all_rounds_and_the_mean_update_has_its_own_angle(
     tmp_path,
 ):
     """000 Figs 1, 2, 5-11 (the black dot) and sec. 4 (half the mean norm is the bound)."""
-    sections = {
-        "selection": {"kind": "poisson", "cohort": 6},
-        "bounding": {"kind": "none"},
-        "noise": {"kind": "none"},
-        "server": {"kind": "sgd"},
-        "measure": ["bounding", "clients", "trajectory"],
-    }
-    result = run(experiment(**sections), tmp_path / "out")
+    measures = {"measure": ["bounding", "clients", "trajectory"]}
+    poisson = experiment(**QUIET, **measures, selection={"kind": "poisson", "cohort": 6})
+    result = run(poisson, tmp_path / "out")
     clients = pq.read_table(tmp_path / "out" / "clients.parquet").to_pandas()
     sizes = clients.groupby("round").size()
     assert sizes.nunique() > 1  # so that a mean of means would be another number
     assert result.summary["norm_mean"] == pytest.approx(clients["norm"].mean(), rel=1e-12)
     by_round = clients.groupby("round")["norm"].mean().to_numpy()
     assert np.allclose(result.rounds["norm_mean"].to_numpy(), by_round, rtol=1e-12)
-    path = path_of(tmp_path / "out", 7850).astype(float)
-    updates = np.diff(path, axis=0)
-    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairwise(updates)]
     angles = result.rounds["update_angle"].to_pylist()
     assert angles[0] is None
-    assert np.allclose(angles[1:], np.degrees(np.arccos(cosines)), atol=0.02)
+    assert np.allclose(angles[1:], turns_of(tmp_path / "out"), atol=0.02)
 
 
 def test_a_client_that_is_dropped_has_no_part_in_the_mean_norm(tmp_path):
@@ -175,8 +166,7 @@ def test_a_client_that_is_dropped_has_no_part_in_the_mean_norm(tmp_path):
         "data": {"kind": "scalar_quadratics", "a": (1, 2, 1e18), "b": (4, 1, -1), "clients": None},
         "model": {"kind": "linear"},
         "client": {"on_error": "drop"},
-        "bounding": {"kind": "none"},
-        "noise": {"kind": "none"},
+        **QUIET,
         "selection": {"kind": "full"},
         "measure": ["clients"],
     }
@@ -187,17 +177,12 @@ def test_a_client_that_is_dropped_has_no_part_in_the_mean_norm(tmp_path):
     assert result.summary["norm_mean"] == pytest.approx(np.nanmean(norms), rel=1e-12)
 
 
-def test_with_full_gradients_the_expected_update_is_the_update_and_clipping_has_no_bias_within(
-    tmp_path,
-):
+def test_clipping_has_bias_within_where_gradients_are_random(tmp_path):
     sections = {
-        "local": {"kind": "sgd", "steps": 2, "batch": "full"},
+        "local": {"kind": "sgd", "steps": 2, "batch": 2},
         "bounding": {"kind": "clip", "bound": 0.2},
         "measure": [{"kind": "bounding", "repeats": 2}],
     }
-    rows = run(experiment(**sections), tmp_path / "full").rounds.to_pylist()
-    assert all(row["bias_within"] < 1e-6 for row in rows)
-    sections["local"] = {"kind": "sgd", "steps": 2, "batch": 2}
     rows = run(experiment(**sections), tmp_path / "few").rounds.to_pylist()
     assert all(row["bias_within"] > 1e-3 for row in rows)
     assert all(0 < row["alpha_mean"] <= 1 and row["bias_across"] > 0 for row in rows)
@@ -217,15 +202,13 @@ def test_the_norm_of_the_expected_update_is_not_that_of_the_mean_of_a_few():
 
 
 @pytest.mark.parametrize(
-    "bounding", [{"kind": "model_clip", "bound": 0.5}, {"kind": "alpha_norm_ec", "bound": 0.2}]
+    ("kind", "bound"), [("clip", 0.2), ("model_clip", 0.5), ("alpha_norm_ec", 0.2)]
 )
-def test_the_expectation_is_of_what_is_sent_be_it_a_model_or_a_difference_to_what_is_remembered(
-    bounding, tmp_path
-):
-    """With full gradients nothing is random, so that it is what is sent."""
+def test_with_full_gradients_the_expectation_is_what_is_sent(kind, bound, tmp_path):
+    """An update, a model, or a difference to a state: nothing is random."""
     sections = {
         "local": {"kind": "sgd", "steps": 2, "batch": "full"},
-        "bounding": bounding,
+        "bounding": {"kind": kind, "bound": bound},
         "measure": [{"kind": "bounding", "repeats": 2}, "clients"],
     }
     rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
@@ -378,7 +361,6 @@ def test_heterogeneity_without_weight_decay_ends_well_and_is_resumed(tmp_path):
     assert run(measured, out, resume=True).summary["heterogeneity"] == found
 
 
-QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
 STEPPED = {
     "data": {"kind": "quadratics", "clients": 8, "dimension": 6, "rank": 3, "variance": 0.3},
     "model": {"kind": "linear", "start": 1.0},
@@ -433,14 +415,8 @@ def test_where_the_optimum_is_a_plane_the_distance_is_to_its_nearest_point(tmp_p
     assert result.rounds["suboptimality"].to_numpy() == pytest.approx(off[1:] ** 2 / 2, rel=1e-6)
 
 
-SYNTHETIC = {
-    "kind": "synthetic",
-    "clients": 6,
-    "samples": 30,
-    "sizes": {"kind": "spread"},
-    "u": 1.0,
-    "v": 1.0,
-}
+SYNTHETIC = {"kind": "synthetic", "clients": 6, "samples": 30, "u": 1.0, "v": 1.0}
+SYNTHETIC["sizes"] = {"kind": "spread"}
 
 
 def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path):
@@ -492,6 +468,14 @@ def test_a_resumed_run_has_the_suboptimality_of_the_whole(tmp_path):
 
 
 EQ_8 = {"kind": "scalar_quadratics", "a": (1, 2, 6), "b": (4, 1, -1), "clients": None}
+SCALAR = {
+    **QUIET,
+    "data": EQ_8,
+    "model": {"kind": "linear", "start": 0.3},
+    "selection": {"kind": "full"},
+    "local": {"kind": "sgd", "steps": 10, "batch": "full", "lr": 0.05},
+    "measure": ["stationary"],
+}
 
 
 @pytest.mark.parametrize(
@@ -504,15 +488,7 @@ EQ_8 = {"kind": "scalar_quadratics", "a": (1, 2, 6), "b": (4, 1, -1), "clients":
 )
 def test_a_scalar_problem_ends_where_the_algorithm_stands_still(bounding, sends, tmp_path):
     """Against the solution in fractions, which the run itself need not reach."""
-    sections = {
-        **QUIET,
-        "data": EQ_8,
-        "model": {"kind": "linear", "start": 0.3},
-        "selection": {"kind": "full"},
-        "local": {"kind": "sgd", "steps": 10, "batch": "full", "lr": 0.05},
-        "bounding": bounding,
-        "measure": ["stationary"],
-    }
+    sections = {**SCALAR, "bounding": bounding}
     result = run(experiment(**sections, rounds=60), tmp_path / "out")
     found = result.summary["stationary"]
     asked = ((1, 2, 6), (4, 1, -1), 10, 0.05, bounding.get("bound"), sends)
@@ -524,20 +500,17 @@ def test_a_scalar_problem_ends_where_the_algorithm_stands_still(bounding, sends,
 
 
 def test_where_the_algorithm_stands_still_over_an_interval_both_ends_are_given(tmp_path):
-    data = {"kind": "scalar_quadratics", "a": (1, 1), "b": (5, -5), "clients": None}
-    sections = {
-        **QUIET,
-        "data": data,
+    changes = {
+        "data": {**EQ_8, "a": (1, 1), "b": (5, -5)},
         "model": {"kind": "linear", "start": 6.0},
-        "selection": {"kind": "full"},
         "local": {"kind": "sgd", "steps": 1, "batch": "full", "lr": 0.1},
         "bounding": {"kind": "clip", "bound": 0.01},
-        "measure": ["stationary"],
     }
-    found = run(experiment(**sections, rounds=2), tmp_path / "out").summary["stationary"]
-    assert (found["exact_low"], found["exact_high"]) == pytest.approx((-4.9, 4.9), abs=1e-9)
-    assert found["exact_x"] == found["exact_high"]  # it comes from above
-    assert found["final_x"] == pytest.approx(6.0 - 2 * 0.01, abs=1e-5)
+    result = run(experiment(**{**SCALAR, **changes}, rounds=2), tmp_path / "out")
+    values = result.summary["stationary"]
+    assert (values["exact_low"], values["exact_high"]) == pytest.approx((-4.9, 4.9), abs=1e-9)
+    assert values["exact_x"] == values["exact_high"]  # it comes from above
+    assert values["final_x"] == pytest.approx(6.0 - 2 * 0.01, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -553,14 +526,7 @@ def test_where_the_algorithm_stands_still_over_an_interval_both_ends_are_given(t
     ],
 )
 def test_no_stationary_point_is_given_where_it_would_be_another_algorithms(sections, field):
-    around = {
-        "noise": {"kind": "none"},
-        "data": EQ_8,
-        "model": {"kind": "linear"},
-        "selection": {"kind": "full"},
-        "local": {"kind": "sgd", "steps": 10, "batch": "full", "lr": 0.05},
-        "measure": ["stationary"],
-    }
+    around = {**SCALAR, "bounding": {"kind": "clip", "bound": 1.0}}
     for name, values in sections.items():
         around[name] = values if "kind" in values else {**around.get(name, {}), **values}
     with pytest.raises(ConfigError, match=rf"^{field} = "):
@@ -614,32 +580,18 @@ def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
     plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
-    found = heterogeneity_of(
-        module, plan.experiment.data.task, shards, models.flatten(module).numpy(), weight_decay=0.1
-    )
-    assert found["gamma_n"] == pytest.approx(0, abs=1e-9) and found["gamma_s"] == pytest.approx(
-        0, abs=1e-9
-    )
+    start = models.flatten(module).numpy()
+    values = heterogeneity_of(module, plan.experiment.data.task, shards, start, weight_decay=0.1)
+    assert (values["gamma_n"], values["gamma_s"]) == pytest.approx((0, 0), abs=1e-9)
 
 
 def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
-    result = run(
-        experiment(
-            model={"kind": "mlp", "hidden": [4]},
-            rounds=1,
-            data={"clients": 20},
-            measure=["heterogeneity"],
-        ),
-        tmp_path / "out",
-    )
-    assert (
-        result.summary["heterogeneity"]["gamma_s"] is None
-        and result.summary["heterogeneity"]["gamma_n"] > 0
-    )
-    assert pq.read_table(tmp_path / "out" / "heterogeneity.parquet").column_names == [
-        "client",
-        "gradient_gap",
-    ]
+    mlp = {"model": {"kind": "mlp", "hidden": [4]}, "rounds": 1, "data": {"clients": 20}}
+    result = run(experiment(**mlp, measure=["heterogeneity"]), tmp_path / "out")
+    values = result.summary["heterogeneity"]
+    assert values["gamma_s"] is None and values["gamma_n"] > 0
+    table = pq.read_table(tmp_path / "out" / "heterogeneity.parquet")
+    assert table.column_names == ["client", "gradient_gap"]
 
 
 @pytest.mark.parametrize(
