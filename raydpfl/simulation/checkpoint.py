@@ -86,7 +86,6 @@ def load(
     `check` raises for one whose rows are lost, as readers of damaged files do. Raises `RunError`
     if some can be read and all of those have been changed.
     """
-    checkpoint = None
     changed = None
     passed = []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
@@ -98,18 +97,18 @@ def load(
             reason = "it has been changed since it was written"
             changed = changed or f"{path}: {reason}"
         except _UNREADABLE as error:
-            reason = (
-                f"it cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-            )
-        checkpoint = None
+            detail = " ".join(str(error).split())[:200]
+            reason = f"it cannot be read ({type(error).__name__}: {detail})"
         passed.append(f"{path} is passed over: {reason}")
-    if changed and not checkpoint:
-        more = "without any checkpoint the run would start again from its first round"
-        raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
-    if passed and not checkpoint:
-        passed.append(
-            f"no checkpoint in {folder} can be read: the run starts again from its first round"
-        )
+    else:
+        checkpoint = None
+        if changed:
+            more = "without any checkpoint the run would start again from its first round"
+            raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
+        if passed:
+            passed.append(
+                f"no checkpoint in {folder} can be read: the run starts again from its first round"
+            )
     for warning in passed:
         log.warning(warning)
     return checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,8 @@ class Recorder:
         row["noise_std"] = None if at_steps else self.plan.sum_std(seen.bound)
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
-        quantiles = quantiles_of(_finite(columns["norm"]), SHARES)
+        norms = _finite(columns["norm"])
+        quantiles = np.quantile(norms, SHARES).tolist() if len(norms) else [None] * len(SHARES)
         row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
         row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
         row["lr"] = experiment.local.learning_rate(seen.t)
@@ -328,27 +329,6 @@ def _norm_mean(rows: pa.Table) -> float | None:
     sent = cohort - dropped
     some = sent > 0
     return float(np.average(norms[some], weights=sent[some])) if some.any() else None
-
-
-def quantiles_of(values: np.ndarray, shares: Sequence[float]) -> list[float | None]:
-    """The quantiles of finite values, float64 [n], as numpy computes them, in a tenth of the time;
-    None each of no values.
-
-    >>> quantiles_of(np.array([3.0, 1.0, 2.0]), (0.1, 0.5))
-    [1.2, 2.0]
-    """
-    if not len(values):
-        return [None] * len(shares)
-    ascending = np.sort(values)
-    quantiles: list[float | None] = []
-    for share in shares:
-        place = share * (len(values) - 1)
-        low = int(place)
-        part = place - low
-        below, above = ascending[[low, min(low + 1, len(values) - 1)]].tolist()
-        step = above - below
-        quantiles.append(below + step * part if part < 0.5 else above - step * (1 - part))
-    return quantiles
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from conftest import SMALL, experiment
 
 from raydpfl import Experiment, models, privacy, run
@@ -26,66 +25,34 @@ from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.storage.files import LOCK
 
-SUMMARY = {
-    "status",
-    "rounds",
-    "test_accuracy",
-    "test_loss",
-    "model_sha256",
-    "seconds",
-    "clients_per_second",
-    "peak_rss_mb",
-    "seed",
-    "versions",
-    "guarantees",
-}
-GUARANTEE = {
-    "kind",
-    "accountant",
-    "unit",
-    "relation",
-    "observer",
-    "sampling",
-    "knows",
-    "epsilon",
-    "delta",
-    "exclusions",
-    "conditions_failed",
-}
+SUMMARY = """
+status rounds test_accuracy test_loss model_sha256 seconds clients_per_second peak_rss_mb
+seed versions guarantees
+"""
+GUARANTEE = """
+kind accountant unit relation observer sampling knows epsilon delta exclusions
+conditions_failed
+"""
+FILES = """
+config.yaml rounds.parquet clients.parquet ledger.jsonl summary.json model.safetensors
+checkpoints tensorboard trackers.json
+"""
 
 
 def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     result = run(experiment(measure=["clients"], track=["tensorboard"]), tmp_path / "out")
-    names = {path.name for path in result.out.iterdir()}
-    assert names == {
-        "config.yaml",
-        "rounds.parquet",
-        "clients.parquet",
-        "ledger.jsonl",
-        "summary.json",
-        "model.safetensors",
-        "checkpoints",
-        "tensorboard",
-        "trackers.json",
-    }
+    assert {path.name for path in result.out.iterdir()} == set(FILES.split())
     summary = json.loads((result.out / "summary.json").read_text())
-    assert summary.keys() >= SUMMARY and summary["status"] == "completed"
-    assert all(each.keys() == GUARANTEE for each in summary["guarantees"])
-    flat = torch.cat(
-        [parameter.detach().reshape(-1) for parameter in result.model.parameters()]
-    ).numpy()
+    assert summary.keys() >= set(SUMMARY.split()) and summary["status"] == "completed"
+    stated = set(GUARANTEE.split())
+    assert all(guarantee.keys() == stated for guarantee in summary["guarantees"])
+    flat = models.flatten(result.model).numpy()
     assert summary["model_sha256"] == hashlib.sha256(flat.astype("<f4").tobytes()).hexdigest()
     assert isinstance(summary["peak_rss_mb"], float)
     assert list((result.out / "tensorboard").glob("events.out.tfevents.*"))
     clients = pq.read_table(result.out / "clients.parquet")
-    assert clients.num_rows == 4 * 20 and set(clients.column_names) == {
-        "round",
-        "client",
-        "norm",
-        "factor",
-        "clipped",
-        "train_loss",
-    }
+    columns = ["round", "client", "norm", "factor", "clipped", "train_loss"]
+    assert clients.num_rows == 4 * 20 and sorted(clients.column_names) == sorted(columns)
     norms = clients["norm"].to_numpy()
     factors = clients["factor"].to_numpy()
     assert np.all(norms * factors <= 1.0 + 1e-12)
@@ -386,10 +353,14 @@ def test_a_client_that_raises_is_named_with_its_own_traceback(actors, tmp_path, 
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_clients_that_fail_can_be_dropped_and_the_others_count_as_ever(tmp_path):
+def test_clients_that_fail_can_be_dropped_and_are_written_down(tmp_path):
     result = run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
     assert result.rounds["dropped"].to_pylist() == [2, 2]
     assert result.summary["status"] == "completed"
+    lines = (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()
+    dropped = [json.loads(line) for line in lines]
+    assert {(row["round"], row["client"]) for row in dropped} == {(0, 2), (0, 4), (1, 2), (1, 4)}
+    assert any("this row is cursed" in row["detail"] for row in dropped)
 
 
 def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
@@ -442,15 +413,6 @@ def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
         rtol=1e-12,
     )
     sys.modules.pop("mine")
-
-
-def test_a_finished_run_is_resumed_at_no_cost(tmp_path):
-    first = run(experiment(), tmp_path / "out")
-    again = run(experiment(), tmp_path / "out", resume=True)
-    assert (
-        again.summary["model_sha256"] == first.summary["model_sha256"]
-        and again.rounds.num_rows == 4
-    )
 
 
 ADAM = {"kind": "adam", "lr": 0.01, "beta1": 0.8}
@@ -626,13 +588,6 @@ def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_
         np.testing.assert_allclose(shares * 50, np.round(shares * 50), rtol=0, atol=1e-9)
     # every client has its own: guarantees.parquet
     assert result.summary["noise_multiplier"] is None
-
-
-def test_a_shown_config_is_the_experiment(tmp_path):
-    first = experiment()
-    (tmp_path / "shown.yaml").write_text(first.to_yaml())
-    assert Experiment.from_yaml(tmp_path / "shown.yaml") == first
-    assert yaml.safe_load(first.to_yaml())["noise"]["multiplier"] == 1.0
 
 
 def test_a_checkpoint_is_read_whole_or_not_at_all(tmp_path):
@@ -836,13 +791,6 @@ def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
         run(experiment(), tmp_path / "out", resume=True)
 
 
-def test_a_run_is_not_resumed_on_other_data_or_another_torch(tmp_path, monkeypatch):
-    run(experiment(), tmp_path / "out")
-    monkeypatch.setattr(torch, "__version__", "0.0.1")
-    with pytest.raises(RunError, match="its bits would differ"):
-        run(experiment(), tmp_path / "out", resume=True)
-
-
 def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
     """Poisson cohorts of 1 expected: some are empty, and the run still resumes."""
     lonely = experiment(
@@ -857,15 +805,6 @@ def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
         run(lonely, tmp_path / "out", resume=True).summary["model_sha256"]
         == first.summary["model_sha256"]
     )
-
-
-def test_what_was_dropped_is_written_down(tmp_path):
-    run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
-    dropped = [
-        json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()
-    ]
-    assert {(each["round"], each["client"]) for each in dropped} == {(0, 2), (0, 4), (1, 2), (1, 4)}
-    assert any("this row is cursed" in each["detail"] for each in dropped)
 
 
 class Shapeless(bounding.Clip):

@@ -101,40 +101,34 @@ def assert_same_bits(found: Watched, expected: Watched | Bits) -> None:
         assert np.array_equal(total, other)
 
 
-def test_losses_of_batches_of_a_row_are_those_of_chunks_that_train_alone(tmp_path):
-    data = {"kind": "synthetic", "clients": 24, "samples": 3, "features": 100, "classes": 62}
-    given = experiment(
-        seed=601618,
-        rounds=2,
-        data={**data, "test_samples": 24, "sizes": {"kind": "spread"}},
-        selection={"kind": "full"},
-        local={"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05},
-        client={"backend": "fused", "chunk": 4},
-    )
-    plan = Plan.make(given)
+ONE_ROW = {
+    "seed": 601618,
+    "rounds": 2,
+    "data": {"clients": 24, "samples": 3, "features": 100, "classes": 62, "test_samples": 24},
+    "selection": {"kind": "full"},
+    "local": {"kind": "sgd", "epochs": 3, "batch": 1, "lr": 0.05},
+    "client": {"backend": "fused", "chunk": 4},
+}
+UNEQUAL = {
+    "seed": 474,
+    "rounds": 3,
+    "data": {"clients": 24, "samples": 12, "features": 8, "classes": 3, "test_samples": 9},
+    "selection": {"kind": "uniform", "cohort": 9},
+    "local": {"kind": "sgd", "epochs": 1, "batch": 4, "lr": 0.1},
+    "client": {"backend": "fused", "chunk": 2},
+    "evaluate": {"every": 9},
+}
+
+
+@pytest.mark.parametrize("sections", [ONE_ROW, UNEQUAL], ids=["batches of a row", "unequal"])
+def test_losses_are_those_of_chunks_that_train_alone(sections, tmp_path):
+    """However soon others of the chunks that train together have made their steps."""
+    data = {"kind": "synthetic", "sizes": {"kind": "spread"}, **sections["data"]}
+    plan = Plan.make(experiment(**{**sections, "data": data}))
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
-    for one, *others in zip(*(each.columns for each in runs), strict=True):
+    for one, *others in zip(*(watched.columns for watched in runs), strict=True):
         for other in others:
             np.testing.assert_array_equal(other["train_loss"], one["train_loss"])
-
-
-def test_losses_of_unequal_clients_are_those_of_chunks_that_train_alone(tmp_path):
-    """However soon others of the chunks that train together have made their steps."""
-    sizes = {"kind": "spread"}
-    data = {"kind": "synthetic", "clients": 24, "samples": 12, "features": 8, "classes": 3}
-    given = experiment(
-        seed=474,
-        rounds=3,
-        data={**data, "test_samples": 9, "sizes": sizes},
-        selection={"kind": "uniform", "cohort": 9},
-        local={"kind": "sgd", "epochs": 1, "batch": 4, "lr": 0.1},
-        client={"backend": "fused", "chunk": 2},
-        evaluate={"every": 9},
-    )
-    plan = Plan.make(given)
-    together, apart = (carried_out(plan, tmp_path / str(k), actors=k) for k in (None, 0))
-    for some, others in zip(together.columns, apart.columns, strict=True):
-        np.testing.assert_array_equal(some["train_loss"], others["train_loss"])
 
 
 COLUMNS = ("train_loss", "bound", "clipped", "norm_p50", "update_norm", "test_loss")
@@ -213,18 +207,25 @@ def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     assert own[0] == own[1] == own[2]
 
 
-# On Ray a few, as an actor takes seconds of a core to start; above, every method is dealt to
+# On Ray a few, as an actor takes seconds of a core to start; above, every method is assigned to
 # actors, pickled, in one process.
 @pytest.mark.slow
-@pytest.mark.parametrize("method,numbers", [("clip", (0, 3)), ("per-sample clipping, cnn", (0, 2))])
+@pytest.mark.parametrize(
+    "method,numbers,changes",
+    [
+        ("clip", (0, 3), {}),
+        ("per-sample clipping, cnn", (0, 2), {}),
+        ("DPSCAFFOLD", (0, "per-client"), {"data": {"clients": 4}, "selection": {"cohort": 3}}),
+    ],
+)
 def test_any_number_of_ray_actors_gives_the_bits_of_the_inline_run(
-    method, numbers, tmp_path, shared_ray
+    method, numbers, changes, tmp_path, shared_ray
 ):
-    changes = METHODS[method]
+    sections = {**METHODS[method], **changes}
     bits = set()
     for actors in numbers:
-        client = {**changes.get("client", {}), "actors": actors}
-        bits.add(sha(experiment(**{**changes, "client": client}), tmp_path / str(actors)))
+        client = {"chunk": 4, **sections.get("client", {}), "actors": actors}
+        bits.add(sha(experiment(**{**sections, "client": client}), tmp_path / str(actors)))
     assert len(bits) == 1
 
 
@@ -257,18 +258,6 @@ def test_what_is_known_of_clients_is_the_same_however_chunks_are_dealt_and_after
         assert found.column_names == expected.column_names
         for column in expected.column_names:
             np.testing.assert_array_equal(found[column].to_numpy(), expected[column].to_numpy())
-
-
-@pytest.mark.slow
-def test_an_actor_per_client_gives_the_bits_of_the_inline_run(tmp_path, shared_ray):
-    changes = {**METHODS["DPSCAFFOLD"], "data": {"clients": 4}, "selection": {"cohort": 3}}
-    inline = sha(
-        experiment(**{**changes, "client": {"actors": 0, "chunk": 4}}), tmp_path / "inline"
-    )
-    each = sha(
-        experiment(**{**changes, "client": {"actors": "per-client", "chunk": 4}}), tmp_path / "each"
-    )
-    assert each == inline
 
 
 def test_another_seed_gives_other_bits(tmp_path):

@@ -72,18 +72,14 @@ class TwoHalves(Liar):
         return generator.choice(count // 2, self.cohort, replace=False) + (t % 2) * (count // 2)
 
 
-class Crowded(Liar):
-    def members(self, generator, t, count):
-        return generator.choice(
-            count, int(generator.binomial(count, 1.5 * self.cohort / count)), replace=False
-        )
+class OtherSizes(Liar):
+    """Cohorts of independent clients, `share` times as many as it says."""
 
+    share: float
 
-class Sparse(Liar):
     def members(self, generator, t, count):
-        return generator.choice(
-            count, int(generator.binomial(count, 0.5 * self.cohort / count)), replace=False
-        )
+        size = int(generator.binomial(count, self.share * self.cohort / count))
+        return generator.choice(count, size, replace=False)
 
 
 class Short(Liar):
@@ -152,8 +148,8 @@ class Owing(Liar):
         (AFavourite(), 30, "drew one client too often"),
         (Turns(), 30, "more often than others"),
         (TwoHalves(), 60, "in common"),
-        (Crowded(declares="poisson"), 30, "sizes by round"),
-        (Sparse(declares="poisson"), 30, "sizes by round"),
+        (OtherSizes(declares="poisson", share=1.5), 30, "sizes by round"),
+        (OtherSizes(declares="poisson", share=0.5), 30, "sizes by round"),
         (Short(), 4, "drew 29 clients in round 3, where its sampling .* gives 30"),
         (Short(declares="full"), 1, "drew 30 clients in round 0, where its sampling .* gives 300"),
         (Twice(), 1, "twice in round 0"),

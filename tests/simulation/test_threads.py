@@ -256,7 +256,7 @@ ADDED = {
     },
     "smoothly normalized": {"bounding": {"kind": "smooth_normalize", "bound": 0.3, "a": 0.07}},
     "unbounded": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
-    "noised at steps": {
+    "noise at steps": {
         "bounding": {"kind": "per_sample_clip", "bound": 1.0},
         "model": {"kind": "mlp", "hidden": [9]},
     },

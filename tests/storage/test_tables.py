@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from raydpfl.errors import FileError
-from raydpfl.simulation.recorder import quantiles_of
 from raydpfl.storage.run_files import Extent, Pace
 from raydpfl.storage.tables import Table, read_log, schema, write_table
 
@@ -138,15 +137,6 @@ def test_a_table_without_rows_has_no_file(tmp_path):
     assert path.exists()
     write_table(path, schema(["client"]).empty_table())
     assert not path.exists()
-
-
-def test_quantiles_of_a_row_are_numpys_to_the_bit():
-    generator = np.random.default_rng(0)
-    shares = (0.0, 0.1, 0.5, 0.9, 1.0)
-    for n in (*range(1, 40), 150, 1001):
-        values = generator.standard_normal(n) * np.logspace(-5, 12, n)
-        assert quantiles_of(values, shares) == np.quantile(values, shares).tolist()
-    assert quantiles_of(values[:0], shares) == [None] * 5
 
 
 def test_snapshots_that_cost_little_are_a_second_apart_and_others_take_their_share(monkeypatch):

@@ -14,11 +14,10 @@ import torch
 from raydpfl.core import device
 from raydpfl.core.messages import Chunk
 from raydpfl.data import Shards
-from raydpfl.errors import RAISED, ConfigError, DeviceError
+from raydpfl.errors import RAISED, ConfigError, DeviceError, exited, traceback_text
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.data_cache import Rows
-from raydpfl.simulation.client.failures import failures
 from raydpfl.simulation.client.personalization import LocalParameters
 from raydpfl.simulation.client.progress import ClientProgress
 from raydpfl.training.backends.base import Block, Sum
@@ -121,7 +120,7 @@ class ChunkTraining:
             clear_frames(error.__traceback__)  # which hold the tensors of the chunk
             raised = error
         # not in the clause above, where the chunk would stay in memory
-        details = failures(self.train, actor, chunk)
+        details = self._failures(actor, chunk)
         if not details:
             raise raised
         for slot, detail in details.items():
@@ -140,6 +139,22 @@ class ChunkTraining:
                 block = next(trained)
             if slot >= done:
                 yield block
+
+    def _failures(self, actor: ActorRound, chunk: Chunk) -> dict[int, str]:
+        """Trains the clients of a chunk one by one; the tracebacks of failures, by slot."""
+        details = {}
+        for slot in np.flatnonzero(chunk.members >= 0).tolist():
+            alone = replace(chunk, slot=slot)
+            try:
+                for _ in self.train(actor, alone, alone.members):
+                    pass
+            except SystemExit as error:
+                details[slot] = f"its training {exited(error)}"
+            except Exception as error:
+                device.blame(self.device, error)
+                where = f"the training of client {chunk.clients[slot]} in round {actor.work.t}"
+                details[slot] = traceback_text(error, where)
+        return details
 
     def _within_memory(self, state: ChunkRound, members: np.ndarray) -> Iterator[Block]:
         """As `train`. Where the device's memory does not hold the chunk, half as many of its
