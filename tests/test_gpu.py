@@ -575,7 +575,7 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
         return x, y, sizes
 
     row = coordinator.round()
-    while 7 not in coordinator.at.participations:
+    while 7 not in coordinator.state.participations:
         row = coordinator.round()
     assert row["dropped"] == 1
     assert '"client": 7' in (tmp_path / "dropped.jsonl").read_text()

@@ -342,7 +342,7 @@ def _of_samples(
         coordinator = local_step_canaries.StepCoordinator(plan, scratch, planted)
         _play(coordinator, on_round, 0, e.rounds)
         results = coordinator.seen.checks(coordinator.written)
-        printed = coordinator.accounts.guarantees(e.rounds, coordinator.at.participations)
+        printed = coordinator.accounts.guarantees(e.rounds, coordinator.state.participations)
     views = [coordinator.seen.view(delta, confidence)]
     held = coordinator.seen.least_deltas([views[0].claimed, *printed])
     results += filter(None, [checks.curve(held)])

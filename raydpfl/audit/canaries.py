@@ -222,9 +222,9 @@ class PlantedCoordinator(Coordinator):
         return started
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        assert self.at.bound is not None  # what is claimed is bounded
+        assert self.state.bound is not None  # what is claimed is bounded
         self.written.begins(t)
-        self.seen.begin(t, self.at.bound, cohort)
+        self.seen.begin(t, self.state.bound, cohort)
         total, results = super().collect(t, cohort)
         self.seen.collected(total)
         self._last = cohort, joined(results)
@@ -239,8 +239,8 @@ class PlantedCoordinator(Coordinator):
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
     ) -> dict[str, float]:
         sums = super().noisy_answers(t, cohort, columns, noise)
-        assert self.at.bound is not None  # it adapts
-        self.seen.answered(self.experiment.bounding.answers(columns, self.at.bound), sums)
+        assert self.state.bound is not None  # it adapts
+        self.seen.answered(self.experiment.bounding.answers(columns, self.state.bound), sums)
         return sums
 
     def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
@@ -270,8 +270,8 @@ class PlantedCoordinator(Coordinator):
         self._draw_histograms()
         self.seen.ledger = self.written.lines()
         self.seen.late = self.written.late()
-        self.seen.counts = self.at.participations.copy()
-        self.seen.printed = self.accounts.guarantees(self.at.t, self.at.participations)
+        self.seen.counts = self.state.participations.copy()
+        self.seen.printed = self.accounts.guarantees(self.state.t, self.state.participations)
         return self.seen
 
     def _draw_answers(self) -> None:
@@ -280,7 +280,7 @@ class PlantedCoordinator(Coordinator):
             return
         cohort, columns = self._last
         count = min(DRAWS, DRAWN // max(1, len(cohort)))
-        for t in range(self.at.t, self.at.t + count):
+        for t in range(self.state.t, self.state.t + count):
             self.noisy_answers(t, cohort, columns, self.more)
 
     def _draw_histograms(self) -> None:

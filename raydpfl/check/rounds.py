@@ -45,12 +45,12 @@ def same_bits_resumed(case: Example) -> str:
     paused = case.ran("resumed", until=case.plan.experiment.rounds // 2)
     resumed = Watched(paused.plan, str(case.folder / "resumed"), resume=True)
     resumed.start()
-    for name, state in paused.at.states.items():
-        hold(equal(state, resumed.at.states[name]), f"the state of {name} is another")
-    before = paused.at.memory.arrays()
-    after = resumed.at.memory.arrays()
+    for name, state in paused.state.states.items():
+        hold(equal(state, resumed.state.states[name]), f"the state of {name} is another")
+    before = paused.state.memory.arrays()
+    after = resumed.state.memory.arrays()
     hold(all(map(equal, before, after)), "the client state differs")
-    hold(paused.at.bound == resumed.at.bound, "the bound is another")
+    hold(paused.state.bound == resumed.state.bound, "the bound is another")
     return _same(case, case.ran("resumed", resume=True))
 
 
@@ -64,7 +64,7 @@ def _same(case: Example, other: Watched) -> str:
     )
     for mine, theirs in zip(reversed(whole.columns), reversed(other.columns), strict=False):
         hold(equal(mine, theirs), "what is known of the clients differs from the inline run")
-    hold(whole.at.bound == other.at.bound, "the bound differs from that of the inline run")
+    hold(whole.state.bound == other.state.bound, "the bound differs from that of the inline run")
     return "as inline, to the last bit"
 
 

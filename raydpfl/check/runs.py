@@ -90,7 +90,7 @@ class Watched(Coordinator):
         total, results = super().collect(t, cohort)
         self.totals.append(total)
         self.columns.append(joined(results))
-        self.bounds.append(self.at.bound)
+        self.bounds.append(self.state.bound)
         return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:

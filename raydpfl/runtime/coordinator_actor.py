@@ -38,7 +38,7 @@ class CoordinatorActor(Coordinator):
             return self.start()
 
     def round(self) -> dict[str, Any]:
-        with contained(f"round {self.at.t}"):
+        with contained(f"round {self.state.t}"):
             return super().round()
 
 

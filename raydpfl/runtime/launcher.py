@@ -334,7 +334,7 @@ def _inline(coordinator: Coordinator) -> Call:
 
     def call(method: str, *arguments: Any) -> Any:
         try:
-            with contained(f"round {coordinator.at.t}" if method == "round" else ""):
+            with contained(f"round {coordinator.state.t}" if method == "round" else ""):
                 return getattr(coordinator, method)(*arguments)
         except (RunError, ConfigError, MemoryError, OSError):
             raise

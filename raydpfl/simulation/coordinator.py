@@ -73,27 +73,29 @@ class Coordinator:
         checkpoint = take_up(
             self.plan, self.out, self.record.tables, self._resume, self._fresh_noise
         )
-        self.plan, self.accounts, at = checkpoint
+        self.plan, self.accounts, state = checkpoint
         plan = self.plan
         self.ledger = self.accounts.ledger
         self.problem = problem_of(self.experiment, self.shards, plan.population)
-        self.at = at or RunState.first(plan, models.flatten(self.problem.module).numpy())
+        self.state = state or RunState.first(plan, models.flatten(self.problem.module).numpy())
         std = plan.sum_std if plan.mechanism else None
-        self.noise = MonitoredNoise(self.experiment.noise, plan.noise_seed, plan.d, self.at.t, std)
-        self.monitor = sampling_monitor.of_run(plan, self.at.t, self.accounts.draws)
+        self.noise = MonitoredNoise(
+            self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
+        )
+        self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
         # what the bits depend on, before anything is released
-        if self._fresh_noise or not self.at.t:
-            self.record.snapshot(self.at)
+        if self._fresh_noise or not self.state.t:
+            self.record.snapshot(self.state)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), provenance.of_capability(plan.platform))
         self.pool = self._pool or Inline(self.experiment, str(plan.shards))
-        self.record.begin(plan, self.pool, self.at, self.problem, self.survey)
+        self.record.begin(plan, self.pool, self.state, self.problem, self.survey)
         self._added: np.ndarray | None = None  # the server's noise of the current round
 
     def round(self) -> dict[str, Any]:
         """Does the next round and returns its row of the rounds table."""
-        at = self.at
-        t = at.t
+        state = self.state
+        t = state.t
         clock = Clock()
         self.account(t)
         clock.lap("account")
@@ -103,31 +105,31 @@ class Coordinator:
         columns = joined(results)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
-        model = at.model.astype(np.float64)
-        at.model = self.experiment.server.step(model, update, at.states["server"], t)
+        model = state.model.astype(np.float64)
+        state.model = self.experiment.server.step(model, update, state.states["server"], t)
         clock.lap("server")
-        seen = Round(t, at.bound, columns, total, self._added, update)
-        row = self.record.row(seen, results, self.accounts.spent(t), at)
+        seen = Round(t, state.bound, columns, total, self._added, update)
+        row = self.record.row(seen, results, self.accounts.spent(t))
         row["lost"] = cohort.lost
-        at.bound = self.next_bound(t, cohort, columns)
-        at.participations.update(cohort.clients.tolist())
-        at.t = t + 1
-        return self.record.finish_row(row, clock, at)
+        state.bound = self.next_bound(t, cohort, columns)
+        state.participations.update(cohort.clients.tolist())
+        state.t = t + 1
+        return self.record.finish_row(row, clock)
 
     def account(self, t: int) -> None:
         """Writes this round's spending ahead of it; raises `BudgetError` where it may not be."""
-        self.accounts.spend(t, self.at.bound)
+        self.accounts.spend(t, self.state.bound)
 
     def select(self, t: int) -> Cohort:
         """The cohort of the round."""
 
         def ask(clients: np.ndarray) -> np.ndarray:
             self.monitor.check_candidates(t, clients)
-            return self.pool.losses(self.at.model, t, clients, self.plan.noise_seed)
+            return self.pool.losses(self.state.model, t, clients, self.plan.noise_seed)
 
         seed = self.plan.cohort_seed()
         cohort = self.experiment.selection.draw(seed, t, self.plan.population, ask)
-        self.monitor.check(t, cohort, self.at.participations)
+        self.monitor.check(t, cohort, self.state.participations)
         return cohort
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
@@ -135,21 +137,21 @@ class Coordinator:
         actor's account of them.
         """
         plan = self.plan
-        at = self.at
+        state = self.state
         clients = cohort.clients
         sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
         width = self.experiment.client.chunk
         assert isinstance(width, int)  # the plan has resolved "auto"
         per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
         cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients))
-        shares = self.pool.assign([at.memory.with_states(chunk) for chunk in cut])
-        std = plan.client_std(at.bound)
-        most = None if at.bound is None else at.bound * plan.weight
+        shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
+        std = plan.client_std(state.bound)
+        most = None if state.bound is None else state.bound * plan.weight
         grid = Grid.of(len(cohort), most, std)
-        work = Work(t, plan.seed, plan.noise_seed, at.bound, std, grid)
+        work = Work(t, plan.seed, plan.noise_seed, state.bound, std, grid)
         total, results = exact_sum.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
         self.noise.of_clients(work, len(cohort), results, total)
-        at.memory.keep(results)
+        state.memory.keep(results)
         return total, results
 
     def _broadcast(self) -> Broadcast:
@@ -157,15 +159,16 @@ class Coordinator:
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
         states = {
-            name: member.broadcast_state(self.at.states[name]) for name, member in members.items()
+            name: member.broadcast_state(self.state.states[name])
+            for name, member in members.items()
         }
-        return Broadcast(self.at.model, {name: state for name, state in states.items() if state})
+        return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,
         where the server draws any.
         """
-        self._added = self.noise.on_sum(t, self.plan.sum_std(self.at.bound), total)
+        self._added = self.noise.on_sum(t, self.plan.sum_std(self.state.bound), total)
         return total if self._added is None else total + self._added
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
@@ -174,16 +177,16 @@ class Coordinator:
         population = self.plan.population
         lr = experiment.local.learning_rate(t)
         divisor = experiment.selection.divisor(population)
-        facts = Facts(t, lr, self.at.model, divisor, len(cohort), len(population))
-        mean = experiment.bounding.receive(total, self.at.states["bounding"], facts)
-        experiment.local.receive(mean, self.at.states["local"], facts)
+        facts = Facts(t, lr, self.state.model, divisor, len(cohort), len(population))
+        mean = experiment.bounding.receive(total, self.state.states["bounding"], facts)
+        experiment.local.receive(mean, self.state.states["local"], facts)
         return mean
 
     def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
         """The bound of round t + 1. Raises `RunError` for one out of range, an answer beyond its
         own bound, or noise that is not what was accounted for.
         """
-        bound = self.at.bound
+        bound = self.state.bound
         bounding = self.experiment.bounding
         if bound is None or not bounding.adapts:
             return bound
@@ -191,7 +194,7 @@ class Coordinator:
         if not clients:
             return bound
         sums = self.noisy_answers(t, cohort, columns)
-        following = bounding.adapt(bound, sums, clients, self.at.states["bounding"])
+        following = bounding.adapt(bound, sums, clients, self.state.states["bounding"])
         if not BOUNDS[0] <= following <= BOUNDS[1]:
             left = f"the adaptive bound left its range ({following:g} after round {t})"
             raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
@@ -203,8 +206,8 @@ class Coordinator:
         """The noisy sums of the clients' answers, by side query; `noise`: None is the run's."""
         plan = self.plan
         bounding = self.experiment.bounding
-        assert self.at.bound is not None  # it adapts
-        by_query = bounding.answers(columns, self.at.bound)
+        assert self.state.bound is not None  # it adapts
+        by_query = bounding.answers(columns, self.state.bound)
         sums = {}
         for query in bounding.queries():
             if query.name not in by_query:
@@ -240,7 +243,7 @@ class Coordinator:
 
     def save(self) -> None:
         """Puts the tables and a checkpoint on disk."""
-        self.record.save(self.at)
+        self.record.save()
 
     def over(self) -> str | None:
         """Why the run ends before its last round, in words; None: it goes on."""
@@ -251,12 +254,14 @@ class Coordinator:
         if save:
             self.save()
         self.pool.close()
-        return self.record.summary(self.at, self.accounts) | {"status": status}
+        return self.record.summary(self.accounts) | {"status": status}
 
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
-        at = self.at
-        run = Finished(self.out, self.problem, at.model, self.plan.mechanism, at.participations)
+        state = self.state
+        run = Finished(
+            self.out, self.problem, state.model, self.plan.mechanism, state.participations
+        )
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:
@@ -265,11 +270,11 @@ class Coordinator:
 
     def parameters(self) -> np.ndarray:
         """The model, flat float32 [d]."""
-        return self.at.model
+        return self.state.model
 
     def position(self) -> int:
         """How many rounds are done."""
-        return self.at.t
+        return self.state.t
 
 
 @contextmanager

@@ -64,9 +64,9 @@ class Recorder:
         self.evaluated = plan.experiment.given
         self.rounds = Table(out, "rounds", schema(self._columns()))
         self.tables: dict[str, Table] = {"rounds": self.rounds}
-        state = self._client_columns()
+        per_client = self._client_columns()
         for probe in self.probes:
-            for name, columns in probe.tables(state).items():
+            for name, columns in probe.tables(per_client).items():
                 self.tables[name] = Table(out, name, schema(columns))
         for name, columns in _cells(plan).items():
             self.tables[name] = Table(out, name, schema(columns))
@@ -91,14 +91,15 @@ class Recorder:
         self,
         plan: Plan,
         pool: Pool,
-        at: RunState,
+        state: RunState,
         problem: Problem,
         survey: Callable[[int, np.ndarray], np.ndarray],
     ) -> None:
-        """Opens what grows with the run, at its position `at`. `plan` is that of the rounds to
-        come, and `survey` is `Coordinator.survey`.
+        """Opens what grows with the run, at this state, which the coordinator updates. `plan` is
+        that of the rounds to come, and `survey` is `Coordinator.survey`.
         """
         self.plan = plan
+        self.state = state
         self._survey = survey
         self.pool = pool
         self._pace = Pace()
@@ -108,20 +109,20 @@ class Recorder:
         if plan.experiment.evaluate.stop:
             for row in self.rounds.arrow().select([*self.evaluated]).to_pylist():
                 self._judge(row)
-        self.dropped = Dropped(self.out / "dropped.jsonl", at.t)
-        followed = [probe.follow(self.out, self.plan.d, at.t) for probe in self.probes]
+        self.dropped = Dropped(self.out / "dropped.jsonl", state.t)
+        followed = [probe.follow(self.out, self.plan.d, state.t) for probe in self.probes]
         self._followers = [follower for follower in followed if follower is not None]
-        self.follow(at)
+        self.follow()
         assessing = [probe.assess(problem, self.out) for probe in self.probes]
         self._assessing = [probe for probe in assessing if probe is not None]
 
-    def follow(self, at: RunState) -> None:
-        """Notes that the model is now that of `at`."""
+    def follow(self) -> None:
+        """Shows the probes the model."""
         for follower in self._followers:
-            follower(at.t, at.model)
+            follower(self.state.t, self.state.model)
 
     def row(
-        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float], at: RunState
+        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float]
     ) -> dict[str, Any]:
         """The row of a round, without its evaluation. Also writes the tables of the probes."""
         experiment = self.plan.experiment
@@ -149,30 +150,31 @@ class Recorder:
         row["seconds_clients"] = sum(result.seconds for result in results)
         self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
         for probe in self.probes:
-            row |= probe.round(seen, at.states[f"measure.{probe.kind}"])
+            row |= probe.round(seen, self.state.states[f"measure.{probe.kind}"])
             for name, added in probe.rows(seen).items():
                 self.tables[name].append(added)
         for assess in self._assessing:
-            row |= assess(seen.t, at.model)
+            row |= assess(seen.t, self.state.model)
         return row
 
-    def finish_row(self, row: dict[str, Any], clock: Clock, at: RunState) -> dict[str, Any]:
+    def finish_row(self, row: dict[str, Any], clock: Clock) -> dict[str, Any]:
         """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
-        last = at.t == self.plan.experiment.rounds
+        state = self.state
+        last = state.t == self.plan.experiment.rounds
         experiment = self.plan.experiment
-        if self.evaluated and (last or at.t % experiment.evaluate.every == 0):
-            self._evaluate(row, at)
+        if self.evaluated and (last or state.t % experiment.evaluate.every == 0):
+            self._evaluate(row)
         clock.lap("evaluate")
         row |= clock.seconds
         row["seconds"] = sum(clock.seconds.values())
         row["clients_per_second"] = row["cohort"] / (row["seconds"] - row["seconds_evaluate"])
-        at.seconds += row["seconds"]
-        self.follow(at)
+        state.seconds += row["seconds"]
+        self.follow()
         self.rounds.append({name: [value] for name, value in row.items()})
         self._judge(row)
         if last or self._pace.due():
-            self.save(at, copies=last)
+            self.save(copies=last)
         return row
 
     def _judge(self, row: Mapping[str, Any]) -> None:
@@ -183,9 +185,10 @@ class Recorder:
             seen = [*self._since_best, row[stop.metric]]
             self._since_best = metric_columns.since_best(seen, stop.sign(experiment.metrics))
 
-    def _evaluate(self, row: dict[str, Any], at: RunState) -> None:
+    def _evaluate(self, row: dict[str, Any]) -> None:
         experiment = self.plan.experiment
-        batches = self.pool.evaluate(at.model, at.t, at.memory.own)
+        state = self.state
+        batches = self.pool.evaluate(state.model, state.t, state.memory.own)
         totals = evaluation.totals(batches, experiment.metrics)
         scores = evaluation.scored(totals)
         metric = experiment.evaluate.per_client
@@ -228,20 +231,20 @@ class Recorder:
         named = metric_columns.named(stop.metric)
         return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
 
-    def save(self, at: RunState, copies: bool = True) -> None:
+    def save(self, copies: bool = True) -> None:
         """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
         due.
         """
         began = time.monotonic()
-        self.snapshot(at)
+        self.snapshot(self.state)
         for table in self.tables.values() if copies else ():
             table.copy()
         self._pace.took(time.monotonic() - began)
 
-    def snapshot(self, at: RunState) -> None:
+    def snapshot(self, state: RunState) -> None:
         """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of."""
         tables = {name: table.flush() for name, table in self.tables.items()}
-        save(self.out / "checkpoints", at.checkpoint(self.plan, tables))
+        save(self.out / "checkpoints", state.checkpoint(self.plan, tables))
         storage.push(self.out)
 
     def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
@@ -260,29 +263,30 @@ class Recorder:
         """The results of that, for the summary."""
         return {kind: work.result() for kind, work in (self._after or {}).items()}
 
-    def summary(self, at: RunState, account: Account) -> dict[str, Any]:
+    def summary(self, account: Account) -> dict[str, Any]:
         """The summary of the run so far."""
         rows = self.rounds.arrow()
         names = self.scores
         evaluated = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
-        training = at.seconds - sum(rows["seconds_evaluate"].to_pylist())
-        quantiles = account.per_client(self.out, at.t, at.participations)
+        state = self.state
+        training = state.seconds - sum(rows["seconds_evaluate"].to_pylist())
+        quantiles = account.per_client(self.out, state.t, state.participations)
         summary: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
         named = Shards.open(self.plan.shards).target
         if named.names:
             summary["class_names" if named.classes else "target_names"] = list(named.names)
-        guarantees = account.guarantees(at.t, at.participations)
+        guarantees = account.guarantees(state.t, state.participations)
         mechanism = self.plan.mechanism
         return summary | {
-            "rounds": at.t,
+            "rounds": state.t,
             **metric_columns.last(evaluated, names),
             **metric_columns.best(evaluated, names, self.plan.experiment.metrics),
             "norm_mean": _norm_mean(rows),
-            "model_sha256": hashlib.sha256(at.model.astype("<f4").tobytes()).hexdigest(),
+            "model_sha256": hashlib.sha256(state.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
             "population": len(self.plan.population),
-            "seconds": at.seconds,
+            "seconds": state.seconds,
             "clients_per_second": clients / training if clients else 0.0,
             "peak_rss_mb": {"coordinator": peak_rss_mb(), "clients": self._client_rss},
             "seed": self.plan.experiment.seed,

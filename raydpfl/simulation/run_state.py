@@ -92,12 +92,12 @@ def take_up(
     account = Account(plan, ledger)
     if checkpoint is None:
         return plan, account, None
-    at = RunState.of(plan, checkpoint)
+    state = RunState.of(plan, checkpoint)
     check_origin(plan, checkpoint.origin, fresh_noise)
-    account.verify(at.t, at.bound)
+    account.verify(state.t, state.bound)
     for name, table in tables.items():
         table.resume(checkpoint.tables[name])
-    return plan, account, at
+    return plan, account, state
 
 
 def started(plan: Plan) -> dict[str, State]:

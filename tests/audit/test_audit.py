@@ -419,10 +419,10 @@ def noise_of_the_next_bound(patch):
         return total, results
 
     def late(self, t, total):
-        bound = self.at.bound
-        self.at.bound = self.next_bound(t, *self.before)
+        bound = self.state.bound
+        self.state.bound = self.next_bound(t, *self.before)
         released = release(self, t, total)
-        self.at.bound = bound
+        self.state.bound = bound
         return released
 
     patch.setattr(Coordinator, "collect", keeping)
@@ -524,7 +524,7 @@ def a_bound_by_something_else(patch):
     """The bound follows the exact count, and no noised sum is made."""
 
     def exact(self, t, cohort, columns):
-        return self.at.bound * math.exp(0.5 - np.mean(columns["norm"] <= self.at.bound))
+        return self.state.bound * math.exp(0.5 - np.mean(columns["norm"] <= self.state.bound))
 
     patch.setattr(Coordinator, "next_bound", exact)
 

@@ -427,13 +427,13 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     for t in range(3):
-        losses = exact_losses(chosen, plan, coordinator.at.model, t)
+        losses = exact_losses(chosen, plan, coordinator.state.model, t)
         answers = {
             client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses")
             for client, loss in losses.items()
         }
         asked = coordinator.pool.losses(
-            coordinator.at.model, t, np.array(list(losses)), plan.noise_seed
+            coordinator.state.model, t, np.array(list(losses)), plan.noise_seed
         )
         told = dict(zip(losses, asked.tolist(), strict=True))
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2

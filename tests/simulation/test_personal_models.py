@@ -147,14 +147,14 @@ def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend)
     run = carried_out(plan, tmp_path)
     shared, clients, norms = by_hand(plan, own, 3)
     assert plan.d == len(shared) and torch.allclose(
-        shared, torch.from_numpy(run.at.model), atol=1e-5
+        shared, torch.from_numpy(run.state.model), atol=1e-5
     )
     # what is bounded and noised is what travels alone
     assert np.allclose(run.columns[-1]["norm"], norms, rtol=1e-4)
     split = models.ParameterSplit.of(clients[0])
     for client, net in enumerate(clients):
         numbers = split.kept(models.trained(net)[None])[0]
-        assert torch.allclose(numbers, torch.from_numpy(run.at.memory.own[client]), atol=1e-4)
+        assert torch.allclose(numbers, torch.from_numpy(run.state.memory.own[client]), atol=1e-4)
     row = run.record.rounds.arrow().to_pylist()[-1]
     assert row["validation_accuracy"] == pytest.approx(accuracy(plan, clients))
 
@@ -222,7 +222,7 @@ def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path, policy):
     kept = np.sum([np.isfinite(columns["norm"]) for columns in run.columns], axis=0)
     assert 0 < kept.sum() < 15
     # what it had before the round, five steps of each that it was part of
-    assert [float(run.at.memory.own[client][0]) for client in range(5)] == (5 * kept).tolist()
+    assert [float(run.state.memory.own[client][0]) for client in range(5)] == (5 * kept).tolist()
 
 
 def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
@@ -249,7 +249,7 @@ def test_what_travels_alone_is_bounded_and_noised(tmp_path):
         assert np.linalg.norm(total) == pytest.approx(0.05, rel=1e-6)  # all of it is what travels
         assert np.std(added) == pytest.approx(2.0 * 0.05, rel=0.1)
     # what stays is neither bounded nor noised
-    moved = [np.linalg.norm(own - initial) for own in run.at.memory.own.values()]
+    moved = [np.linalg.norm(own - initial) for own in run.state.memory.own.values()]
     assert min(moved) > 0.05
 
 
@@ -301,10 +301,10 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
     nets = []
     start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
     for client in range(5):
-        models.load(start, torch.from_numpy(run.at.model))
-        if client in run.at.memory.own:
-            own = torch.from_numpy(run.at.memory.own[client])[None]
-            every = models.ParameterSplit.of(start).joined(torch.from_numpy(run.at.model), own)
+        models.load(start, torch.from_numpy(run.state.model))
+        if client in run.state.memory.own:
+            own = torch.from_numpy(run.state.memory.own[client])[None]
+            every = models.ParameterSplit.of(start).joined(torch.from_numpy(run.state.model), own)
             models.set_trained(start, every[0])
         nets.append(tuned_by_hand(plan, start, client))
     row = run.record.rounds.arrow().to_pylist()[-1]
@@ -316,7 +316,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
         assert row["validation_accuracy"] < row["client_accuracy_mean"] - 0.05
         plain = Plan.make(experiment(**{**PLAIN, **sections, "rounds": 2}))
         plain = carried_out(plain, tmp_path / "plain")
-        assert np.array_equal(run.at.model, plain.at.model)
+        assert np.array_equal(run.state.model, plain.state.model)
 
 
 # --- a model of each client's own, trained beside ---
@@ -358,13 +358,13 @@ def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path
     received = [models.flatten(start)]
     for t in range(1, 3):
         before = carried_out(plain, tmp_path / f"plain {t}", until=t)
-        received.append(torch.from_numpy(before.at.model))
+        received.append(torch.from_numpy(before.state.model))
     run = carried_out(plan, tmp_path / "run")
     without = carried_out(plain, tmp_path / "plain")
-    assert np.array_equal(run.at.model, without.at.model) and not without.at.memory.own
+    assert np.array_equal(run.state.model, without.state.model) and not without.state.memory.own
     nets = [ditto_by_hand(plan, received, client) for client in range(5)]
     for client, net in enumerate(nets):
-        own = torch.from_numpy(run.at.memory.own[client])
+        own = torch.from_numpy(run.state.memory.own[client])
         assert torch.allclose(models.flatten(net), own, atol=1e-5)
     last, same = (each.record.rounds.arrow().to_pylist()[-1] for each in (run, without))
     assert last["client_accuracy_mean"] == pytest.approx(accuracy(plan, nets))
@@ -410,7 +410,7 @@ def test_a_model_of_its_own_that_diverges_is_its_clients_error(tmp_path, policy)
     run = carried_out(plan, tmp_path)
     e = plan.experiment
     start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
-    assert all(np.array_equal(own, models.flatten(start)) for own in run.at.memory.own.values())
+    assert all(np.array_equal(own, models.flatten(start)) for own in run.state.memory.own.values())
     assert (np.concatenate([columns["norm"] for columns in run.columns]) > 0).all()
 
 

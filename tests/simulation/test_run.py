@@ -134,9 +134,9 @@ def test_the_sum_carries_the_noise_that_the_accountant_was_told(placement, tmp_p
         (tmp_path / str(seed)).mkdir()
         coordinator = Coordinator(plan, str(tmp_path / str(seed)))
         coordinator.start()
-        before = coordinator.at.model.astype(float)
+        before = coordinator.state.model.astype(float)
         coordinator.round()
-        deviations.append((coordinator.at.model - before) * 20)  # the sum over the cohort of 20
+        deviations.append((coordinator.state.model - before) * 20)  # the sum over the cohort of 20
     std = plan.mechanism.queries[0].std * 0.5
     assert std == pytest.approx(8.0 * 0.5)
     n = 3 * 7850

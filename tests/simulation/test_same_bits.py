@@ -203,7 +203,7 @@ def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     own = []
     for actors in (None, 0, 3):
         dealt = carried_out(plan, tmp_path / str(actors), actors)
-        own.append({client: each.tobytes() for client, each in dealt.at.memory.own.items()})
+        own.append({client: each.tobytes() for client, each in dealt.state.memory.own.items()})
     assert own[0] == own[1] == own[2]
 
 
