@@ -62,7 +62,7 @@ def renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 
 class RunError(RuntimeError):
-    """A run that had started cannot go on; exit code 1."""
+    """A run that had started cannot continue; exit code 1."""
 
 
 class FileError(RunError):

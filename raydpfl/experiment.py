@@ -182,7 +182,7 @@ class Experiment(Section):
             shared_samples=self.data.overlaps(),
             local_parameters=bool(self.model.local),
             tested=self.evaluate.test,
-            held_out=self.evaluate.apart,
+            held_out=self.evaluate.held_out,
             survey=self.evaluate.survey,
             accountants=self.privacy.accountants,
             relation=self.privacy.relation,
@@ -245,7 +245,7 @@ class Experiment(Section):
                 user_classes.complete(type(member), section, member.kind)
 
     def accounted_with(self) -> set[str]:
-        """The sections, besides its own, on which what a member spends depends."""
+        """The other sections on which what a member spends depends."""
         return {name for _, member in self._every_member() for name in member.accounted_with}
 
     def warnings(self) -> list[str]:

@@ -254,7 +254,7 @@ class Evaluate(Section):
         return value if value == "auto" else parse_metrics(value)
 
     @property
-    def apart(self) -> float | dict[str, float]:
+    def held_out(self) -> float | dict[str, float]:
         """What is held out of training, as `raydpfl.data.prepare` takes it."""
         if isinstance(self.validation, HeldOut):
             return {"clients": self.validation.clients}

@@ -786,7 +786,9 @@ def data_describe(
         class_histogram.check(out)
     with _kept(config, trust_code):
         experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
-        loaded = data.load(experiment.data, experiment.seed, data_root, experiment.evaluate.apart)
+        loaded = data.load(
+            experiment.data, experiment.seed, data_root, experiment.evaluate.held_out
+        )
         counted = experiment.data.counted(data_root)
     for name, value in {**loaded.describe(), **counted}.items():
         if isinstance(value, dict):

@@ -21,7 +21,7 @@ Columns = dict[str, np.ndarray]  # by name, one value per client each, in client
 Rows = Mapping[int, np.ndarray]  # slot -> its client's state, float32 [d]; absent: zeros
 # the name, among the members with client states, of a client's local part of the model, float32;
 # absent: its initial values (`raydpfl.models.shared_and_local`)
-OWN = "own"
+LOCAL_PART = "own"
 # The least and the largest L2 norm that may bound what a client sends or a sample's gradient: the
 # squares of numbers near it lie far inside of float32, and its noise does, too.
 BOUNDS = (1e-12, 1e15)
@@ -37,7 +37,7 @@ class Chunk:
     draws: np.ndarray
     weights: np.ndarray  # float64 [C]
     rows: int  # per client, after padding to the one that can train on most
-    slot: int | None = None  # the one slot to train, when each client is its own actor
+    slot: int | None = None  # the one slot to train, when every client is an actor
     # float64 [C]: std of the noise on the mean gradient of each client's local steps
     stds: np.ndarray | None = None
     memory: Mapping[str, Rows] = field(default_factory=dict)  # client states, by member
@@ -71,7 +71,7 @@ class Chunk:
         )
 
     def alone(self, slot: int) -> Chunk:
-        """The chunk for one of its clients, which is its own actor."""
+        """The chunk for one of its clients, which is an actor by itself."""
         memory = {
             name: {slot: rows[slot]} if slot in rows else {} for name, rows in self.memory.items()
         }

@@ -80,7 +80,7 @@ def _philox(seed: int, purpose: int, t: int, client: int, draw: int, step: int) 
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")
     counter = np.array([0, (draw << 32) | step, client, t], np.uint64)
-    # numpy's stubs know no other seed sequence than its own
+    # numpy's stubs know no other seed sequence
     return np.random.Philox(_Key(seed, purpose), counter=counter)  # type: ignore[arg-type]
 
 

@@ -36,7 +36,7 @@ class _State:
 
 def _handle(number: int, *_: Any) -> None:
     if number == signal.SIGTERM:
-        # while Ray starts, a handler of its own stands before this one, and has the process abort
+        # while Ray starts, another handler stands before this one, and has the process abort
         # in 3 s
         signal.alarm(0)
     if _State.asked or not _State.deferring:
@@ -66,7 +66,7 @@ def handled() -> Iterator[None]:
 
 
 def install() -> None:
-    """Puts the handlers in their place again, after a library (Ray) has put its own there."""
+    """Puts the handlers in their place again, after a library (Ray) has put others there."""
     if _State.installed and threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, _handle)
@@ -74,7 +74,7 @@ def install() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within it a first signal raises nothing; `asked` tells of it."""
+    """Within it a first signal raises nothing and is noted (`asked`)."""
     before = _State.deferring
     _State.deferring = True
     try:

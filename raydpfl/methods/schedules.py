@@ -1,4 +1,4 @@
-"""How a learning rate goes on, by round or by step of a round.
+"""The schedule of a learning rate, by round or by step of a round.
 
 >>> cosine = Schedule(schedule="cosine", lr_period=10, lr_last=0.1, lr_warmup=1)
 >>> [round(cosine.lr_at(0.2, k), 3) for k in (0, 1, 6, 11, 12)]

@@ -19,12 +19,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from raydpfl.core.messages import OWN, Chunk, ChunkResult
+from raydpfl.core.messages import LOCAL_PART, Chunk, ChunkResult
 
 
 class ClientStates:
     """Vectors float32 [d], by member and client; zeros for a client that has none yet. Its own part
-    of the model is among them, as `OWN`.
+    of the model is among them, as `LOCAL_PART`.
     """
 
     def __init__(self, members: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]):
@@ -48,7 +48,7 @@ class ClientStates:
     @property
     def own(self) -> Mapping[int, np.ndarray]:
         """The clients that have a part of the model of their own, and what it is."""
-        return self._by_member.get(OWN, {})
+        return self._by_member.get(LOCAL_PART, {})
 
     def keep(self, results: Iterable[ChunkResult]) -> None:
         """Keeps the state of clients for their next round; the changes of one that was drawn
@@ -69,7 +69,7 @@ class ClientStates:
             before = np.float64(states.get(client, np.float32(0.0)))
             total = np.sum(rows, axis=0, dtype=np.float64)
             mean = total / len(rows)
-            changed = mean if name == OWN else total - (len(rows) - 1) * before
+            changed = mean if name == LOCAL_PART else total - (len(rows) - 1) * before
             states[client] = changed.astype(np.float32)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

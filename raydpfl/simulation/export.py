@@ -21,7 +21,7 @@ from torch import nn
 
 from raydpfl import models, storage
 from raydpfl.config.registry import importing, refuse_code, unread
-from raydpfl.core.messages import OWN
+from raydpfl.core.messages import LOCAL_PART
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.models import tasks, weights
@@ -95,13 +95,13 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
 def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     """What a client has of its own, float32 [own]. Raises `ConfigError`."""
     last = checkpoint(folder / CHECKPOINTS)
-    members = last.members.get(OWN, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
+    members = last.members.get(LOCAL_PART, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
     place = np.flatnonzero(members == client)
     if last is None or not len(place):
         some = ", ".join(map(str, sorted(members.tolist())[:5])) + ", ..." * (len(members) > 5)
         expected = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
         raise ConfigError("client", client, expected)
-    return torch.from_numpy(last.memory[OWN][int(place[0])])
+    return torch.from_numpy(last.memory[LOCAL_PART][int(place[0])])
 
 
 def _read(name: str) -> bool:

@@ -72,7 +72,7 @@ def prepare_experiment(
     """Prepares the data and resolves what depends on them. Raises `ConfigError` for what the data
     cannot give.
     """
-    held_out = experiment.evaluate.apart
+    held_out = experiment.evaluate.held_out
     path = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
     shards = Shards.open(path)
     sizes = shards.sizes  # on the file's map: a copy would take 8 bytes a client

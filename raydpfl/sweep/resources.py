@@ -77,7 +77,7 @@ class Resources:
             return int(experiment.client.actors)
         if experiment.data.clients:
             return experiment.data.clients
-        held_out = experiment.evaluate.apart
+        held_out = experiment.evaluate.held_out
         shards = data.prepare(experiment.data, experiment.seed, self.root, validation=held_out)
         return len(Shards.open(shards).sizes)
 

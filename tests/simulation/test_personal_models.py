@@ -13,7 +13,7 @@ from torch import nn
 import raydpfl
 from raydpfl import models
 from raydpfl.check.runs import carried_out
-from raydpfl.core.messages import OWN, ChunkResult
+from raydpfl.core.messages import LOCAL_PART, ChunkResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError
@@ -230,7 +230,7 @@ def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
     columns = {"client": np.array([4, 4]), "draw": np.arange(2)}
     parts = np.array([[1.0, 3.0], [2.0, 5.0]], np.float32)
     for _ in range(2):
-        memory.keep([ChunkResult(np.zeros(1), columns, {OWN: parts})])
+        memory.keep([ChunkResult(np.zeros(1), columns, {LOCAL_PART: parts})])
         assert memory.own[4].tolist() == [1.5, 4.0]
 
 

@@ -2,7 +2,7 @@
 
 /* What is added up as it is trained; raydpfl/training/backends/compiled.py fills it. Of each
 client its update times its factor and its weight, and normals of this std, on the grid, are added
-to a vector of the thread's own. An update of norm n has the factor 1 up to `most`, else above (1 /
+to a vector of the thread. An update of norm n has the factor 1 up to `most`, else above (1 /
 (offset + n)), or 0 where that divides by 0; one that is not finite counts as 0. */
 typedef struct {
     double most, above, offset;

@@ -131,13 +131,13 @@ int raydpfl_maxima(const Filters *f, const float *input, float *images, const fl
     int64_t wide = padded(f->channels);
     int64_t numbers = f->rows * f->run;
     int64_t outputs = f->outputs[0] * f->outputs[1];
-    float *own = aligned_alloc(64, (numbers + 1 + outputs) * wide * sizeof(float));
-    if (!own) return 1;
-    float *last = own + numbers * wide;
+    float *buffer = aligned_alloc(64, (numbers + 1 + outputs) * wide * sizeof(float));
+    if (!buffer) return 1;
+    float *last = buffer + numbers * wide;
     float *z = last + wide;
-    memset(own, 0, (numbers + 1) * wide * sizeof(float));
+    memset(buffer, 0, (numbers + 1) * wide * sizeof(float));
     for (int64_t c = 0; c < f->channels; c++)
-        for (int64_t j = 0; j < numbers; j++) own[j * wide + c] = weights[c * numbers + j];
+        for (int64_t j = 0; j < numbers; j++) buffer[j * wide + c] = weights[c * numbers + j];
     if (bias) memcpy(last, bias, f->channels * sizeof(float));
     for (int64_t s = 0; s < f->samples; s++) {
         int64_t at = s * cells_of(f) * f->channels;
@@ -145,10 +145,10 @@ int raydpfl_maxima(const Filters *f, const float *input, float *images, const fl
         memset(image, 0, f->image * sizeof(float));
         for (int64_t r = 0; r < f->input[0]; r++, input += f->input[1])
             memcpy(image + f->inside + r * f->row, input, f->input[1] * sizeof(float));
-        convolve(f, image, own, last, wide, z);
+        convolve(f, image, buffer, last, wide, z);
         for (int64_t c = 0; c < wide; c += LANES) pool(f, z, wide, c, maxima + at, where + at);
     }
-    free(own);
+    free(buffer);
     return 0;
 }
 
@@ -245,14 +245,14 @@ int raydpfl_filters(const Filters *f, const float *images, const float *g, const
         float square = 0;
         collect_cells(f, g + s * step, where + s * step, &cells);
         for (int64_t c = 0; c < f->channels; c++) {
-            float *own = squares ? sums : sums + c * size;
-            add_filter(f, &cells, c, images + s * f->image, factors ? factors[s] : 1, own);
+            float *buffer = squares ? sums : sums + c * size;
+            add_filter(f, &cells, c, images + s * f->image, factors ? factors[s] : 1, buffer);
             if (!squares) continue;
             for (int64_t r = 0; r < f->rows; r++) {
-                memset(own + r * width + f->run, 0, (width - f->run) * sizeof(float));
-                square += squares_of(own + r * width, width);
+                memset(buffer + r * width + f->run, 0, (width - f->run) * sizeof(float));
+                square += squares_of(buffer + r * width, width);
             }
-            memset(own, 0, size * sizeof(float));
+            memset(buffer, 0, size * sizeof(float));
         }
         if (squares) squares[s] = square;
     }
@@ -269,15 +269,15 @@ INLINE void spread(const Filters *f, const Cells *cells, int64_t channel, float 
     const int32_t *places = cells->places + channel * cells_of(f);
     int64_t count = cells->counts[channel];
     int64_t row = f->row;
-    v16 own[25];
-    UNROLL for (int i = 0; i < R * V; i++) own[i] = load(weight + i / V * width + i % V * LANES);
+    v16 buffer[25];
+    UNROLL for (int i = 0; i < R * V; i++) buffer[i] = load(weight + i / V * width + i % V * LANES);
     for (int64_t i = 0; i < count; i++) {
         v16 value = all(values[i]);
         float *to = image + places[i];
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++) {
                 float *part = to + r * row + v * LANES;
-                store(part, fma16(own[r * V + v], value, load(part)));
+                store(part, fma16(buffer[r * V + v], value, load(part)));
             }
     }
 }
@@ -298,18 +298,18 @@ int raydpfl_by_images(const Filters *f, const float *g, const int32_t *where, co
     int64_t size = f->rows * padded(f->run);
     int64_t step = f->channels * cells_of(f);
     int64_t floats = f->channels * size + padded(f->image);
-    float *own = aligned_alloc(64, (floats + cells_size(f)) * sizeof(float));
-    if (!own) return 1;
-    float *image = own + f->channels * size;
-    Cells cells = cells_in(f, own + floats);
-    copy_rows(weights, f->channels * f->rows, f->run, own);
+    float *buffer = aligned_alloc(64, (floats + cells_size(f)) * sizeof(float));
+    if (!buffer) return 1;
+    float *image = buffer + f->channels * size;
+    Cells cells = cells_in(f, buffer + floats);
+    copy_rows(weights, f->channels * f->rows, f->run, buffer);
     for (int64_t s = 0; s < f->samples; s++) {
         memset(image, 0, f->image * sizeof(float));
         collect_cells(f, g + s * step, where + s * step, &cells);
-        for (int64_t c = 0; c < f->channels; c++) add_image(f, &cells, c, own + c * size, image);
+        for (int64_t c = 0; c < f->channels; c++) add_image(f, &cells, c, buffer + c * size, image);
         for (int64_t r = 0; r < f->input[0]; r++, result += f->input[1])
             memcpy(result, image + f->inside + r * f->row, f->input[1] * sizeof(float));
     }
-    free(own);
+    free(buffer);
     return 0;
 }

@@ -1,7 +1,7 @@
 /* The compiled parts of the engine, as one translation unit; a file a subject.
 
 raydpfl/core/native/__init__.py says what is computed; the files say how. A client is trained
-alone, and every sum is taken in an order that depends on its own shapes only: the same bits in any
+alone, and every sum is taken in an order that depends on its shapes only: the same bits in any
 chunk, on any number of threads, with vectors of any length. Products are accumulated by fused
 multiply-adds, 16 columns at once (v16), so rows are padded to a multiple of 16 floats. Nothing
 here keeps state but the threads, which take up clients, or parts of sums, one after another.

@@ -21,7 +21,7 @@ typedef struct {
     float clip; /* the bound on a sample's gradient; 0: none */
 } Job;
 
-/* What a client has of its own. */
+/* The state of a client. */
 typedef struct {
     const float *x;       /* [n][p] */
     const void *y;        /* [n], or [n][outputs] for squares */

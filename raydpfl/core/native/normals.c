@@ -19,13 +19,13 @@ enum { BLOCKS = 16, WORDS = 8 * BLOCKS }; /* blocks of a group, and its words of
 /* ChaCha with 8 rounds (Bernstein 2008) under a name, from some block on: its state before the
 first round, in all lanes, and what of that round depends on no lane's block. */
 typedef struct {
-    lanes start[16], begun[16];
+    lanes start[16], block[16];
 } Cipher;
 
 static void begin_cipher(Cipher *cipher, const uint64_t name[5], uint64_t first) {
     const uint64_t state[8] = {0x3320646E61707865u, 0x6B20657479622D32u, name[0], name[1],
                                name[2],             name[3],             first,   name[4]};
-    lanes *w = cipher->begun;
+    lanes *w = cipher->block;
     for (int i = 0; i < 16; i++)
         w[i] = cipher->start[i] = (lanes){} + (uint32_t)(state[i / 2] >> (i % 2 * 32));
     UNROLL for (int i = 1; i < 4; i++) COLUMN(w, i);
@@ -34,7 +34,7 @@ static void begin_cipher(Cipher *cipher, const uint64_t name[5], uint64_t first)
 /* The blocks from `first` on, one a lane: word i of all of them to words[i]. */
 INLINE void chacha(const Cipher *cipher, uint64_t first, lanes words[16]) {
     lanes *w = words;
-    UNROLL for (int i = 0; i < 16; i++) w[i] = cipher->begun[i];
+    UNROLL for (int i = 0; i < 16; i++) w[i] = cipher->block[i];
     w[12] = (lanes)places(0, 0) + (uint32_t)first;
     COLUMN(w, 0);
     for (int turn = 0;; turn++) {

@@ -74,14 +74,14 @@ typedef struct {
     int64_t rows, *index;
 } Shuffled;
 
-/* `counts`, and one more where `own` is larger than `other`. */
-INLINE longs one_more(longs counts, longs own, int64_t other) {
+/* `counts`, and one more where `values` is larger than `other`. */
+INLINE longs one_more(longs counts, longs values, int64_t other) {
 #if WIDE == 16
-    __mmask8 more = _mm512_cmpgt_epi64_mask((__m512i)own, _mm512_set1_epi64(other));
+    __mmask8 more = _mm512_cmpgt_epi64_mask((__m512i)values, _mm512_set1_epi64(other));
     const __m512i one = _mm512_set1_epi64(1);
     return (longs)_mm512_mask_add_epi64((__m512i)counts, more, (__m512i)counts, one);
 #else
-    return counts - (longs)(own > other);
+    return counts - (longs)(values > other);
 #endif
 }
 
@@ -93,8 +93,8 @@ static void rank(int64_t n, int64_t batch, const uint64_t *words, int64_t *resul
         keys[i] = (int64_t)((words[i] & ~(uint64_t)0xFFFFFF | i) ^ (1ull << 63));
     for (int64_t i = n; i % NUMBERS; i++) keys[i] = 0;
     for (int64_t i = 0; i < n; i += NUMBERS) {
-        longs own = *(const longs_anywhere *)(keys + i), before = {};
-        for (int64_t other = 0; other < n; other++) before = one_more(before, own, keys[other]);
+        longs values = *(const longs_anywhere *)(keys + i), before = {};
+        for (int64_t other = 0; other < n; other++) before = one_more(before, values, keys[other]);
         *(longs_anywhere *)(ranks + i) = before;
     }
     for (int64_t i = 0; i < n; i++) rows[ranks[i]] = i;
@@ -118,7 +118,7 @@ static void shuffle_rows(void *what, int64_t place, int64_t thread) {
 
 /* For each of k clients, of RANKED rows at most, batches of so many of its `sizes[i]` rows,
 shuffled by keyed words; `index` [C][rows][width], of which places[i] is the client's part; its
-batches fill the first `most` rows, and those beyond its own steps have the rows in their order. */
+batches fill the first `most` rows, and those beyond its steps have the rows in their order. */
 void raydpfl_shuffled(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
                       const uint64_t *clients, const uint64_t *draws, const int64_t *steps,
                       const int64_t *sizes, const int64_t *places, const int64_t *batches,

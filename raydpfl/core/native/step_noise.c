@@ -28,7 +28,7 @@ static void add_scaled(float *to, int64_t count, const float *what, float scale)
 }
 
 /* Whether the first layer's weights, for steps without noise, take less time where its outputs lie
-beside one another than where its inputs do, whose products are summed across a vector. */
+next to one another than where its inputs do, whose products are summed across a vector. */
 INLINE int lies_across(const Job *job) {
     int64_t o = job->outputs[0];
     return 2 * job->p * padded(o) < o * (2 * padded(job->p) + ACROSS);

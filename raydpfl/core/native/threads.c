@@ -117,7 +117,7 @@ static void wait_for(const atomic_uchar *done) {
     pthread_mutex_unlock(&thread_pool.lock);
 }
 
-/* Ends the work: pieces that have not begun are not done. */
+/* Ends the work: pieces that have not started are not done. */
 static void end_work(void) {
     pthread_mutex_lock(&thread_pool.lock);
     atomic_store(&thread_pool.limit, 0);

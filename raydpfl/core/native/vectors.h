@@ -148,7 +148,7 @@ INLINE v16 only(int64_t lane, float value) {
 #endif
 #define ADD(a, b) ((a) + (b))
 
-/* Numbers half a vector apart are taken together, then a quarter, and so on. */
+/* Numbers at a distance of half a vector are taken together, then a quarter, and so on. */
 INLINE float sum_of(v16 v) {
 #if WIDE == 4
     v4 four = (v.p[0] + v.p[2]) + (v.p[1] + v.p[3]);

@@ -8,7 +8,7 @@ The size of a Gaussian is one of three fields:
 - `std`: that of one client's noise (placement client), of the noise on the sum (server), or on the
   mean gradient of a batch (step).
 
-`placement` says who draws it: every client on its own update (the noise on the sum of r clients
+`placement` says who draws it: every client on its update (the noise on the sum of r clients
 then has sqrt(r) times the std of one), the server once on the sum, or every client at each of its
 local steps (002, 003), where samples are protected rather than clients.
 

@@ -211,7 +211,7 @@ class Gaussian(Noise):
 
         return on_sums.first_that_can(accountants, calibrate)
 
-    # --- at local steps: each client's own, for the rounds that it takes part in (002, 003) ---
+    # --- at local steps: of each client, for the rounds that it takes part in (002, 003) ---
 
     def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
         if self.drawn_by() != "step":

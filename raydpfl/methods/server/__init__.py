@@ -4,7 +4,7 @@ A member turns the model x and the mean update u (both float64 [d]) into the nex
 holds nothing but its settings. What lasts is in a state, a dictionary of float64 arrays
 that the run passes in, lets it change in place, and writes to every checkpoint.
 
-A member of your own is a class of `Server` with `direction`, and with `start` if it has a state:
+A user-defined member is a class of `Server` with `direction`, and with `start` if it has a state:
 
 >>> import numpy as np
 >>> class Nesterov(Server):

@@ -4,7 +4,7 @@ The server divides the sum of the contributions by the cohort's nominal size r. 
 factor w_i of client i's contribution, with mean 1 over the population. The largest of them
 multiplies the sensitivity.
 
-A member of your own is a class of `Weights` with `of`, named in the config by import path:
+A user-defined member is a class of `Weights` with `of`, named in the config by import path:
 
 >>> import numpy as np
 >>> class Capped(Weights):

@@ -27,7 +27,7 @@ import torch
 from raydpfl import models
 from raydpfl.core import device, native
 from raydpfl.core.hardware import threads
-from raydpfl.core.messages import OWN, Broadcast, Chunk, ChunkResult, Work
+from raydpfl.core.messages import LOCAL_PART, Broadcast, Chunk, ChunkResult, Work
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Shards
 from raydpfl.errors import RAISED, ConfigError, DeviceError, contained, in_line
@@ -210,7 +210,7 @@ class ClientActor:
             failed = slots[np.isnan(norms)]
             state.local_parameters[state.index(failed)] = self.personal.before(state.chunk, failed)
             local = state.local_parameters[state.index(slots)]
-            state.actor.add_client_states(OWN, local, (len(slots), self.personal.count))
+            state.actor.add_client_states(LOCAL_PART, local, (len(slots), self.personal.count))
         clipped = np.where(np.isfinite(norms), state.clipped[slots], np.nan)
         state.actor.add_columns(
             {

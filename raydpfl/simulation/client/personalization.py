@@ -3,7 +3,8 @@
 >>> net = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
 >>> models.shared_and_local.set_local(net, {"1.bias"})
 >>> local = LocalParameters(net)
->>> chunk = Chunk(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory={OWN: {1: np.ones(1)}})
+>>> states = {LOCAL_PART: {1: np.ones(1)}}
+>>> chunk = Chunk(np.array([4, 7]), np.zeros(2, int), np.ones(2), 1, memory=states)
 >>> _, starts = local.starts(torch.zeros(4), chunk)
 >>> starts.initial[1]
 tensor([0., 0., 0., 0., 1.])
@@ -21,7 +22,7 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.core import device
-from raydpfl.core.messages import OWN, Chunk
+from raydpfl.core.messages import LOCAL_PART, Chunk
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Local
@@ -56,7 +57,7 @@ class LocalParameters:
     def before(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
         """The local parameters at these slots before the round, float32 [k, count]."""
         values = self.initial.expand(len(slots), -1).clone()
-        stored = chunk.memory.get(OWN, {})
+        stored = chunk.memory.get(LOCAL_PART, {})
         places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
         if places:
             rows = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
@@ -259,7 +260,7 @@ class FineTuning:
                 slot: own[client] for slot, client in enumerate(some.tolist()) if client in own
             }
             draws = np.full(len(some), FINE_TUNED)
-            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={OWN: states})
+            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={LOCAL_PART: states})
             with torch.inference_mode(False):
                 whole, starts = self.local.starts(model, chunk)
                 trained = self.training.train(whole, chunk, some, starts, t, self.seed)
