@@ -4,248 +4,37 @@ does.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import experiment, form
-from test_local import CLIENTS, DRAWS, SHAPE, SIZES, corrected, each, made, rows, train
-from torch import nn
+from plain_loop import (
+    METHODS,
+    SHAPE,
+    USER_DEFINED,
+    Drawn,
+    Nesterov,
+    OwnAdam,
+    Signs,
+    clients_of,
+    made,
+    rows,
+    train,
+)
 
 from raydpfl import models, run
-from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import LinearRule, Local, Scaffold, Sgd, Step
 from raydpfl.methods.local.sam import Sam
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends.base import Rule, take
-from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Signs(Local):
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient.sign(), state
-
-
-class Normalized(Local):
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient / gradient.norm(dim=-1, keepdim=True), state
-
-
-class Nesterov(Local):
-    beta: float = 0.9
-
-    def fresh(self, x):
-        return torch.zeros_like(x)
-
-    def step(self, x, gradient, state, at):
-        velocity = self.beta * state + gradient
-        return x - at.lr * (gradient + self.beta * velocity), velocity
-
-
-class Adam(Local):
-    def fresh(self, x):
-        return torch.zeros_like(x), torch.zeros_like(x)
-
-    def step(self, x, gradient, state, at):
-        mean = 0.8 * state[0] + 0.2 * gradient
-        square = 0.95 * state[1] + 0.05 * gradient**2
-        size = (square / (1 - 0.95 ** (at.k + 1))).sqrt() + 1e-3
-        return x - at.lr * mean / (1 - 0.8 ** (at.k + 1)) / size, (mean, square)
-
-
-class Drawn(Local):
-    """Towards the round's model, and along the gradient before: what a rule may keep of what it is
-    given.
-    """
-
-    def fresh(self, x):
-        return x
-
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient + 0.3 * (x - state) - 0.1 * (x - at.model), x
-
-
-class SignedMomentum(Sgd):
-    def step(self, x, gradient, state, at):
-        return super().step(x, gradient.sign(), state, at)
-
-
-RULES = {
-    "signs": Signs(steps=5, batch=6, lr=0.02),
-    "normalized": Normalized(steps=5, batch=6, lr=0.3, lr_decay=0.9),
-    "nesterov": Nesterov(steps=5, batch=6, lr=0.1),
-    "adam": Adam(steps=5, batch=6, lr=0.05),
-    "drawn": Drawn(steps=5, batch=6, lr=0.2),
-    "signed momentum": SignedMomentum(
-        steps=5, batch=6, lr=0.02, momentum=0.7, weight_decay=0.05, proximal=0.8
-    ),
-    "full signs": Signs(steps=4, batch="full", lr=0.02),
-}
-
-
-class Plain:
-    """The rules again, on a module's parameters, by torch.optim where it has them."""
-
-    def __init__(self, name: str, local: Local, module: nn.Module):
-        self.name = name
-        self.parameters = list(module.parameters())
-        self.start = [part.detach().clone() for part in self.parameters]
-        self.before = self.start
-        lr = local.learning_rate(2)
-        if name == "adam":
-            self.optimizer = torch.optim.Adam(self.parameters, lr, betas=(0.8, 0.95), eps=1e-3)
-        elif name == "nesterov":
-            self.optimizer = torch.optim.SGD(self.parameters, lr, momentum=0.9, nesterov=True)
-        elif name == "signed momentum":
-            self.optimizer = torch.optim.SGD(self.parameters, lr, momentum=0.7, weight_decay=0.05)
-        else:
-            self.optimizer = torch.optim.SGD(self.parameters, lr)
-
-    def step(self, gradient: torch.Tensor) -> None:
-        """From the gradient by all parameters, flat."""
-        if self.name == "normalized":
-            gradient = gradient / gradient.norm()
-        if "sign" in self.name:
-            gradient = gradient.sign()
-        now = [part.detach().clone() for part in self.parameters]
-        sizes = [part.numel() for part in now]
-        for part, own in zip(self.parameters, gradient.split(sizes), strict=True):
-            part.grad = own.view_as(part).clone()
-        if self.name == "signed momentum":
-            for part, began in zip(self.parameters, self.start, strict=True):
-                part.grad += 0.8 * (part.detach() - began)
-        self.optimizer.step()
-        if self.name == "drawn":
-            with torch.no_grad():
-                for part, x, old, began in zip(
-                    self.parameters, now, self.before, self.start, strict=True
-                ):
-                    part += 0.3 * (x - old) - 0.1 * (x - began)
-        self.before = now
-
-
-def gradient_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(module(x), y)
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, module.parameters())])
-
-
-def by_the_book(name, module, x, y, index, slot, clip=None, std=0.0, correction=None):
-    """One client's update, flat, by a loop over its batches, and over samples to clip them."""
-    module = copy.deepcopy(module).train()
-    start = models.flatten(module)
-    plain = Plain(name, RULES[name], module)
-    for k, batch in enumerate(index):
-        if clip is None:
-            gradient = gradient_of(module, x[batch], y[batch])
-        else:
-            samples = [gradient_of(module, x[row][None], y[row][None]) for row in batch]
-            scaled = [one * min(1.0, clip / float(one.norm())) for one in samples]
-            gradient = torch.stack(scaled).sum(0) / len(batch)
-        drawn = normals(
-            4, Purpose.STEP_NOISE, len(start), t=2, client=CLIENTS[slot], draw=DRAWS[slot], step=k
-        )
-        gradient = gradient + std * drawn
-        plain.step(gradient if correction is None else gradient + correction)
-    return models.flatten(module) - start
-
-
-STDS = np.array([0.01, 0.0, 0.02, 0.0, 0.005])
-
-
-def bound(model: str) -> float:
-    """One that clips some samples of the rows."""
-    x, y = rows()
-    return float(gradient_of(made(model), x[0, :1], y[0, :1]).norm()) * 0.8
-
-
-@cache
-def expected(model: str, name: str, clipped: bool) -> dict[int, torch.Tensor]:
-    """Each client's update by the book, clipped and noised or else corrected, which every backend
-    is compared with.
-    """
-    module = made(model)
-    x, y = rows()
-    corrections = corrected(CLIENTS, models.parameter_count(module))
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, RULES[name])
-    found = {}
-    for slot in (0, 1, 2, 4):
-        more = {"correction": corrections[slot]}
-        if clipped:
-            more = {"clip": bound(model), "std": STDS[slot]}
-        batch = index[slot, :, : batch_sizes[slot]]
-        found[slot] = by_the_book(name, module, x[slot], y[slot], batch, slot, **more)
-    return found
-
-
-def trained(backend, module, local, clip, x, y, sizes=SIZES, clients=CLIENTS, **more):
-    trainer = Trainer(module, local, backend=backend, seed=4, clip=clip)
-    name = {"t": 2, "clients": clients, "draws": DRAWS, **more}
-    chunk = trainer.chunk(models.flatten(module), x, y, sizes, **name)
-    return {slot: (delta, loss) for slot, delta, loss in each(chunk)}
-
-
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    "backend,model",
-    [("loop", "mlp"), ("loop", "cnn"), ("convolutional", "cnn"), ("vmap", "residual"),
-     ("vmap", "mlp"), ("fused", "mlp"), ("fused", "softmax"), ("fused", "softmax without bias")],
-)  # fmt: skip
-def test_every_way_carries_out_a_rule_of_ones_own(backend, model, name):
-    module = made(model)
-    x, y = rows()
-    d = models.parameter_count(module)
-    corrections = corrected(CLIENTS, d)
-    got = trained(backend, module, RULES[name], None, x, y, corrections=corrections)
-    assert list(got) == [0, 1, 2, 4]
-    for slot, update in expected(model, name, clipped=False).items():
-        assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
-
-
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    "backend,model",
-    [
-        ("loop", "mlp"),
-        ("vmap", "mlp"),
-        ("fused", "mlp"),
-        ("layerwise", "mlp"),
-        ("layerwise", "cnn"),
-    ],
-)
-def test_a_rule_of_ones_own_is_given_clipped_and_noised_gradients(backend, model, name):
-    module = made(model)
-    x, y = rows()
-    got = trained(backend, module, RULES[name], bound(model), x, y, stds=STDS)
-    assert list(got) == [0, 1, 2, 4]
-    for slot, update in expected(model, name, clipped=True).items():
-        assert (got[slot][0] - update).norm() <= 1e-4 * update.norm()
-
-
-@pytest.mark.parametrize(
-    "backend,clip", [("fused", None), ("fused", 0.5), ("vmap", None), ("loop", 0.5)]
-)
-@pytest.mark.parametrize("name", ["adam", "normalized", "drawn"])
-def test_a_clients_bits_under_a_rule_of_ones_own_do_not_depend_on_the_others(backend, clip, name):
-    module = made("mlp")
-    x, y = rows()
-    together = trained(backend, module, RULES[name], clip, x, y)
-    for slot, (delta, loss) in together.items():
-        keep = np.arange(5) == slot
-        alone = trained(
-            backend, module, RULES[name], clip, x, y,
-            np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1),
-        )  # fmt: skip
-        assert torch.equal(alone[slot][0], delta) and alone[slot][1] == loss
 
 
 class Kept:
@@ -270,7 +59,7 @@ UNEQUAL = {
         epochs=2, batch=3, lr=0.2, momentum=0.5, weight_decay=0.1, proximal=0.2
     ),
     "signs": Signs(epochs=2, batch=3, lr=0.02),
-    "adam": Adam(epochs=2, batch=3, lr=0.02),
+    "adam": OwnAdam(epochs=2, batch=3, lr=0.02),
     "drawn": Drawn(epochs=2, batch=3, lr=0.2),
     "closed state": Closed(epochs=2, batch=3, lr=0.1),
 }
@@ -319,7 +108,7 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("model", ["mlp", "tied"])
+@pytest.mark.parametrize("model", ["mlp", "reused"])
 def test_the_last_clients_of_a_chunk_that_vmap_leaves_have_one_set_of_bits(model, clip):
     module = made(model)
     rule = Sgd(epochs=3, batch=3, lr=0.1, momentum=0.5)
@@ -334,7 +123,7 @@ def test_the_last_clients_of_a_chunk_that_vmap_leaves_have_one_set_of_bits(model
         given = (models.flatten(module), *rows(sizes), sizes)
         who = {"t": 2, "clients": some, "draws": [0] * 4}
         blocks = trainer.chunk(*given, **who, planned=planned, stds=stds)
-        return {slot: delta for slot, delta, _ in each(blocks)}
+        return {slot: delta for slot, delta, _ in clients_of(blocks)}
 
     whole = chunk("vmap", [0, 1, 2, 3])
     theirs = chunk("loop", [0, 1, 2, 3])
@@ -361,7 +150,7 @@ def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
     assert Local().linear() == LinearRule()
     assert Sgd(momentum=0.5, proximal=0.1).linear() == LinearRule(0.5, 0.0, 0.1)
     assert Scaffold(weight_decay=0.1).linear() == LinearRule(decay=0.1)
-    assert all(local.linear() is None for local in RULES.values())
+    assert all(local.linear() is None for local in map(METHODS.get, USER_DEFINED))
 
     class Schedule(Sgd):
         def learning_rate(self, t):
@@ -388,9 +177,9 @@ def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
         torch.testing.assert_close(delta, plain[slot][0])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", USER_DEFINED)
 def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
-    local = RULES[name].model_copy(update={"steps": 20})
+    local = METHODS[name].model_copy(update={"steps": 20})
     assert resolve(made("softmax"), local, form(SHAPE)) == "fused"
     assert resolve(made("residual"), local, form(SHAPE)) == "vmap"
     assert resolve(made("cnn"), local, form(SHAPE)) == "convolutional"
@@ -408,10 +197,10 @@ def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
         self.state = self.local.start(self.x)
         return right(self, gradient, k)
 
-    assert resolve(made("mlp"), RULES["nesterov"], form(SHAPE)) == "fused"
+    assert resolve(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "fused"
     monkeypatch.setattr(Rule, "step", forgetful)
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(made("mlp"), RULES["nesterov"], form(SHAPE)) == "loop"
+        assert resolve(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "loop"
     assert "fused does not fit the model" in caplog.text
 
 

@@ -5,201 +5,25 @@ a user's own; each against torch's own on a module.
 from __future__ import annotations
 
 import copy
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment
-from test_local import CLIENTS, DRAWS, SHAPE, SIZES, form, made, put, rows, train
-from test_rules import gradient_of
+from conftest import experiment, form
+from plain_loop import CLIENTS, DRAWS, METHODS, SHAPE, SIZES, made, rows, train
 
 from raydpfl import models, run
 from raydpfl.check import check, render
-from raydpfl.core.prng import Purpose, normals, torch_stream
+from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Adam, AdamW, Local, Sam, Sgd
-from raydpfl.methods.schedules import Schedule
+from raydpfl.methods.local import Local, Sgd
 from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
 from raydpfl.training.backend_choice import resolve
-from raydpfl.training.backends import lacking
 from raydpfl.training.minibatches import batches
-from raydpfl.training.trainer import Trainer
-
-COSINE = Schedule(schedule="cosine", lr_period=3, lr_last=0.2, lr_warmup=1)
-EPOCHS = {"epochs": 1.5, "batch": 4}
-RULES = {
-    "plain": Sgd(lr=0.3, **EPOCHS),
-    "sgd": Sgd(lr=0.2, momentum=0.6, weight_decay=0.1, proximal=0.3, **EPOCHS),
-    "within": Sgd(lr=0.2, momentum=0.6, within=COSINE, **EPOCHS),
-    "shuffled": Sgd(lr=0.2, sampling="epochs", **EPOCHS),
-    "full": Sgd(lr=0.2, epochs=2.5, batch="full", weight_decay=0.1),
-    "adam": Adam(lr=0.03, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3, **EPOCHS),
-    "adamw": AdamW(lr=0.03, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3, within=COSINE, **EPOCHS),
-    "sam": Sam(lr=0.2, rho=0.3, momentum=0.5, weight_decay=0.05, **EPOCHS),
-}
-STEPS = {"full": [3, 3, 3, 0, 3]}
-BACKENDS = [
-    ("compiled", "softmax"),
-    ("compiled", "softmax without bias"),
-    ("convolutional", "cnn"),
-    ("fused", "softmax"),
-    ("fused", "mlp"),
-    ("vmap", "residual"),
-    ("loop", "cnn"),
-    ("loop", "mlp"),
-]
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def able(backend: str, local: Local) -> bool:
-    return lacking(backend, local, None) is None
-
-
-PAIRS = [
-    (backend, name, rule)
-    for backend, name in BACKENDS
-    for rule in RULES
-    if able(backend, RULES[rule])
-]
-
-
-def optimizer_of(local: Local, module: torch.nn.Module, t: int) -> Any:
-    """torch's own, with the settings of a rule."""
-    lr = local.learning_rate(t)
-    if isinstance(local, Sgd):
-        kept = {"momentum": local.momentum, "weight_decay": local.weight_decay}
-        return torch.optim.SGD(module.parameters(), lr, **kept)
-    kind = torch.optim.AdamW if isinstance(local, AdamW) else torch.optim.Adam
-    kept = {"betas": local.betas, "eps": local.eps, "weight_decay": local.weight_decay}
-    return kind(module.parameters(), lr, **kept)
-
-
-def cosine_of(optimizer: Any) -> Any:
-    """torch's schedulers for `COSINE`."""
-    lr = optimizer.param_groups[0]["lr"]
-    rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5)
-    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3, eta_min=0.2 * lr)
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [1])
-
-
-def by_the_book(local, module, x, y, index, t=2, clip=None, noise=None):
-    """One client's update, flat, by torch.optim."""
-    module = copy.deepcopy(module).train()
-    start = models.flatten(module)
-    parameters = list(module.parameters())
-    sizes = [part.numel() for part in parameters]
-    optimizer = optimizer_of(local, module, t)
-    scheduler = cosine_of(optimizer) if local.within else None
-    for k, batch in enumerate(index):
-        if clip is None:
-            gradient = gradient_of(module, x[batch], y[batch])
-        else:
-            samples = [gradient_of(module, x[row][None], y[row][None]) for row in batch]
-            scaled = [one * min(1.0, clip / float(one.norm())) for one in samples]
-            gradient = torch.stack(scaled).sum(0) / len(batch) + noise(k)
-        if isinstance(local, Sam):
-            now = models.flatten(module)
-            models.load(module, now + local.rho * gradient / gradient.norm())
-            gradient = gradient_of(module, x[batch], y[batch])
-            models.load(module, now)
-        pull = getattr(local, "proximal", 0.0) * (models.flatten(module) - start)
-        for part, own in zip(parameters, (gradient + pull).split(sizes), strict=True):
-            part.grad = own.view_as(part).clone()
-        optimizer.step()
-        if scheduler and k < 4:  # beyond its end torch's goes up again
-            scheduler.step()
-    return models.flatten(module) - start
-
-
-def drawn(local, slot):
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
-    steps = local.step_counts(np.array(SIZES))
-    return index[slot, : steps[slot], : batch_sizes[slot]]
-
-
-@cache
-def by_torch(name: str, rule: str) -> dict[int, torch.Tensor]:
-    """The update of each client by the book, which every backend is compared with."""
-    x, y = rows()
-    local = RULES[rule]
-    return {
-        slot: by_the_book(local, made(name), x[slot], y[slot], drawn(local, slot))
-        for slot in (0, 1, 2, 4)
-    }
-
-
-@pytest.mark.parametrize("backend,name,rule", PAIRS)
-def test_unequal_clients_train_as_torch_has_them_trained(backend, name, rule):
-    module = made(name)
-    local = RULES[rule]
-    x, y = rows()
-    wanted = STEPS.get(rule, [5, 2, 4, 0, 3])
-    assert local.step_counts(np.array(SIZES)).tolist() == wanted
-    got = train(backend, module, local, x, y)
-    assert list(got) == [0, 1, 2, 4]
-    for slot, (delta, _) in got.items():
-        expected = by_torch(name, rule)[slot]
-        assert (delta - expected).norm() <= 1e-4 * expected.norm()
-
-
-def test_the_loss_is_the_mean_over_a_clients_own_steps():
-    module = made("mlp")
-    local = Sgd(lr=1e-9, **EPOCHS)
-    x, y = rows()
-    for backend in ("fused", "vmap", "loop"):
-        for slot, (_, loss) in train(backend, module, local, x, y).items():
-            each = [
-                F.cross_entropy(module(x[slot][b]), y[slot][b]).item() for b in drawn(local, slot)
-            ]
-            assert loss == pytest.approx(np.mean(each), rel=1e-5)
-
-
-@pytest.mark.parametrize("rule", ["plain", "sgd", "adam"])
-@pytest.mark.parametrize("backend", ["fused", "vmap", "layerwise", "loop"])
-def test_a_client_that_is_done_draws_no_more_noise_and_clips_no_more(backend, rule):
-    module = made("mlp")
-    local = RULES[rule]
-    x, y = rows()
-    d = models.parameter_count(module)
-    clipped = np.zeros(5)
-    trainer = Trainer(module, local, backend=backend, seed=4, clip=0.5)
-    who = {"t": 2, "clients": CLIENTS, "draws": DRAWS}
-    stds = np.full(5, 0.02)
-    chunk = trainer.chunk(models.flatten(module), x, y, SIZES, stds=stds, clipped=clipped, **who)
-    for slot, delta, _ in (one for block in chunk for one in block.clients()):
-
-        def noise(k, slot=slot):
-            key = {"t": 2, "client": CLIENTS[slot], "draw": DRAWS[slot], "step": k}
-            return 0.02 * normals(4, Purpose.STEP_NOISE, d, **key)
-
-        index = drawn(local, slot)
-        expected = by_the_book(local, module, x[slot], y[slot], index, clip=0.5, noise=noise)
-        assert (delta - expected).norm() <= 1e-4 * expected.norm()
-        assert clipped[slot] == 1.0  # all gradients here are longer than 0.5
-
-
-@pytest.mark.parametrize("backend,name,rule", PAIRS)
-def test_bits_are_the_clients_own_whoever_makes_more_steps_beside_it(backend, name, rule):
-    module = made(name)
-    local = RULES[rule]
-    x, y = rows()
-    together = train(backend, module, local, x, y)
-    others = rows(sizes=[13] * 5, seed=9)
-    for slot, (delta, loss) in together.items():
-        mine = np.arange(5) == slot
-        chunk = put((x, y), others, slot)
-        alone = train(backend, module, local, *chunk, np.where(mine, SIZES, 0))
-        beside = train(
-            backend, module, local, *chunk, np.where(mine, SIZES, 13), np.where(mine, CLIENTS, 40)
-        )
-        for other_delta, other_loss in (alone[slot], beside[slot]):
-            assert torch.equal(delta, other_delta)
-            assert loss == other_loss
 
 
 @pytest.mark.parametrize("backend", ["fused", "vmap", "loop"])
@@ -217,12 +41,12 @@ def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(backe
     assert all(torch.equal(before[slot][0], after[slot][0]) for slot in before)
 
 
-@pytest.mark.parametrize("rule,backend", [("sgd", "fused"), ("adam", "fused"), ("sam", "vmap")])
+@pytest.mark.parametrize("rule,backend", [("plain", "fused"), ("adam", "fused"), ("sam", "vmap")])
 def test_backends_that_cannot_do_what_is_asked_give_way(rule, backend):
-    assert resolve(made("leaky mlp"), RULES[rule], form=form(SHAPE)) == backend
-    if rule != "sgd":
+    assert resolve(made("leaky mlp"), METHODS[rule], form=form(SHAPE)) == backend
+    if rule != "plain":
         with pytest.raises(ConfigError, match=r"client\.backend.*compiled cannot do"):
-            resolve(made("relu mlp"), RULES[rule], form=form(SHAPE), backend="compiled")
+            resolve(made("relu mlp"), METHODS[rule], form=form(SHAPE), backend="compiled")
 
 
 # --- a whole loop of one's own ---

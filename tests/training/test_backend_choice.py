@@ -1,0 +1,640 @@
+"""Which backend trains a model: what it fits, what is refused, and what the log says."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import form
+from plain_loop import (
+    CLASSES,
+    CONVOLUTIONAL,
+    LAYERS,
+    METHODS,
+    MODULES,
+    SHAPE,
+    STACKS,
+    drawn,
+    made,
+    mlp,
+    plain_loop,
+    rows,
+    train,
+)
+from torch import nn
+
+from raydpfl import models
+from raydpfl.core import native
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local import Adam, Scaffold, Sgd
+from raydpfl.models.linear_stack import NoStack, stack
+from raydpfl.training import backend_check, validation
+from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backends import BACKENDS, convolutional, fused, ghost_clipping, vmap
+from raydpfl.training.backends.convolutional import links
+from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
+from raydpfl.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
+
+
+def by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The layers that `stack` found, one after another on the flat parameters."""
+    a = x.flatten(1)
+    flat = models.flatten(module)
+    for layer in stack(module):
+        weight, *bias = layer.views(flat)
+        a = a @ weight.mT + (bias[0] if bias else 0)
+        a = layer.activation.forward(a) if layer.activation else a
+    return a
+
+
+def hooked(module: nn.Module, layer: int) -> nn.Module:
+    module[layer].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
+def frozen_weight() -> nn.Module:
+    module = made("mlp")
+    module[1].weight.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_linear_layers_is_found_however_it_is_written(name):
+    module = made(name)
+    x = torch.randn(3, *SHAPE)
+    torch.testing.assert_close(by_hand(module, x), module(x))
+
+
+def test_what_changes_nothing_does_not_hide_a_stack():
+    idle = (nn.Identity(), nn.Linear(72, 5), nn.Dropout(0.0), nn.LeakyReLU(), nn.Linear(5, 4))
+    for module in (nn.Linear(72, 4), mlp(*idle)):
+        x = torch.randn(3, 72)
+        torch.testing.assert_close(by_hand(module, x), module(x))
+
+
+def of_its_own_forward() -> nn.Module:
+    module = mlp(nn.Linear(72, 4))
+    module.forward = lambda x: module[1](module[0](x)) * 2
+    return module
+
+
+OTHERS = {
+    "reused": lambda: made("reused"),
+    "tied weights": lambda: made("tied"),
+    "residual": lambda: made("residual"),
+    "convolution": lambda: made("cnn"),
+    "hook": lambda: hooked(made("mlp"), 1),
+    "frozen": frozen_weight,
+    "dropout": lambda: mlp(nn.Linear(72, 8), nn.Dropout(0.1), nn.Linear(8, 4)),
+    "batch norm": lambda: mlp(nn.Linear(72, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+    "normalised weights": lambda: mlp(
+        nn.utils.parametrizations.weight_norm(nn.Linear(72, 4)),
+    ),
+    "activation first": lambda: mlp(nn.ReLU(), nn.Linear(72, 4)),
+    "two activations": lambda: mlp(nn.Linear(72, 8), nn.ReLU(), nn.Tanh(), nn.Linear(8, 4)),
+    "softplus": lambda: mlp(nn.Linear(72, 8), nn.Softplus(), nn.Linear(8, 4)),
+    "negative slope": lambda: mlp(nn.Linear(72, 8), nn.LeakyReLU(-0.1), nn.Linear(8, 4)),
+}
+NESTED = {
+    "nested": lambda: mlp(
+        nn.Sequential(nn.Linear(72, 5), nn.Sequential(nn.ReLU())), nn.Linear(5, 4)
+    ),
+    "hook around": lambda: hooked(nn.Sequential(mlp(nn.Linear(72, 4))), 0),
+    "own forward": of_its_own_forward,
+}
+
+
+def found_in(module: nn.Module) -> list[str]:
+    """What is found of a module by those who take it apart, or why nothing is."""
+    found = []
+    for look in (stack, links):
+        try:
+            found.append(repr(look(module)))
+        except NoStack as error:
+            found.append(f"nothing: {error}")
+    return found
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *NESTED, *MODULES])
+def test_layers_one_after_another_are_found_as_torch_fx_finds_them(name, monkeypatch):
+    module = {**OTHERS, **NESTED}.get(name, lambda: made(name))()
+    found = found_in(module)
+    monkeypatch.setattr(
+        sys.modules["raydpfl.models.linear_stack"], "_sequence", lambda module: None
+    )
+    assert found == found_in(module)
+    assert name not in ("hook around", "own forward") or all(
+        isinstance(each, str) for each in found
+    )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight_norm
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
+    module = OTHERS[kind]()
+    with pytest.raises(NoStack):
+        stack(module)
+    local = METHODS["all"]
+    x, y = rows()
+    got = train(resolve(module, local, form(SHAPE)), module, local, x, y)
+    if kind != "dropout":
+        for slot, (delta, _) in got.items():
+            update, _, _ = plain_loop(module, local, x[slot], y[slot], drawn(local, slot))
+            assert (delta - update).norm() <= 2e-5 * update.norm()
+
+
+class Mixing(nn.Module):
+    """Looks like a flatten and a linear layer, but its view cuts each sample in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(36, 2)
+
+    def forward(self, x):
+        return self.linear(x.view(-1, 36)).view(-1, 4)
+
+
+@pytest.mark.parametrize(
+    "module,backend",
+    [(Mixing(), "compiled"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
+)
+def test_a_backend_that_would_train_a_module_wrongly_gives_way_to_the_loop_and_says_so(
+    module, backend, caplog
+):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(module, Sgd(steps=1), form(SHAPE)) == "loop"
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
+        f"clients are trained by the loop, one at a time, which is slow: {backend} does not fit"
+    )
+    for name in {backend, "fused" if isinstance(module, Mixing) else backend}:
+        with pytest.raises(
+            ConfigError, match=rf"client\.backend = '{name}': expected auto or loop"
+        ):
+            resolve(module, Sgd(), form(SHAPE), name)
+
+
+def altered(change):
+    """A backend's `run` with a change of the chunk, or of the blocks."""
+
+    def run(self, parameters, chunk):
+        chunk, factor = change(self, chunk)
+        for block in self.right(parameters, chunk):
+            yield replace(block, updates=block.updates * factor)
+
+    return run
+
+
+def without_proximal(self, chunk):
+    self.local = self.local.model_copy(update={"proximal": 0.0})
+    return chunk, 1.0
+
+
+FAULTS = {
+    "a longer step": (Sgd(), lambda self, chunk: (chunk, 1.01)),
+    "no proximal term": (Sgd(proximal=0.1), without_proximal),
+    "no corrections": (Scaffold(), lambda self, chunk: (replace(chunk, corrections=None), 1.0)),
+    "other targets": (Sgd(steps=1), lambda self, chunk: (replace(chunk, y=chunk.y * 1.01), 1.0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["leaky mlp", "residual", "cnn"])
+def test_a_step_that_is_slightly_wrong_is_noticed(name, fault, monkeypatch):
+    local, change = FAULTS[fault]
+    regression = fault == "other targets"
+    module = made(name, regression)
+    of = form(SHAPE, 0, "regression") if regression else form(SHAPE)
+    taken = resolve(module, local, of)
+    assert taken != "loop"
+    kind = BACKENDS[taken]
+    monkeypatch.setattr(kind, "right", kind.run, raising=False)
+    monkeypatch.setattr(kind, "run", altered(change))
+    if fault == "no proximal term" and taken == "convolutional":
+        return  # its rule is made anew for each client
+    assert resolve(module, local, of) == "loop"
+
+
+class Scanned(nn.Module):
+    """A recurrent layer over the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(6, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x.flatten(1, 2))[0][:, -1]
+
+
+class Twice(nn.Module):
+    """A residual of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 3, padding=1)
+        self.last = nn.Linear(72, 4)
+
+    def forward(self, x):
+        return self.last((x + self.first(x)).flatten(1))
+
+
+class Noised(nn.Module):
+    """Adds what NumPy draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(72, 4)
+
+    def forward(self, x):
+        return self.last(x.flatten(1)) + float(np.random.normal())
+
+
+class Trained(Sgd):
+    """Trains a client whole."""
+
+    def train(self, *given):
+        raise NotImplementedError
+
+
+class Normed(nn.Module):
+    """BatchNorm whose statistics are each client's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+        self.last = nn.Linear(72, 4)
+        models.shared_and_local.set_local(self, {"norm.running_mean", "norm.running_var"})
+
+    def forward(self, x):
+        return self.last(self.norm(x).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "module,local,backend,why,faster",
+    [
+        (OTHERS["dropout"], Sgd(), "auto", "vmap does not fit", "a model without dropout"),
+        (Scanned, Sgd(), "auto", "LSTM is recurrent", "a model without recurrent layers"),
+        (Scanned, Sgd(), "loop", "LSTM is recurrent", "a model without recurrent layers"),
+        (
+            Twice,
+            Sgd(),
+            "auto",
+            "convolutional does not fit the model: ",
+            "convolutions, activ.*GPU",
+        ),
+        (Noised, Sgd(), "auto", "the module draws from np.random", "a module that draws nothing"),
+        (lambda: made("mlp"), Trained(), "auto", "a user-defined train", "a step in its place"),
+        (
+            lambda: made("mlp"),
+            Sgd(),
+            "loop",
+            "client.backend asks for it",
+            "client.backend=auto, which tr",
+        ),
+        (Normed, Sgd(), "auto", "buffers of the model are clients' own", "without BatchNorm"),
+    ],
+)
+def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
+    module, local, backend, why, faster, caplog
+):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(module(), local, form(SHAPE), backend) == "loop"
+    (said,) = caplog.messages
+    assert re.search(rf"trained by the loop, one at a time.*{why}.*; faster: .*{faster}", said)
+
+
+@pytest.mark.parametrize(
+    "kind,shape,rows,local,backend",
+    [
+        ("softmax", (1, 28, 28), 20, Sgd(steps=20, batch=10), "compiled"),
+        ("softmax", (1, 28, 28), 600, Sgd(steps=300, batch=10), "compiled"),
+        ("softmax", (1, 28, 28), 20, Sgd(steps=1, batch=10), "compiled"),
+        ("softmax", (1, 28, 28), 600, Adam(steps=300, batch=10), "fused"),
+        ("softmax", (60,), 20, Sgd(steps=20, batch=10), "compiled"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch=16), "compiled"),
+        ("mlp", (1, 28, 28), 31, Sgd(steps=32, batch="full"), "compiled"),
+        ("mlp", (1, 28, 28), 600, Sgd(steps=10, batch=64), "compiled"),
+        ("mlp", (1, 28, 28), 600, Scaffold(steps=10, batch=64), "fused"),
+        ("cnn", (1, 28, 28), 64, Sgd(), "convolutional"),
+    ],
+)
+def test_the_backend_follows_from_the_architecture_and_the_shapes(
+    kind, shape, rows, local, backend, caplog
+):
+    module = models.build(models.parse({"kind": kind}), form(shape), seed=0)
+    assert resolve(module, local, form(shape)) == backend
+    assert not caplog.messages
+    assert resolve(module, local, form(shape), "loop") == "loop"
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_maximum_that_rounds_the_other_way_on_some_rows_is_no_mismatch(always, monkeypatch):
+    def flipped(self, backend):
+        ours, theirs = by(self, backend)
+        ours[0 if always else self.seed] *= 1.01
+        return ours, theirs
+
+    by = backend_check.FirstSteps.by
+    monkeypatch.setattr(backend_check.FirstSteps, "by", flipped)
+    reason = backend_check.mismatch(made("mlp"), Sgd(), form(SHAPE), "fused", None)
+    assert (reason or "").startswith("its first step is off by") == always
+
+
+@pytest.mark.parametrize(
+    "name,local,backend,clip,expected",
+    [
+        ("softmax", Scaffold(), "compiled", None, "fused, convolutional, one_batch, vmap, loop"),
+        ("softmax", Adam(), "compiled", None, ".*compiled cannot do a rule that is not linear"),
+        ("mlp", Sgd(), "lopo", None, "compiled, fused"),
+        ("softmax", Sgd(), "layerwise", None, ".*layerwise cannot do samples that are not clipped"),
+    ],
+)
+def test_a_backend_that_cannot_do_what_is_asked_is_refused_by_name(
+    name, local, backend, clip, expected
+):
+    expected = rf"client\.backend = '{backend}': expected auto or one of {expected}"
+    with pytest.raises(ConfigError, match=expected):
+        resolve(made(name), local, form(SHAPE), backend, clip)
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(made(name), local, backend=backend, seed=0, clip=clip)
+
+
+def test_corrections_are_added_where_they_are_needed_and_can_be():
+    corrections = torch.zeros(5, models.parameter_count(made("softmax")))
+    with pytest.raises(ValueError, match="this backend adds no corrections"):
+        train("compiled", made("softmax"), Sgd(), *rows(), corrections=corrections)
+    with pytest.raises(ValueError, match="scaffold needs corrections"):
+        train("fused", made("softmax"), Scaffold(), *rows())
+
+
+@pytest.mark.parametrize("backend", ["auto", "fused", "vmap", "loop"])
+def test_regression_needs_a_module_with_an_output_for_each_target(backend):
+    for name in ("mlp", "residual"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data.task.kind = 'regression': expected a task with a loss for each "
+            r"sample of outputs "
+            r"\[4, 4\] \(RuntimeError",
+        ):
+            resolve(made(name), Sgd(), form(SHAPE, 0, "regression"), backend)
+    if backend != "auto":
+        with pytest.raises(RuntimeError):
+            train(backend, made("mlp"), Sgd(), *rows(regression=True))
+
+
+def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
+    drawn = validation._drawn_once
+    asked = []
+
+    def beside_a_thread(module, shape):
+        asked.append(drawn(module, shape))
+        return "Python's random" if len(asked) == 1 else asked[-1]
+
+    monkeypatch.setattr(validation, "_drawn_once", beside_a_thread)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    assert resolve(module, Sgd(), form((1, 28, 28))) == "compiled"
+    assert asked == [None] * 2  # one try without is enough
+
+
+@needs
+@pytest.mark.parametrize("name", MODULES)
+def test_the_backend_follows_from_the_architecture(name, caplog):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        backend = resolve(made(name), Sgd(), form(SHAPE), clip=1.0)
+    expected = "layerwise" if name in LAYERS or name in CONVOLUTIONAL else "vmap"
+    if name in STACKS:
+        expected = "fused" if name in ("leaky mlp", "functional") else "compiled"
+    special = {
+        "pooled": "convolutional",
+        "cnn of functions": "convolutional",
+        "frozen": "one_batch",
+        "adapters": "one_batch",
+    }
+    assert backend == special.get(name, expected)
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "clients are trained by vmap"
+    ] * (backend == "vmap")
+
+
+@pytest.mark.parametrize(
+    "kind,backend",
+    [
+        ("softmax", "compiled"),
+        ("mlp", "compiled"),
+        ("cnn", "convolutional"),
+        ("dp_cnn", "layerwise"),
+    ],
+)
+def test_the_models_of_the_papers_have_a_fast_backend(kind, backend, caplog):
+    module = models.build(models.parse({"kind": kind}), form((1, 12, 12)), seed=0)
+    found = resolve(module, Sgd(), form((1, 12, 12)), clip=1.0)
+    if native.library() is not None:
+        assert found == backend and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "name,reason",
+    [
+        ("residual", "Residual has parameters of its own beside those of its layers"),
+        ("reused", "Linear is called more than once"),
+        ("tied", "a parameter of Linear is tied to another layer's"),
+        ("tied by hand", "its first step is off by"),
+    ],
+)
+def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name, reason):
+    with pytest.raises(
+        ConfigError,
+        match=rf"client\.backend = 'layerwise': expected auto or loop; this backend "
+        rf"does not fit the model: {reason}",
+    ):
+        resolve(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.last = nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        return self.last(self.lstm(x[:, 0])[0][:, -1])
+
+
+class Overwrites(nn.Module):
+    """Changes a layer's input after the layer has seen it, and made a padded copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+        self.last = nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        x = x + 0
+        return self.last((self.first(x) + x.mul_(3)).flatten(1))
+
+
+class SamplesSecond(nn.Module):
+    """A layer whose first axis is not the samples'."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.last = nn.Linear(60, CLASSES)
+
+    def forward(self, x):
+        return self.last(
+            self.first(x.transpose(0, 1).reshape(12, -1, 6)).transpose(0, 1).reshape(len(x), -1)
+        )
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+        self.last = nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        return self.last(x.flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "kind,reason",
+    [
+        (Recurrent, "LSTM takes or gives more than tensors"),
+        (Overwrites, "the input of Conv2d is changed in place after it"),
+        (SamplesSecond, "the first axis of Linear's input is not that of the samples"),
+        (Unused, "Linear is not called"),
+    ],
+)
+def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
+    with caplog.at_level(logging.WARNING, "raydpfl"):
+        assert resolve(kind(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
+    assert reason in caplog.messages[0]
+
+
+class Drawing(nn.Module):
+    """A layer with a parameter and a dropout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(72))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x.flatten(1) * self.weight)
+
+
+def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
+    module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
+    module[0].dropout.p = 0.0
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
+
+
+def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layerwise():
+    module = nn.Sequential(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
+    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
+
+
+class Shrinking(nn.Module):
+    """Writes to its parameter while it is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight[:, x.flatten(1).mean(0) > 0] *= 0.9
+        return self.linear(x.flatten(1))
+
+
+def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
+    with pytest.raises(
+        ConfigError,
+        match=r"model = 'Shrinking': expected a module that mixes no samples.*its parameter "
+        r"linear.weight changes",
+    ):
+        resolve(Shrinking(), Sgd(), form(SHAPE), clip=1.0)
+    table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
+    with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
+        resolve(table, Sgd(), form(SHAPE), clip=1.0)
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch, so that a gradient is no sum over samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(72, CLASSES)
+
+    def forward(self, x):
+        return self.linear((x - x.mean(0) / 2).flatten(1))
+
+
+class Counting(nn.Module):
+    """Keeps a running mean of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(72, CLASSES)
+        self.register_buffer("mean", torch.zeros(72))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        self.mean.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
+        return self.linear(x - self.mean)
+
+
+def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
+    assert resolve(Centred(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
+    with pytest.raises(
+        ConfigError,
+        match=r"model = 'Counting': expected a module that mixes no samples.*its buffer "
+        r"mean changes",
+    ):
+        resolve(Counting(), Sgd(), form(SHAPE), clip=1.0)
+    normed = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
+    )
+    for backend in ("auto", "layerwise", "vmap", "loop"):
+        with pytest.raises(
+            ConfigError,
+            match=r"model = 'Sequential': expected a module that mixes no samples.*1 is a "
+            r"BatchNorm2d "
+            r".*group_norm",
+        ):
+            resolve(normed, Sgd(), form(SHAPE), backend, clip=1.0)
+    with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
+        Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
+    assert resolve(normed, Sgd(), form(SHAPE)) == "loop"
+
+
+@pytest.mark.parametrize(
+    "backend,name",
+    [
+        pytest.param("convolutional", "pooled", marks=needs),
+        *(("fused", "softmax"), ("fused", "mlp"), ("vmap", "residual")),
+        *(("layerwise", "channels last"), ("layerwise", "in place")),
+    ],
+)
+@pytest.mark.parametrize("fault", ["a norm too small", "a bound of the mean gradient"])
+def test_a_backend_that_clips_slightly_wrong_is_noticed(backend, name, fault, monkeypatch):
+    right = ghost_clipping.clip_factors
+    wrong = (
+        (lambda norms, bound: right(0.97 * norms, bound))
+        if fault == "a norm too small"
+        else (lambda norms, bound: right(norms * 0 + norms.mean(), bound))
+    )
+    assert backend_check.mismatch(made(name), Sgd(), form(SHAPE), backend, 1.0) is None
+    for module in (convolutional, ghost_clipping, fused, vmap):
+        monkeypatch.setattr(module, "clip_factors", wrong)
+    assert "off by" in backend_check.mismatch(made(name), Sgd(), form(SHAPE), backend, 1.0)
