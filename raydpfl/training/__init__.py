@@ -3,7 +3,7 @@
 `raydpfl.methods.local` says what a step does with its gradient, `backend_choice.resolve` which
 backend does it, and `trainer.Trainer` does it. All backends have the mathematics of a plain loop
 over the clients and the loss of the task. All but compiled, which takes linear rules alone, carry
-out any rule and add corrections (`Scaffold`). All of them can clip each sample's gradient and add
+out any rule and add corrections (`Scaffold`). All of them can clip every sample's gradient and add
 noise to every step (the loop sample by sample):
 
 | backend       | for                                     | how                                    |

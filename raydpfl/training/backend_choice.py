@@ -66,7 +66,7 @@ def resolve(
         local: the local rule.
         form: of a sample.
         backend: "auto", or the name of one.
-        clip: the bound on each sample's gradient, if any.
+        clip: the bound on every sample's gradient, if any.
         gpu: whether training is on a GPU.
         precision: of products.
 

@@ -39,7 +39,7 @@ def batches(
     `clients`, `draws` and `sizes` have length C, a dummy has size 0. Q is the most steps; what is
     beyond a client's steps means nothing. B is the batch size of a client with `rows` rows (None:
     the largest here), and a smaller batch ends in zeros. Sampled in `epochs`, a batch may straddle
-    two of them, so that all have one size and each row comes up once in every n_i.
+    two of them, so that all have one size and every row comes up once in every n_i.
     """
     clients, draws = np.asarray(clients), np.asarray(draws)
     counts = np.asarray(sizes, dtype=np.int64)
@@ -66,7 +66,7 @@ def batches(
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         slots = np.flatnonzero(many == b)
-        made = np.arange(index.shape[1]) < steps[slots, None]
+        real = np.arange(index.shape[1]) < steps[slots, None]
         drawn = words(
             seed,
             Purpose.BATCH,
@@ -76,8 +76,8 @@ def batches(
             steps=steps[slots],
             sizes=np.full(len(slots), b),
         )
-        uniform = (drawn[made[:, : drawn.shape[1]]] >> np.uint64(11)) * 2.0**-53  # as numpy's
-        places, batch = np.nonzero(made)
+        uniform = (drawn[real[:, : drawn.shape[1]]] >> np.uint64(11)) * 2.0**-53  # as numpy's
+        places, batch = np.nonzero(real)
         index[slots[places], batch, :b] = _floyd(uniform, np.repeat(counts[slots], steps[slots]))
     return index, batch_sizes
 
@@ -94,7 +94,7 @@ def _shuffled_batches(keyed: np.random.Generator, n: int, steps: int, local: Loc
 def picked(
     index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local
 ) -> tuple[list[np.ndarray | None], np.ndarray]:
-    """(the rows of each client that its batches take, int64, ascending; `index` with their places
+    """(the rows of every client that its batches take, int64, ascending; `index` with their places
     among these in place of the rows).
 
     A client that could use all of its rows (`Local.rows_used`) keeps them, whatever this round

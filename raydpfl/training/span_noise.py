@@ -3,7 +3,7 @@
 Every step t adds z_t ~ N(0, s^2 I) to its gradient. The first layer's part of it, a row for each
 output, is drawn so by backend `compiled` (`raydpfl/core/native/step_noise.c`). Steps touch these
 weights through the outputs on the client's own rows X [n, p] alone (with a column of ones for the
-bias), and whoever sees the update sees but B = sum_t c_t z_t, where the learning rate, momentum,
+bias), and an observer of the update sees only B = sum_t c_t z_t, where the learning rate, momentum,
 decay and the proximal term give the numbers c_t (`responses`). So B
 ~ N(0, s^2 sum_t c_t^2 I) is drawn first, as the noise in the update: one draw in the place of Q. Of
 each z_t the steps need X z_t only. Given the rest R_t = c_t z_t + c_(t+1) z_(t+1) + ... of B, z_t
@@ -22,9 +22,9 @@ What this means for privacy. The steps' noises, the outputs on the client's rows
 the update have together the very distribution that they have where z_t is drawn in full. Whatever
 is computed from them (the update, its norm, the loss, the share of clipped gradients) has the
 distribution that it had, and the composition over the steps, in which an observer is granted every
-step's noised gradient, is proven for that distribution. That K, and by it the form of the drawing,
-depends on the client's data tells nobody anything, as no distribution depends on it. A rule whose
-update is not linear in the gradients with numbers known beforehand (Adam, SAM, a schedule within a
+step's noisy gradient, is proven for that distribution. That K, and by it the form of the drawing,
+depends on the client's data reveals nothing, as no distribution depends on it. A rule whose
+update is not linear in the gradients with fixed numbers (Adam, SAM, a schedule within a
 round), and corrections that are added to every gradient (SCAFFOLD), are for the backends that form
 z_t; and so is a method that would look at the weights between the steps. What a client keeps of its
 update it may keep here.
@@ -34,7 +34,7 @@ so that L has the distribution's covariance to 1e-14 over the smallest squared s
 lies outside of the span of those before it. A row equal to an earlier one is in its span
 altogether, and has its noise. Where for any other row this squared share is below 1e-6, the client
 trains by its weights and draws z_t in full, as it does where that takes less time. What is left to
-rounding, 1e-8 of the variance, is below that of the std in float32. X R_t is kept in float32: its
+rounding, 1e-8 of the variance, is below that of the std in float32. X R_t is in float32: its
 rounding errors fall with l_t^2 as the steps go on, and the rest itself with l_t.
 
 >>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
@@ -188,7 +188,7 @@ def step_noises(
 def _drawn(
     noise: StepNoise, steps: int, n: int, outputs: int, others: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
+    """Of every step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
     `others`. Steps whose numbers are no more than `TOGETHER` are drawn together.
     """
     most = max(1, TOGETHER // (n * outputs + others))

@@ -63,11 +63,11 @@ class Trainer:
         sizes: [C].
         t: the round.
         clients: [C], -1 for an empty slot.
-        draws: [C], which tells apart the times a client was drawn.
-        stds: float64 [C], of the Gaussian noise on the mean gradient of each step, in each
+        draws: [C], the index of this draw among the client's draws of the round.
+        stds: float64 [C], of the Gaussian noise on the mean gradient of every step, in each
             coordinate; needs `clip`.
         corrections: float32 [C, D], added to every gradient after that.
-        starts: where each client starts, if not at `parameters`; what it has trained to is written
+        starts: where every client starts, if not at `parameters`; what it has trained to is written
             into it by the time that its block is yielded.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
@@ -77,7 +77,7 @@ class Trainer:
         clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
             share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
             finite is not). NaN for a slot without rows, and for all where nothing is clipped.
-        into: where the updates are added up in place of being given, where the backend `threads`,
+        into: where the updates are added up in place of being yielded, where the backend `threads`,
             every client has rows, and none local parameters.
 
     It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,

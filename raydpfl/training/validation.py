@@ -27,11 +27,9 @@ def drawn_from(module: nn.Module, form: Form) -> str | None:
     None where it draws from none. Other threads of the process may draw from them too at any time,
     so only what is seen in each of a few tries is the module's.
     """
-    found = _drawn_once(module, form)
-    for _ in range(2):
-        if found is None or _drawn_once(module, form) != found:
-            return None
-    return found
+    first = _drawn_once(module, form)
+    same = all(first and _drawn_once(module, form) == first for _ in range(2))
+    return first if same else None
 
 
 def _drawn_once(module: nn.Module, form: Form) -> str | None:
@@ -39,21 +37,21 @@ def _drawn_once(module: nn.Module, form: Form) -> str | None:
         of_python = random.getstate()
         of_numpy = pickle.dumps(np.random.get_state())
         with contextlib.suppress(Exception):  # what it raises it will raise in training too
-            copy.deepcopy(module).train()(_some(form, 2))
+            copy.deepcopy(module).train()(_inputs(form))
         if random.getstate() != of_python:
             return "Python's random"
         return "np.random" if pickle.dumps(np.random.get_state()) != of_numpy else None
 
 
-def _some(form: Form, rows: int) -> torch.Tensor:
-    """Made-up inputs, float32 [rows, *shape] of ones or int64 ones drawn."""
-    inputs = form.inputs(rows, prng.stream(0, prng.Purpose.DATA))
+def _inputs(form: Form) -> torch.Tensor:
+    """Two made-up inputs, float32 [2, *shape] of ones or int64 ones drawn."""
+    inputs = form.inputs(2, prng.stream(0, prng.Purpose.DATA))
     return inputs if form.tokens else torch.ones_like(inputs)
 
 
 def check_loss(module: nn.Module, form: Form) -> None:
     """Raises `ConfigError` for a loss of the task that does not fit what the module gives, is not a
-    number for each sample, or mixes samples.
+    number for every sample, or mixes samples.
     """
     task = form.task
     generator = prng.stream(0, prng.Purpose.DATA)
@@ -63,27 +61,28 @@ def check_loss(module: nn.Module, form: Form) -> None:
             outputs = copy.deepcopy(module).eval()(inputs)
     except RAISED:  # it will raise in training too, and be reported with its client
         return
-    given = tuple(outputs.shape[1:])
     # of classes a module may know more than there are
-    y = task.made_up(generator, 4, given if form.target.classes else form.outputs)
+    shape = tuple(outputs.shape[1:]) if form.target.classes else form.outputs
+    y = task.made_up(generator, 4, shape)
     expected = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            together = task.loss(outputs, y)
-            alone = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
+            losses = task.loss(outputs, y)
+            singles = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
     except RAISED as error:
         raise ConfigError("data.task.kind", task.kind, f"{expected} ({in_line(error)})") from None
-    if together.shape != (4,):
-        reason = f"for a batch of 4 it gives shape {list(together.shape)}"
-        raise ConfigError("data.task.kind", task.kind, f"{expected}; {reason}")
-    if not torch.allclose(together, torch.cat(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+    reason = ""
+    if losses.shape != (4,):
+        reason = f"for a batch of 4 it gives shape {list(losses.shape)}"
+    elif not torch.allclose(losses, torch.cat(singles), rtol=CLOSE, atol=CLOSE, equal_nan=True):
         reason = "that of one does not depend on the others"
+    if reason:
         raise ConfigError("data.task.kind", task.kind, f"{expected}; {reason}")
 
 
 def check_no_mixing(module: nn.Module, form: Form) -> None:
     """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
-    another path than the noised parameters.
+    another path than the noisy parameters.
     """
     for name, layer in module.named_modules():
         kind = type(layer).__name__
@@ -97,7 +96,7 @@ def check_no_mixing(module: nn.Module, form: Form) -> None:
     tried = copy.deepcopy(module).train()
     # what it raises it will raise in training too
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
-        tried(_some(form, 2))
+        tried(_inputs(form))
     for kind, named, afterwards in (
         ("buffer", module.named_buffers(), tried.buffers()),
         ("parameter", module.named_parameters(), tried.parameters()),
@@ -113,45 +112,44 @@ def _mixes(module: nn.Module, reason: str) -> ConfigError:
 
 
 def check_rule(local: Local) -> None:
-    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a rule
-    of the user's that raises, changes what it is given, or whose step for several clients is not
+    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a
+    user-defined rule that raises, changes its arguments, or whose step for several clients is not
     that for each of them. What a `train` does shows when it trains.
     """
     rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
     if rates[:3] != rates[3:]:
-        raise ConfigError(
-            "local.kind", local.kind, "a class whose learning_rate depends on the round alone"
-        )
+        expected = "a class whose learning_rate depends on the round alone"
+        raise ConfigError("local.kind", local.kind, expected)
     if local.linear() is not None or local.trains:
         return
     drawn = prng.stream(0, prng.Purpose.DATA).standard_normal((4, 3, 7))
     (model, *_), *gradients = torch.from_numpy(drawn).float()
     try:
         together = _steps(local, model, model.repeat(3, 1), gradients)
-        alone = [
+        singles = [
             _steps(local, model, model, [gradient[client] for gradient in gradients])
             for client in range(3)
         ]
     except RAISED as error:
         reason = f"whose step can be made; it raised {in_line(error)}"
         raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
-    if not torch.allclose(together, torch.stack(alone), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+    if not torch.allclose(together, torch.stack(singles), rtol=CLOSE, atol=CLOSE, equal_nan=True):
         reason = "whose step for clients [C, P] is that for each of them; this one mixes clients, "
         reason += "or draws: let it reduce along dim=-1 alone, with keepdim=True"
         raise ConfigError("local.kind", local.kind, f"a class {reason}")
 
 
 def check_counts(local: Local, sizes: np.ndarray) -> None:
-    """Raises `ConfigError` for a rule of the user's whose batches or steps are not a matter of a
+    """Raises `ConfigError` for a user-defined rule whose batches or steps are not a matter of a
     client's own rows, `sizes` int64 [N]: a chunk would train by others than are accounted for.
     """
     if not local.is_user_defined or local.trains:
         return
-    known, whose = np.unique(sizes, return_inverse=True)
+    distinct, places = np.unique(sizes, return_inverse=True)
     for name in ("batch_sizes", "step_counts"):
         counts = getattr(local, name)
-        alone = np.concatenate([counts(known[k : k + 1]) for k in range(len(known))])
-        if not np.array_equal(counts(sizes), alone[whose]):
+        singles = np.concatenate([counts(distinct[k : k + 1]) for k in range(len(distinct))])
+        if not np.array_equal(counts(sizes), singles[places]):
             reason = f"a class whose {name} for a client depend on its own rows alone"
             raise ConfigError("local.kind", local.kind, reason)
 
@@ -168,9 +166,9 @@ def _steps(
         after, state = local.step(x, gradient, state, at)
         if not (torch.equal(x, before[0]) and torch.equal(gradient, before[1])):
             raise ValueError("it changes what it is given in place")
-        for found in (after, elsewhere):
-            if found.shape != x.shape or found.dtype != x.dtype:
-                gives = f"{found.dtype} {list(found.shape)}"
+        for result in (after, elsewhere):
+            if result.shape != x.shape or result.dtype != x.dtype:
+                gives = f"{result.dtype} {list(result.shape)}"
                 raise ValueError(f"from x {list(x.shape)} it gives {gives}")
         x = after + (elsewhere - before[0])  # so that neither may depend on other clients
     return x

@@ -442,7 +442,7 @@ def test_the_models_of_the_papers_have_a_fast_backend(kind, backend, caplog):
 @pytest.mark.parametrize(
     "name,reason",
     [
-        ("residual", "Residual has parameters of its own beside those of its layers"),
+        ("residual", "Residual has parameters of its own outside of its layers"),
         ("reused", "Linear is called more than once"),
         ("tied", "a parameter of Linear is tied to another layer's"),
         ("tied by hand", "its first step is off by"),

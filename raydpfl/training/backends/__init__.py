@@ -32,7 +32,7 @@ WEIGHTS = 16  # samples whose products take as long as reading and writing the w
 
 
 def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> np.ndarray | None:
-    """By what chunks are cut, float64 [3, r]: the steps of each client; the cost of the calls of a
+    """By what chunks are cut, float64 [3, r]: the steps of every client; the cost of the calls of a
     chunk of which it is the largest; and the cost of a step of any client of that chunk. The latter
     two in products of a row with a weight: `calls` for each of the largest client's steps, and for
     a step what a batch of its rows takes, and the weights, which are read and written.
@@ -67,7 +67,7 @@ def lacking(
     Args:
         backend: its name.
         local: the rule.
-        clip: the bound on each sample's gradient, if any.
+        clip: the bound on every sample's gradient, if any.
         precision: of products.
         split: which parameters and buffers are local.
     """

@@ -55,12 +55,12 @@ class Block:
         return Block(slots, self.updates[span], self.losses[span], local, norms)
 
     def singles(self) -> Iterator[Block]:
-        """A block for each client."""
+        """A block for every client."""
         for place in range(len(self.slots)):
             yield self.part(slice(place, place + 1))
 
     def clients(self) -> Iterator[tuple[int, torch.Tensor, float]]:
-        """(slot, update float32 [d], loss) of each client."""
+        """(slot, update float32 [d], loss) of every client."""
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
 
 
@@ -75,7 +75,7 @@ def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Starts:
-    """The parameters with which each client of a chunk starts and ends (`raydpfl.models.trained`).
+    """The parameters with which every client of a chunk starts and ends (`raydpfl.models.trained`).
 
     A backend writes a slot's row of `final` by the time that it gives the slot. `to_model`: rules
     pull a client to the round's model, not to where it started.
@@ -140,7 +140,7 @@ class Sum:
     clients: np.ndarray
     draws: np.ndarray
     grid: Grid
-    # float64 [threads, d]: the sum of each thread, with d rounded up to a multiple of
+    # float64 [threads, d]: the sum of every thread, with d rounded up to a multiple of
     # `raydpfl.core.native.VECTOR`
     totals: np.ndarray
     factors: np.ndarray  # float64 [C], of those that have trained
@@ -156,7 +156,7 @@ class ChunkData:
     y: torch.Tensor  # int64 or float32 [C, n, *target]
     sizes: np.ndarray  # int64 [C]; 0: an empty slot
     index: np.ndarray  # int64 [C, Q, B], rows of each batch; Q of the client with most steps
-    steps: np.ndarray  # int64 [C], how many of the Q each client makes
+    steps: np.ndarray  # int64 [C], how many of the Q every client makes
     batch_sizes: np.ndarray  # int64 [C], how many of the B are real
     slots: Sequence[int]  # the slots to train, none of them empty
     lr: float  # of the round
@@ -172,7 +172,7 @@ class ChunkData:
     # int64 [C]: steps of all clients of the chunk, also those that do not train here (`active`);
     # None: those of the clients here
     planned: np.ndarray | None = None
-    into: Sum | None = None  # where updates are added up; None: they are given
+    into: Sum | None = None  # where updates are added up; None: blocks have them
 
     def rate(self, k: int) -> float:
         """The learning rate of step k."""
@@ -213,7 +213,7 @@ class ChunkData:
         return sent(tensor, self.y.device)
 
     def blocks(self, d: int, most: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
-        """For each block of updates of `d` numbers (see `spans`): the slots that it spans, and
+        """For every block of updates of `d` numbers (see `spans`): the slots that it spans, and
         those of them to train, int64 [k], at least one.
         """
         slots = np.asarray(self.slots, dtype=np.int64)
@@ -292,8 +292,8 @@ class ChunkData:
             for part, count in zip(self._on_device(rows), self._active, strict=True)
         ]
         if still:
-            each = (self._on_device(going)[..., None] * shares).unbind()
-            return [(part, each[k][: self.active(k)]) for k, part in enumerate(cut)]
+            by_step = (self._on_device(going)[..., None] * shares).unbind()
+            return [(part, by_step[k][: self.active(k)]) for k, part in enumerate(cut)]
         first = {count: shares[:count] for count in set(self._active)}
         return [(part, first[self.active(k)]) for k, part in enumerate(cut)]
 
@@ -316,10 +316,12 @@ class ChunkData:
             below = np.take_along_axis(below, self.index, 2)
         slots = list(self.slots)
         steps, width = self.index.shape[1:]
-        made = self.steps[slots, None]
+        steps_made = self.steps[slots, None]
         batch = self.batch_sizes[slots]
-        real = (np.arange(steps) < made)[:, :, None] & (np.arange(width) < batch[:, None])[:, None]
-        self.clipped[slots] = (below[slots] & real).sum((1, 2)) / (made[:, 0] * batch)
+        real = (np.arange(steps) < steps_made)[:, :, None] & (np.arange(width) < batch[:, None])[
+            :, None
+        ]
+        self.clipped[slots] = (below[slots] & real).sum((1, 2)) / (steps_made[:, 0] * batch)
 
 
 class Rule:
@@ -394,7 +396,7 @@ class Rule:
 
 
 def _by_client(part: Any, count: int) -> bool:
-    """Whether a part of a rule's state is a matrix with a row for each client, or one number."""
+    """Whether a part of a rule's state is a matrix with a row for every client, or one number."""
     if isinstance(part, torch.Tensor):
         return part.dim() == 0 or (part.dim() > 1 and len(part) == count)
     return part is None or isinstance(part, (int, float))
@@ -485,6 +487,6 @@ class Backend:
 
         `parameters` is the model, float32 [D], all that is trained in the order of the module's
         parameters; so are the updates. A diverged update is passed on as it is. A slot of
-        `chunk.clipped` and of `chunk.starts` is filled by the time that it is given.
+        `chunk.clipped` and of `chunk.starts` is filled by the time that its block is yielded.
         """
         raise NotImplementedError

@@ -60,7 +60,7 @@ from raydpfl.training.backends.fused import closed_form, step_factors
 from raydpfl.training.span_noise import lengths, responses, step_noises
 
 CHUNKS = 16  # numbers of a vector
-# numbers of updates in a block: each block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
+# numbers of updates in a block: every block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
 ADDED = 1 << 23  # and of those that are added up in the cache
 MOST = 64  # layers
@@ -80,7 +80,7 @@ class _Job(ctypes.Structure):
     _fields_ = _fields(
         i1="n p steps batch d layers",
         p="inputs outputs weights biases activations model columns responses lengths",
-        i2="squares noised",
+        i2="squares noisy",
         u="seed purpose round",
         f="keep step decay proximal momentum lr clip",
     )
@@ -90,9 +90,9 @@ class _Sum(ctypes.Structure):
     """Sum of chunk.c."""
 
     _fields_ = _fields(
-        d="most above beside step largest std",
+        d="most above below step largest std",
         u="seed purpose round",
-        p="clients draws weights factors found",
+        p="clients draws weights factors totals",
         i="threads fits",
     )
 

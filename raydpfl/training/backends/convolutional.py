@@ -7,7 +7,7 @@ first layer's input gets no gradient. An activation is taken after the pooling t
 commute, as it does not fall. A bias has the sum of the gradient by the maxima. Images, filters and
 the columns of the first linear layer are channels-last inside. On the CPU in float32 a convolution
 and its pooling are one, in compiled code, whose gradients come from the maxima alone, as do the
-norms where each sample's gradient is clipped (`raydpfl.training.layers.pooled_convolution`).
+norms where every sample's gradient is clipped (`raydpfl.training.layers.pooled_convolution`).
 
 >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
 >>> [type(link).__name__ for link in links(nn.Sequential(*layers))]

@@ -2,13 +2,13 @@
 only the layers that are trained are one for each.
 
 The samples of all clients stand one after another, [C B, ...], and the module's own code runs on
-them as on any batch. A layer with trained parameters has those of each client, [C, *shape]: its
-inputs are taken apart by client, and its products are batched. So a chunk makes as many calls as
+them as on any batch. A layer with trained parameters has those of every client, [C, *shape]: its
+inputs are split by client, and its products are batched. So a chunk makes as many calls as
 one client, and what a pass costs is what the frozen layers cost on all samples. By
 `experiments/benchmarks/lora.py` that is twice as fast as vmap, which folds the products of frozen
 layers too but none of what lies between them.
 
-Where each sample's gradient is clipped, a sample is taken for a client of its own: its gradient is
+Where every sample's gradient is clipped, a sample is taken for a client of its own: its gradient is
 then what autograd gives, and the norms and sums are a few operations on what is trained.
 
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -45,7 +45,7 @@ LIMIT = 1 << 26
 
 class NotOneBatch(Exception):
     """The module's trained parameters do not all sit in layers that take samples along the first
-    axis of their inputs to the first axis of their output; says what stands in the way.
+    axis of their inputs to the first axis of their output; says why.
     """
 
 
@@ -83,7 +83,7 @@ class _Plain(nn.Module):
 
 
 class _PerClient:
-    """The forward of a layer with trained parameters, of which each client has its values."""
+    """The forward of a layer with trained parameters, of which every client has its values."""
 
     def __init__(self, layer: nn.Module, names: dict[str, str], running: _Pass):
         """`names`: of its trained parameters, in the layer and in the module."""
@@ -119,7 +119,7 @@ class _PerClient:
 
 
 class _Adapted:
-    """The forward of a frozen linear layer with an adapter of each client."""
+    """The forward of a frozen linear layer with an adapter of every client."""
 
     def __init__(self, layer: nn.Module, scale: float, names: list[str], running: _Pass):
         """`names`: of the adapter's A and B in the module."""

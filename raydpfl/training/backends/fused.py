@@ -7,7 +7,7 @@ weights, [C, out, in], and makes the step inside the backward product
 
 one `baddbmm_` without a gradient in memory. The mathematics is that of the loop, up to rounding.
 
-Where each sample's gradient is clipped, its squared norm is the sum over the layers of
+Where every sample's gradient is clipped, its squared norm is the sum over the layers of
 (||a||^2 + 1) ||g||^2, with a the layer's inputs and g the gradient by its outputs. Clipping scales
 the sample's g in every layer (Goodfellow 2015).
 """
@@ -107,8 +107,8 @@ class _Layer:
         return torch.bmm(weight.mT, g.mT).mT
 
     def squares(self, g: torch.Tensor) -> torch.Tensor:
-        """The squared norm of each sample's gradient by weight and bias, float32 [C, B, 1], from
-        each sample's `g`: (||a||^2 + 1) ||g||^2. What underflow may have taken is added to both
+        """The squared norm of every sample's gradient by weight and bias, float32 [C, B, 1], from
+        every sample's `g`: (||a||^2 + 1) ||g||^2. What underflow may have taken is added to both
         factors, as the other one may be large.
         """
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
@@ -213,7 +213,7 @@ class _Loss:
 
     def step(self, a: torch.Tensor, k: int, by_sample: bool) -> torch.Tensor:
         """The gradient of the mean loss of step k by the last outputs `a`, [C, B, out], or that of
-        each sample's loss with `by_sample`.
+        every sample's loss with `by_sample`.
         """
         rows, shares = self.batches[k]
         self.seen.copy_(a)
@@ -239,7 +239,7 @@ class _Loss:
         return self._rows_of(g).contiguous() if by_sample else self._rows_of(g)
 
     def sums(self) -> torch.Tensor:
-        """Each client's losses, its mean of each step added up, [C]."""
+        """Each client's losses, its mean of every step added up, [C]."""
         # client by client: a sum over columns, as they lie with batches of one row, would be taken
         # otherwise for other numbers of them
         some = self._rows_of(self.total).flatten(1).contiguous().sum(1)
@@ -287,7 +287,7 @@ class _Training:
         return self.chunk.means(self.loss.sums())
 
     def _forward(self, a: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs of each layer, [C, B, out]."""
+        """The outputs of every layer, [C, B, out]."""
         outputs: list[torch.Tensor] = []
         for layer in self.layers:
             a = layer.forward(a)
@@ -297,7 +297,7 @@ class _Training:
         return outputs
 
     def _backward(self, g: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients by the outputs of each layer before its activation, the last layer's
+        """The gradients by the outputs of every layer before its activation, the last layer's
         first.
         """
         gradients: list[torch.Tensor] = []

@@ -15,11 +15,11 @@ scaled g:
 |                      | normalised inputs                 |                                       |
 | any other            | vmap of the layer's own backward  | formed                                |
 
-formed: the gradients themselves, of a convolution by one with a group for each sample. ghost: the
+formed: the gradients themselves, of a convolution by one with a group for every sample. ghost: the
 sum over t, u of (a a^T)_tu (g g^T)_tu.
 
 The ghost norm (Goodfellow 2015; Bu, Mao and Xu 2022) takes T^2 (D + p) products where forming
-(Rochette, Manoel and Tramel 2019) takes D p numbers to be kept and read again; `GHOST` products
+(Rochette, Manoel and Tramel 2019) takes D p numbers to be stored and read again; `GHOST` products
 cost as much as one number. Where the positions' contributions cancel, rounding could make a ghost
 norm too small, and the sample pass for shorter than it is. So `SLACK` of (sum_t |a_t| |g_t|)^2 is
 added to its square.
@@ -76,8 +76,8 @@ to the sum of the gradients weighted by them."""
 
 
 class NotLayerwise(Exception):
-    """The module's parameters do not all sit in layers that are called once in a pass; says what
-    stands in the way.
+    """The module's parameters do not all sit in layers that are called once in a pass; says
+    why.
     """
 
 
@@ -115,7 +115,7 @@ class _Leaf:
         self.edge = get_gradient_edge(output) if output.requires_grad else None
 
     def backward_edge(self) -> GradientEdge:
-        """Where the gradient by the output is found. Raises `NotLayerwise` if it has none."""
+        """Where the gradient by the output is. Raises `NotLayerwise` if it has none."""
         if self.edge is None:
             raise NotLayerwise(f"no gradient reaches the output of {self.kind}")
         return self.edge
@@ -157,8 +157,8 @@ def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     one = a.shape[1] == 1
     # of the norms, so that neither underflow nor the slack's makes them too small
     inputs, outputs = (
-        torch.linalg.vector_norm(each, dim=2) + sqrt(each.shape[2] * LOST / (1 if one else SLACK))
-        for each in (a, g)
+        torch.linalg.vector_norm(part, dim=2) + sqrt(part.shape[2] * LOST / (1 if one else SLACK))
+        for part in (a, g)
     )
     squares = (inputs * outputs).sum(1).square()
     if one:
@@ -172,7 +172,7 @@ def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
     ghost = _ghostly(layer, name, g.shape)
-    a, g = (each.reshape(len(g), -1, each.shape[-1]) for each in (*inputs, g))
+    a, g = (part.reshape(len(g), -1, part.shape[-1]) for part in (*inputs, g))
     if name == "bias":
         return _formed(g.sum(1))
     if ghost:
@@ -211,10 +211,10 @@ def _convolution(
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= SMALL_FILTER:
         patches = _patches(layer, x, padding, g.shape[2:])
         return _formed(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
-    # each sample in channels of its own
-    inputs_apart = x.reshape(1, -1, *x.shape[2:])
-    outputs_apart = g.reshape(1, -1, *g.shape[2:])
-    gradients = backward(inputs_apart, outputs_apart, len(g))
+    # every sample in channels of its own
+    inputs_by_sample = x.reshape(1, -1, *x.shape[2:])
+    outputs_by_sample = g.reshape(1, -1, *g.shape[2:])
+    gradients = backward(inputs_by_sample, outputs_by_sample, len(g))
     return _formed(gradients.reshape(len(g), *shape))
 
 
@@ -229,8 +229,8 @@ def _patches(
     sample, channel, *place = x.stride()
     strides = [
         times * stride
-        for each in (layer.dilation, layer.stride)
-        for times, stride in zip(each, place, strict=True)
+        for factors in (layer.dilation, layer.stride)
+        for times, stride in zip(factors, place, strict=True)
     ]
     return x.as_strided(
         (*x.shape[:2], *layer.kernel_size, *size), (sample, channel, *strides)
@@ -256,7 +256,7 @@ def _norm(
 def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
     def gradient(g: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         def output(parameter: torch.Tensor) -> torch.Tensor:
-            return functional_call(layer, {name: parameter}, tuple(each[None] for each in inputs))
+            return functional_call(layer, {name: parameter}, tuple(value[None] for value in inputs))
 
         return vjp(output, layer.get_parameter(name).detach())[1](g[None])[0]
 
@@ -274,7 +274,7 @@ RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch
 
 def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
     """(name, place) of the layer's trainable parameters, taken out of `places`, which has the place
-    of each parameter by its id. Raises `NotLayerwise`.
+    of every parameter by its id. Raises `NotLayerwise`.
     """
     kind = type(layer).__name__
     if isinstance(layer, _BatchNorm) and not models.is_still(layer):
@@ -287,12 +287,12 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
             raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
         trained.append((name, places.pop(id(parameter))))
     if trained and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
-        raise NotLayerwise(f"{kind} has parameters of its own beside those of its layers")
+        raise NotLayerwise(f"{kind} has parameters of its own outside of its layers")
     return trained
 
 
 class Layerwise(Loop):
-    """Trains one client after another as `Loop` does, with each sample's gradient clipped.
+    """Trains one client after another as `Loop` does, with every sample's gradient clipped.
 
     Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are
     called once in a pass and take samples along the first axis of their inputs to the first axis of
@@ -340,7 +340,7 @@ class Layerwise(Loop):
         return outputs
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """See `OneByOne._gradient`; `clip` is always given."""
+        """See `OneByOne._gradient`; `clip` is never None."""
         assert clip is not None
         self.gradient.zero_()
         losses = torch.zeros((), device=self.device)

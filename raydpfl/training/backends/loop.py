@@ -24,7 +24,7 @@ ROWS = 1024  # in a pass of those that the loss is taken on before a user-define
 
 
 class Loop(OneByOne):
-    """Trains each client with autograd, sample by sample where each sample's gradient is to be
+    """Trains every client with autograd, sample by sample where every sample's gradient is to be
     clipped.
 
     What a module draws (dropout) is keyed by the client, and buffers start afresh with each client,
@@ -42,7 +42,7 @@ class Loop(OneByOne):
             for kind in (nn.MaxPool2d, nn.GroupNorm)
         )
         self.channels_last = pools and not norms
-        self.trainable = [each for each in self.module.parameters() if each.requires_grad]
+        self.trainable = [part for part in self.module.parameters() if part.requires_grad]
         self.shapes = [parameter.shape for parameter in self.trainable]
         sizes = [shape.numel() for shape in self.shapes]
         super().__init__(module, local, device, task, sizes)
@@ -127,7 +127,7 @@ class Loop(OneByOne):
     def _user_defined(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        """The update of a client by `Local.train`, which is given copies of the module and the
+        """The update of a client by `Local.train`, on copies of the module and the
         rows; and the mean loss of the model on its rows before, in evaluation mode.
 
         Raises:

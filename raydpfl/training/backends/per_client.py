@@ -41,7 +41,7 @@ class OneByOne(Backend):
         task: Task,
         sizes: Sequence[int],
     ):
-        """`sizes` has the numbers of each parameter, in the order of `raydpfl.models.flatten`."""
+        """`sizes` has the numbers of every parameter, in the order of `raydpfl.models.flatten`."""
         super().__init__(module, local, device, task)
         self.sizes = list(sizes)
         self.flat = torch.empty(sum(sizes), device=device)
@@ -50,7 +50,7 @@ class OneByOne(Backend):
         self.factors: list[torch.Tensor] = []  # clip factors of the client's steps so far
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Of a vector in the order inside, the part of each parameter, in the order of
+        """Of a vector in the order inside, the part of every parameter, in the order of
         `raydpfl.models.flatten`.
         """
         raise NotImplementedError

@@ -69,11 +69,11 @@ _ATTENTION = _Attention()
 
 class _Forward:
     """A module's forward with other tensors in the place of its trained parameters: what
-    `torch.func.functional_call` does, which looks for them anew in every call.
+    `torch.func.functional_call` does, which looks for them in every call.
     """
 
     def __init__(self, module: nn.Module, names: list[str]):
-        """`names`: of the parameters, in the order in which others are given."""
+        """`names`: of the parameters, in the order of the others."""
         self.module = module
         at: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for layer in module.modules():
@@ -98,7 +98,7 @@ class _Forward:
 
 
 class _Linear:
-    """A linear rule, on `now`: each parameter, [c, *its shape], of the slots that a step takes."""
+    """A linear rule, on `now`: every parameter, [c, *its shape], of the slots that a step takes."""
 
     def __init__(
         self, linear: LinearRule, parts: Parts, parameters: torch.Tensor, chunk: ChunkData
@@ -167,7 +167,7 @@ def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Vmap(Backend):
-    """Trains the chunk at once, each parameter [C, *its shape]. A module that draws random numbers
+    """Trains the chunk at once, every parameter [C, *its shape]. A module that draws random numbers
     raises RuntimeError when it is run.
     """
 

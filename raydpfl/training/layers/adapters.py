@@ -1,13 +1,13 @@
-"""A frozen linear layer with each client's adapter, in as few passes over memory as there are.
+"""A frozen linear layer with every client's adapter, in as few passes over memory as there are.
 
-y = x W + b + scale (x A^T) B^T, and its gradients by x, A and B. What autograd makes of it keeps
-the two terms apart, writes both and adds them; here the second is added to the first where it lies,
-forward and back.
+y = x W + b + scale (x A^T) B^T, and its gradients by x, A and B. Autograd keeps the two terms
+separate, writes both and adds them; here the second is added to the first in place, forward and
+back.
 
 >>> layer = nn.Linear(4, 3).requires_grad_(False)
 >>> x, a, b = torch.ones(2, 5, 4), torch.ones(2, 1, 4), torch.ones(2, 3, 1)
->>> found = adapted(layer, layer.weight.T, 0.5, x, a, b)
->>> torch.allclose(found, layer(x) + 2)
+>>> outputs = adapted(layer, layer.weight.T, 0.5, x, a, b)
+>>> torch.allclose(outputs, layer(x) + 2)
 True
 """
 
@@ -42,8 +42,8 @@ def adapted(
     """
     if torch.is_autocast_enabled(x.device.type):  # which does not reach into a backward
         low = torch.bmm(x.reshape(len(a), -1, x.shape[-1]), a.mT)
-        made = plain(x)
-        return made + torch.bmm(scale * low, b.mT).view(made.shape)
+        outputs = plain(x)
+        return outputs + torch.bmm(scale * low, b.mT).view(outputs.shape)
     return _Adapted.apply(plain, weight, scale, x, a, b)
 
 
@@ -59,24 +59,24 @@ class _Adapted(torch.autograd.Function):
         b: torch.Tensor,
     ) -> torch.Tensor:
         rows = x.reshape(len(a), -1, x.shape[-1])
-        made = plain(x)
+        outputs = plain(x)
         low = torch.bmm(rows, a.mT).mul_(scale)
-        made.view(*rows.shape[:2], -1).baddbmm_(low, b.mT)
+        outputs.view(*rows.shape[:2], -1).baddbmm_(low, b.mT)
         ctx.save_for_backward(rows, weight, low, a, b)
         ctx.scale = scale
         ctx.shape = x.shape
-        return made
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         rows, weight, low, a, b = ctx.saved_tensors
         flat = g.reshape(-1, g.shape[-1])
-        each = flat.view(*rows.shape[:2], -1)
-        back = torch.bmm(each, b).mul_(ctx.scale)  # the gradient by x A^T
+        by_client = flat.view(*rows.shape[:2], -1)
+        back = torch.bmm(by_client, b).mul_(ctx.scale)  # the gradient by x A^T
         by_x = None
         if ctx.needs_input_grad[3]:
             by_x = flat @ weight.T
             by_x.view(rows.shape).baddbmm_(back, a)
             by_x = by_x.view(ctx.shape)
-        return None, None, None, by_x, torch.bmm(back.mT, rows), torch.bmm(each.mT, low)
+        return None, None, None, by_x, torch.bmm(back.mT, rows), torch.bmm(by_client.mT, low)

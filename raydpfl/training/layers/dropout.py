@@ -23,7 +23,7 @@ class Masks(TorchFunctionMode):
     """
 
     def __init__(self, clients: list[tuple[torch.Generator | None, int]]):
-        """`clients`: the generator of each slot, None for an empty one, and its samples."""
+        """`clients`: the generator of every slot, None for an empty one, and its samples."""
         super().__init__()
         self.clients = clients
 
@@ -44,10 +44,10 @@ class Masks(TorchFunctionMode):
         if len(x) % len(self.clients):
             raise ValueError("the first axis of what is dropped out is not that of the samples")
         mask = torch.ones_like(x, memory_format=torch.contiguous_format)
-        apart = mask.unflatten(0, (len(self.clients), -1))
-        for own, (generator, samples) in zip(apart, self.clients, strict=True):
+        by_client = mask.unflatten(0, (len(self.clients), -1))
+        for part, (generator, samples) in zip(by_client, self.clients, strict=True):
             if generator is not None:
-                own[:samples].bernoulli_(1 - p, generator=generator)
+                part[:samples].bernoulli_(1 - p, generator=generator)
         mask.div_(1 - p)
         return x.mul_(mask) if inplace else x * mask
 

@@ -29,7 +29,7 @@ class _Filters(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("samples", "channels")),
-        ("given", ctypes.c_int64 * 2),
+        ("size", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("inside", "image", "row", "rows", "run")),
         *((name, ctypes.c_int64 * 2) for name in _PAIRS),
     )
@@ -59,13 +59,13 @@ class Window:
     def grid(self, outputs: Sequence[int]) -> list[int]:
         """Height and width of the maxima, from those of the outputs."""
         *pairs, up = self.pool
-        found = []
+        counts = []
         for size, kernel, stride, pad, dilation in zip(outputs, *pairs, strict=True):
             left = size + 2 * pad - dilation * (kernel - 1) - 1
             count = (left + (stride - 1 if up else 0)) // stride + 1
             # the last window begins in the outputs or in the padding before them
-            found.append(count - 1 if up and (count - 1) * stride >= size + pad else count)
-        return found
+            counts.append(count - 1 if up and (count - 1) * stride >= size + pad else count)
+        return counts
 
 
 class Filters:
@@ -82,7 +82,7 @@ class Filters:
         down, across = window.padding
         row = (width + 2 * across) * inputs
         image = (height + 2 * down) * row + BEYOND
-        self.given = images.permute(0, 2, 3, 1).contiguous()
+        self.unpadded = images.permute(0, 2, 3, 1).contiguous()
         self.images = torch.empty(count, image)
         outputs = window.outputs((height, width))
         grid = window.grid(outputs)
@@ -91,7 +91,7 @@ class Filters:
         self.cells = (count, *grid, channels)
         self.where = torch.empty(self.cells, dtype=torch.int32)
         pairs = (outputs, step, grid, *window.pool[:4])
-        self._given = _Filters(
+        self._filters = _Filters(
             *(count, channels, _pair((height, width * inputs))),
             *(down * row + across * inputs, image, row, *self.shape[1:]),
             *(_pair(pair) for pair in pairs),
@@ -101,42 +101,42 @@ class Filters:
         """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
         filters [C, height, width, c] and the bias [C].
         """
-        found = torch.empty(self.cells)
+        maxima = torch.empty(self.cells)
         about = (weights.contiguous(), None if bias is None else bias.contiguous())
-        self._call("raydpfl_maxima", self.given, self.images, *about, found, self.where)
-        return found.permute(0, 3, 1, 2)
+        self._call("raydpfl_maxima", self.unpadded, self.images, *about, maxima, self.where)
+        return maxima.permute(0, 3, 1, 2)
 
     def follow(self, g: torch.Tensor) -> None:
         """Takes the gradient by the maxima, float32 [B, C, h, w], which all below come from."""
         self.g = g.permute(0, 2, 3, 1).contiguous()
 
     def squares(self) -> torch.Tensor:
-        """The squared norm of each sample's gradient, float32 [B]."""
-        found = torch.empty(len(self.images))
-        self._call("raydpfl_filters", self.images, self.g, self.where, None, found, None)
-        return found
+        """The squared norm of every sample's gradient, float32 [B]."""
+        squares = torch.empty(len(self.images))
+        self._call("raydpfl_filters", self.images, self.g, self.where, None, squares, None)
+        return squares
 
     def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given: float32
         [C, height of a filter, width times c].
         """
-        found = torch.empty(self.shape)
-        given = None if factors is None else factors.contiguous()
-        self._call("raydpfl_filters", self.images, self.g, self.where, given, None, found)
-        return found
+        total = torch.empty(self.shape)
+        weights = None if factors is None else factors.contiguous()
+        self._call("raydpfl_filters", self.images, self.g, self.where, weights, None, total)
+        return total
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
         """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
         filters [C, height, width, c].
         """
-        found = torch.empty_like(self.given)
-        self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), found)
-        return found.permute(0, 3, 1, 2)
+        by_images = torch.empty_like(self.unpadded)
+        self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), by_images)
+        return by_images.permute(0, 3, 1, 2)
 
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
         compiled = native.library()
         assert compiled is not None  # as the backend says
         places = [None if array is None else array.data_ptr() for array in arrays]
         call = getattr(compiled, name)
-        if call(ctypes.byref(self._given), *map(ctypes.c_void_p, places)):
+        if call(ctypes.byref(self._filters), *map(ctypes.c_void_p, places)):
             raise MemoryError("no memory for the gradient by a filter")
