@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import form
 from plain_loop import (
     CLIENTS,
@@ -36,7 +35,6 @@ from raydpfl.methods.local import Sgd
 from raydpfl.training.backend_choice import resolve
 from raydpfl.training.backends import ghost_clipping, vmap
 from raydpfl.training.backends.ghost_clipping import Layerwise
-from raydpfl.training.minibatches import batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -54,29 +52,6 @@ def median_norm(name: str) -> float:
 
 compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 POOLED = pytest.param("convolutional", "pooled", marks=compiled)
-
-
-@pytest.mark.parametrize(
-    "backend,name",
-    [
-        pytest.param("compiled", "relu mlp", marks=compiled),
-        ("fused", "softmax"),
-        ("fused", "mlp"),
-        ("layerwise", "channels last"),
-        ("vmap", "residual"),
-        ("loop", "mlp"),
-    ],
-)
-def test_the_loss_is_the_mean_over_the_batches_rows_unclipped(backend, name):
-    module = made(name)
-    local = Sgd(steps=1, batch=4)
-    x, y = rows()
-    index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    for slot, (_, loss) in clipping(backend, module, local, 1e-3, x, y).items():
-        batch = index[slot, 0, : batch_sizes[slot]]
-        assert loss == pytest.approx(
-            F.cross_entropy(module(x[slot, batch]), y[slot, batch]).item(), rel=1e-5
-        )
 
 
 @pytest.mark.parametrize("ghost,few", [(0, 0), (0, 1 << 20), (1 << 20, 0)])

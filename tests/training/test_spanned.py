@@ -265,19 +265,3 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(name):
             alone = np.where(keep, CLIENTS, -1)
             (block,) = trainer.chunk(start, x, y, np.where(keep, SIZES, 0), clients=alone, **keyed)
             assert torch.equal(block.updates[0], update)
-
-
-def test_the_share_clipped_counts_samples_and_steps():
-    module, x, y = made("mlp")
-    local = LOCALS["plain"]
-    start = models.flatten(module)
-    index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    each = SampleGradients(module, task_of(y), 1e9)(start, x[0], y[0]).norm(dim=1)
-    clip = float(each.median())
-    one = local.model_copy(update={"steps": 1})
-    clipped = np.empty(5)
-    given = (index[:, :1], taken, np.array([1, 1, 1, 0, 1]))
-    keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS, "clipped": clipped}
-    list(trainer_of(module, one, y, clip).chunk(start, x, y, SIZES, **keyed, drawn=given))
-    longer = [float((each[index[0, 0]] > clip * (1 + 1e-4)).float().mean())]
-    assert clipped[0] == pytest.approx(longer[0]) and 0 < clipped[0] < 1

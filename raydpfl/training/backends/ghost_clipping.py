@@ -287,7 +287,7 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
             raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
         trained.append((name, places.pop(id(parameter))))
     if trained and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
-        raise NotLayerwise(f"{kind} has parameters of its own outside of its layers")
+        raise NotLayerwise(f"{kind} has parameters outside of its layers")
     return trained
 
 
