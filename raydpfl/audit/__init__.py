@@ -73,7 +73,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found: a view for every rigorous guarantee of the run, and the checks."""
+    """A view for every rigorous guarantee of the run, and the checks."""
 
     views: list[ObserverAudit]
     checks: list[Check]
@@ -204,7 +204,7 @@ def audit(
         out: a new or empty directory for `audit.json`, `scores.parquet` and `config.yaml`, which
             `raydpfl report` draws, or its address; None: no files are written.
         canaries: how many; at least 1000 for a useful bound.
-        confidence: of each lower bound.
+        confidence: of a lower bound.
         delta: of the comparison; None: the run's own. Above 1 / (10 canaries) bounds are weak.
         data_root: the folder of data sets.
         on_round: is called with the rounds done, and of how many.
@@ -269,7 +269,7 @@ def _inline(e: Experiment) -> Experiment:
 def _of_clients(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
-    """By as many runs as are needed, in each of which some or all clients are canaries."""
+    """By as many runs as are needed, in which some or all clients are canaries."""
     records = _runs(plan, canaries, on_round)
     views = observers.of_runs(plan, records, delta, confidence)
     held = observers.least_deltas(records, views)

@@ -7,7 +7,7 @@ estimate.
 0.0
 
 The lower bound [2] is a theorem: however the guesses are made, the epsilon of a mechanism that is
-(epsilon, delta)-private for each canary is above it, with the confidence asked for. Several
+(epsilon, delta)-private for every canary is above it, with the confidence asked for. Several
 independent runs with different canaries are one such mechanism, so their canaries count together.
 The estimate [1] assumes that scores are Gaussian. It is sharp if they are, and proves nothing.
 
@@ -157,7 +157,7 @@ def one_shot(
 
 def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
     """The smallest epsilon >= 0 with P(A) <= e^epsilon Q(A) + delta for all A, for Gaussians P and
-    Q given by (mean, std); at most 700.
+    Q as (mean, std); at most 700.
 
     >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
     4.377

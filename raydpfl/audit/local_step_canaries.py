@@ -68,7 +68,7 @@ Samples = tuple[np.ndarray, np.ndarray]
 """x float32 [n, *shape] and y [n]."""
 
 Pair = tuple[Samples, Samples]
-"""Both samples of each canary."""
+"""Both samples of all canaries."""
 
 
 @dataclass(frozen=True, eq=False)

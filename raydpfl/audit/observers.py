@@ -28,7 +28,7 @@ from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
-# a claim, and the least delta that the mechanism has at its epsilon; None: it is not known
+# a claim, and the least delta that the mechanism has at its epsilon; None: unknown
 Held: TypeAlias = tuple[Guarantee, float | None]
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
@@ -115,7 +115,7 @@ def of_runs(
 
 
 def least_deltas(records: Sequence[CanaryRecord], views: Sequence[ObserverAudit]) -> list[Held]:
-    """What views claim of all runs, and what each run prints in the end, with the least deltas."""
+    """What views claim of all runs, and what single runs print, with the least deltas."""
     claimed = [view.claimed for view in views]
     held = []
     printed = [(list(record.printed), [record]) for record in records]
@@ -216,7 +216,7 @@ def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores
     """The scores of one run, and the evidence on as many canaries simulated by the claim, float64
     [k].
 
-    `q` is the probability of being in a round's cohort; None: the cohort is known.
+    `q` is the probability of being in a round's cohort; None: the observer knows it.
     """
     canaries = record.canaries
     made_up = stream(canaries.seed, Purpose.CANARY, step=3)
@@ -238,10 +238,10 @@ def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores
         power = (pattern**2).sum(1)
     shifts = np.sqrt(power)
     imagined = shifts * made_up.standard_normal(len(signs)) + signs * power
-    return _known(record, product, shifts), _known(record, imagined, shifts).evidence
+    return _visible(record, product, shifts), _visible(record, imagined, shifts).evidence
 
 
-def _known(record: CanaryRecord, product: np.ndarray, shifts: np.ndarray) -> Scores:
+def _visible(record: CanaryRecord, product: np.ndarray, shifts: np.ndarray) -> Scores:
     """From the products of scores with what a canary adds to them: N(shifts^2, shifts^2)."""
     evidence = 2 * product if record.canaries.mirrored else product - shifts**2 / 2
     return Scores(

@@ -1,4 +1,4 @@
-"""What a mechanism costs, by each accountant, and what it guarantees against whom.
+"""What a mechanism costs, by every accountant, and what it guarantees against whom.
 
 `pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is
 Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else,
@@ -21,7 +21,7 @@ amplification. Their number is `participations`, the largest of any client as it
 it every round counts, since a server that picks cohorts could always pick the same client. Where a
 public rule names the cohorts there is nothing else, and `rounds` is a client's participations. The
 expected number T r / N bounds no client: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the
-cohort hidden, it would give 6.2 (and 124 when each update is seen), where all 100 rounds give 49.4
+cohort hidden, it would give 6.2 (and 124 when updates are seen), where all 100 rounds give 49.4
 (and 2006).
 """
 

@@ -1,4 +1,4 @@
-"""Distributions of personal budgets: how much epsilon each client is willing to spend (003).
+"""Distributions of personal budgets: how much epsilon clients are willing to spend (003).
 
 A distribution gives every client a budget. 003's experiments have U(0, 1) and mixtures of normals:
 
@@ -187,7 +187,7 @@ class ColumnOfBudgets(BudgetDistribution):
         return epsilons
 
     def _of_clients(self, epsilons: np.ndarray, client: np.ndarray) -> np.ndarray:
-        """One budget for each client, float64 [clients], from the budgets of its rows."""
+        """One budget a client, float64 [clients], from the budgets of its rows."""
         ids, first, number = np.unique(client, return_index=True, return_inverse=True)
         rows = np.flatnonzero(epsilons != epsilons[first][number])
         if len(rows):

@@ -111,7 +111,7 @@ def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarra
 
 
 def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -> float:
-    """Std of the noise on each coordinate of the sum so far (with momentum, of the velocities v =
+    """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities v =
     momentum v + u), root mean square over the rounds, in units of noise multiplier x bound. Only
     the direction of c [bands], the diagonals of C, matters. Raises `ConfigError`.
     """

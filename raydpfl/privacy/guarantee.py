@@ -79,7 +79,7 @@ class Scope:
 
     @classmethod
     def of_batches(cls, sampling: Sampling) -> Scope:
-        """One client's batches of samples at each local step."""
+        """One client's batches of samples at every local step."""
         if not sampling.hidden:
             return cls(f"batches: {sampling}")
         return cls(_listed(f"batches: {sampling}", "batch hidden"), "batch hidden", BATCHES)
@@ -98,7 +98,7 @@ class Guarantee:
 
     Args:
         kind: `rigorous`, what holds for the mechanism that ran; `paper`, the formula as printed;
-            `unproven`, computed like a rigorous one, where no proof is known.
+            `unproven`, computed like a rigorous one, without a proof.
         relation: the neighbouring relation; `unstated` where a paper leaves it open.
         sampling: what the guarantee relies on in the sampling.
         epsilon: infinite where nothing is guaranteed; `conditions_failed` then says why.

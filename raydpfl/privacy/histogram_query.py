@@ -28,7 +28,7 @@ class Survey:
 
     Args:
         name: of the score, in messages, guarantees and the ledger.
-        std: of the noise on each count, in clients; positive and finite.
+        std: of the noise on a count, in clients; positive and finite.
         clients: who are asked, and draw the noise where clients do.
         times: how many of these are composed with the rounds.
     """

@@ -107,7 +107,7 @@ class LocalSteps(Release):
 
     @property
     def batches(self) -> np.ndarray:
-        """B_k int64 [N]: the samples in each batch of a client."""
+        """B_k int64 [N]: the samples in a batch of a client."""
         return self.samples if self.batch is None else np.minimum(self.batch, self.samples)
 
     @property

@@ -1,4 +1,4 @@
-"""How much noise each client's budget needs at its local steps (002, 003).
+"""How much noise budgets of clients need at local steps (002, 003).
 
 >>> # 002 on MNIST (PRIVACY.md sec. 4): one client takes part once, another four times
 >>> steps = calibrate_local_steps(

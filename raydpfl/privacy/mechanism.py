@@ -44,7 +44,7 @@ class Query:
         name: of the sum, in messages and in the ledger.
         bound: the largest L2 norm that one client can add to the sum, its weight included. A count
             of indicators is centred first (indicator - 1/2), so its bound is 1/2.
-        std: of the noise on each coordinate of the *sum*, in the units of `bound`; 0: no noise.
+        std: of the noise on a coordinate of the *sum*, in the units of `bound`; 0: no noise.
         per_client: whether each client's contribution is released by itself, with noise of this
             std, which `Mechanism.with_noise` leaves as it is.
 
@@ -69,8 +69,8 @@ class Event:
     """What accountants compose: what one round (or participation) releases about one unit.
 
     Args:
-        sampling: the sampling scheme of each Gaussian.
-        mu: sensitivity / std of each of these Gaussians; both of the sum.
+        sampling: the sampling scheme of its Gaussians.
+        mu: sensitivity / std of one of these Gaussians; both of the sum.
         gaussians: how many there are, over a fresh sample each.
         also: mu of one more Gaussian, over everyone; 0: there is none.
         once: mu of a Gaussian over everyone released once for all events (`Survey`); 0: none.
@@ -113,7 +113,7 @@ class Release:
 
     @property
     def noise_multiplier(self) -> float | None:
-        """Std of the noise on the sum / bound; None where each client has noise of its own."""
+        """Std of the noise on the sum / bound; None where clients draw local noise."""
         return None
 
     @property
@@ -128,7 +128,7 @@ class Release:
 
     @property
     def by_draws(self) -> bool:
-        """Whether spending is counted client by client, from the rounds that each was drawn in."""
+        """Whether spending is counted client by client, from the rounds of its draws."""
         return self.cohorts is None
 
     @property
@@ -148,11 +148,11 @@ class Release:
         return {}
 
     def client_facts(self) -> tuple[np.ndarray, ...]:
-        """What it says of each client, arrays [N]; part of the digest that noise is keyed by."""
+        """What it says of single clients, arrays [N]; part of the digest that noise is keyed by."""
         return ()
 
     def of_clients(self) -> Mapping[str, np.ndarray]:
-        """What is public of each client's privacy, float64 [N] by name: `budget`, the epsilon it
+        """What is public of a client's privacy, float64 [N] by name: `budget`, the epsilon it
         was promised, infinite for a public client; `noise_std`, that of the noise on the mean
         gradient of its local steps; `variance`, V_k of 003. Empty where clients have none of it.
         """
@@ -178,7 +178,7 @@ class Mechanism(Release):
         unit: whose data a guarantee protects.
         placement: who draws the noise. `server`: one draw on the sum. `client`: each of the r
             clients of a cohort draws std / sqrt(r), so that the sum has std. `step`: one draw on
-            the sum over a mini-batch, at each local step; `rounds` then counts steps, and the
+            the sum over a mini-batch, at every local step; `rounds` then counts steps, and the
             population are one client's samples.
         exclusions: data-dependent choices that are not accounted for, in words.
         stateful: the kind of the member by which a client's contribution depends on its earlier

@@ -1,4 +1,4 @@
-"""Who draws the noise (the server, each client on what it sends, or each client at its local
+"""Who draws the noise (the server, clients on what they send, or clients at their local
 steps), and who can therefore observe what.
 
 >>> from raydpfl.privacy.mechanism import Query
@@ -133,7 +133,7 @@ class DistributedNoise(Place):
 
 
 class LocalStepNoise(Place):
-    """A client at each of its local steps, once on the sum over a batch. Every update is seen."""
+    """A client at all of its local steps, once on the sum over a batch. Every update is seen."""
 
     draw = "the_mean_gradient"
     caveat = (

@@ -1,4 +1,4 @@
-"""The papers' formulas as printed, each with the conditions under which its paper claims it.
+"""The papers' formulas as printed, with the conditions under which they are claimed.
 
 These are not guarantees of what ran; `raydpfl.privacy.epsilon` is. Most functions return
 `FormulaValue(value, conditions_failed)`.
@@ -7,9 +7,9 @@ These are not guarantees of what ran; `raydpfl.privacy.epsilon` is. Most functio
 >>> round(noise.value, 4), noise.conditions_failed
 (0.2108, ('epsilon 1.5 <= u q^2 T = 0.1736 (u = 1; the paper leaves u open)',))
 
-Units (000, 001). In 000 Algorithm 3 each client of the cohort adds N(0, sigma^2 I) to its clipped
+Units (000, 001). In 000 Algorithm 3 every client of the cohort adds N(0, sigma^2 I) to its clipped
 update and the server averages, so sigma of Theorem 3.2 is the std of one client's noise (000 eq. 12
-has sigma^2 d / P for the average). In 001 Algorithm 1 each client adds N(0, r sigma^2 I), so sigma
+has sigma^2 d / P for the average). In 001 Algorithm 1 every client adds N(0, r sigma^2 I), so sigma
 of Theorem 1 is the std of the noise on the mean. With sigma_001 = sigma_000 / sqrt(r) they are one
 mechanism. The noise on the sum has std sqrt(r) sigma_000 = r sigma_001, and its std / bound is
 
@@ -103,8 +103,8 @@ def _conditions(epsilon: float, sampling: Sampling, rounds: int) -> tuple[str, .
 
 # 002: truncated concentrated DP per client, every update seen, replace-one of one sample
 # (PRIVACY.md sec. 4). In all functions `std` (sigma) is that of the noise on the mean gradient of a
-# batch, `bound` the per-sample clip norm G, `batch` B, `samples` n_i, and `steps` the client's
-# realised number of local steps, K_i Q.
+# batch. A `client` has `bound`, the per-sample clip norm G, `batch` B, `samples` n_i, and `steps`,
+# its realised number of local steps K_i Q.
 
 
 def tcdp(
@@ -136,15 +136,13 @@ def tcdp(
     )
 
 
-def tcdp_epsilon(
-    std: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
-) -> FormulaValue:
-    """Epsilon at `delta` by tCDP: rho + 2 sqrt(rho ln(1/delta)) where the condition of 002 Lemma 2
-    holds, delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1); infinite where
+def tcdp_epsilon(std: float, *, delta: float, **client: Any) -> FormulaValue:
+    """Epsilon: rho + 2 sqrt(rho ln(1/delta)) where the condition of 002 Lemma 2 holds,
+    delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1); infinite where
     omega <= 1.
     """
     surprise = math.log(1 / _delta(delta))
-    rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
+    rho, omega, failed = tcdp(std, **client)
     if not omega > 1:
         return FormulaValue(math.inf, (*failed, f"omega = {omega:.4g} > 1"))
     if delta >= _least_delta(rho, omega):
@@ -152,9 +150,7 @@ def tcdp_epsilon(
     return FormulaValue(rho * omega + surprise / (omega - 1), failed)
 
 
-def tcdp_noise(
-    epsilon: float, *, bound: float, batch: int, samples: int, steps: int, delta: float
-) -> FormulaValue:
+def tcdp_noise(epsilon: float, *, delta: float, **client: Any) -> FormulaValue:
     """The std at which tCDP claims (epsilon, delta), every condition checked:
 
     sigma^2 = 26 K_i Q G^2 / (n_i^2 rho),
@@ -165,52 +161,38 @@ def tcdp_noise(
     surprise = math.log(1 / _delta(delta))
     # of rho, without cancellation
     root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))
-    std = bound / samples * math.sqrt(26 * steps) / root
-    rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
+    std = client["bound"] / client["samples"] * math.sqrt(26 * client["steps"]) / root
+    rho, omega, failed = tcdp(std, **client)
     limit = _least_delta(rho, omega) if omega > 1 else 1.0
     if delta < limit:
         failed += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
     return FormulaValue(std, failed)
 
 
-def tcdp_theorem5(
-    std: float, *, bound: float, batch: int, samples: int, steps: int
-) -> tuple[FormulaValue, float]:
+def tcdp_theorem5(std: float, **client: Any) -> tuple[FormulaValue, float]:
     """002 Theorem 5 as printed: the single pair that it gives at `std`,
 
         epsilon = rho (2 omega - 1), delta = e^(-rho (omega - 1)^2).
 
     Its epsilon *grows* with std. With too little noise it is below 0, and infinite here.
     """
-    rho, omega, failed = tcdp(std, bound=bound, batch=batch, samples=samples, steps=steps)
-    value = _theorem5_limit(batch, samples, steps) - rho
+    rho, omega, failed = tcdp(std, **client)
+    value = _theorem5_limit(**client) - rho
     failed += () if omega > 1 else (f"omega = {omega:.4g} > 1",)
     return FormulaValue(value if value >= 0 else math.inf, failed), _least_delta(rho, omega)
 
 
-def tcdp_theorem5_noise(
-    epsilon: float, *, bound: float, batch: int, samples: int, steps: int
-) -> FormulaValue:
+def tcdp_theorem5_noise(epsilon: float, **client: Any) -> FormulaValue:
     """002 Theorem 5 solved for the std, by rho = 2 rho omega - epsilon; or infinite."""
-    most = _theorem5_limit(batch, samples, steps)
+    most = _theorem5_limit(**client)
     if epsilon >= most:
-        return FormulaValue(
-            math.inf,
-            (
-                f"epsilon {epsilon:.4g} < {most:.4g}, "
-                "which the formula approaches as the noise grows",
-            ),
-        )
-    std = bound / samples * math.sqrt(26 * steps / (most - epsilon))
-    return FormulaValue(
-        std,
-        tcdp_theorem5(std, bound=bound, batch=batch, samples=samples, steps=steps)[
-            0
-        ].conditions_failed,
-    )
+        limit = f"{most:.4g}, which the formula approaches as the noise grows"
+        return FormulaValue(math.inf, (f"epsilon {epsilon:.4g} < {limit}",))
+    std = client["bound"] / client["samples"] * math.sqrt(26 * client["steps"] / (most - epsilon))
+    return FormulaValue(std, tcdp_theorem5(std, **client)[0].conditions_failed)
 
 
-def _theorem5_limit(batch: int, samples: int, steps: int) -> float:
+def _theorem5_limit(*, bound: float, batch: int, samples: int, steps: int) -> float:
     """2 rho omega, which does not depend on the noise."""
     return 6.5 * steps * (batch / samples) ** 2 * math.log(samples / batch)
 
@@ -277,9 +259,8 @@ def budget_epsilon(
 ) -> FormulaValue:
     """The epsilon that 003 claims at `std`, the inverse of `budget_noise`."""
     _check_client(batch, samples, steps)
-    epsilon = float(
-        budget_epsilons(std / (bound * math.sqrt(steps)), delta, batch=batch, samples=samples)
-    )
+    root = std / (bound * math.sqrt(steps))
+    epsilon = float(budget_epsilons(root, delta, batch=batch, samples=samples))
     return FormulaValue(epsilon, lemma2(epsilon, delta, batch=batch, samples=samples))
 
 

@@ -185,7 +185,7 @@ class LossDistribution:
             fading = fading * fade
 
     def _finite(self, composed: np.ndarray, top: int, recursion: Recursion) -> np.ndarray:
-        """Delta at each grid point from 0 on, of the finite losses up to `top`."""
+        """Delta at all grid points from 0 on, of the finite losses up to `top`."""
         masses = composed[top::-1].clip(min=0.0)
         above = np.concatenate([[0.0], masses[:-1].cumsum()])
         # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to
@@ -195,7 +195,7 @@ class LossDistribution:
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each number of rounds, with `times` of the `other` loss, the grid indices that the
+        """For all numbers of rounds, with `times` of the `other` loss, the grid indices that the
         sum is above, or below, with probability at most 1e-15 (Chernoff).
         """
         half = len(self.masses) // 2
@@ -399,7 +399,7 @@ def distributions(pairs: Sequence[CurvePair]) -> tuple[LossDistribution, ...]:
 def and_gaussian(
     pairs: Sequence[CurvePair], every: int, other: float
 ) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
-    """For each direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
+    """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
     on the grid that suits the composition of one of the latter with `every` of the former.
 
     On a step h far above the std s of the former, their variance grows from s^2 to about

@@ -142,5 +142,5 @@ def last(fits: Callable[[int], bool], most: int) -> int:
     while high <= most and fits(high):
         low = high
         high = 2 * high
-    rest = range(low + 1, min(high, most + 1))  # not known yet
+    rest = range(low + 1, min(high, most + 1))
     return low + bisect_left(rest, True, key=lambda n: not fits(n))

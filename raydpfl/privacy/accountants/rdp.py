@@ -31,7 +31,7 @@ class Rdp(Accountant):
 
 @lru_cache(maxsize=64)
 def _divergences(event: Event) -> np.ndarray:
-    """Renyi divergences float64 [orders] of one event at each of `rdp.ORDERS`."""
+    """Renyi divergences float64 [orders] of one event at `rdp.ORDERS`."""
     sampling = event.sampling
     one = rdp.gaussian(event.mu)
     if sampling.hidden:

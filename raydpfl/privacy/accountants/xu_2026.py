@@ -11,7 +11,7 @@ from raydpfl.privacy.papers import PAPERS
 
 class PersonalBudgets(Formula):
     """sigma_k = c sqrt(V_k T_k T_l) (003 eq. 6). The formula amplifies the composition instead of
-    each step, and leaves the neighbouring relation open.
+    the steps, and leaves the neighbouring relation open.
     """
 
     name = PAPERS["003"]

@@ -143,7 +143,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class PersonalBudget:
-    """What noise at local steps guarantees each client's samples: `rows` of
+    """What noise at local steps guarantees a client's samples: `rows` of
     `LocalStepsReport.table`, the guarantees of the client that spends most, and which clients were
     promised more than holds, in words.
     """

@@ -80,7 +80,7 @@ def of_samples(
     sampling: str = "fixed",
     relation: str = "auto",
 ) -> Budget:
-    """The budget where one client's samples are protected, by noise at each local step, against an
+    """The budget where one client's samples are protected, by noise at every local step, against an
     observer of every update (002, 003). Give two of epsilon, participations and noise.
 
     `participations` are the rounds that the client takes part in, as they occur or capped; never
@@ -113,7 +113,7 @@ _UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_s
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
     """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
-    underscores. Options that are None count as not given. Raises `ConfigError` on an option.
+    underscores. Options that are None count as absent. Raises `ConfigError` on an option.
     """
     if unit not in _UNITS:
         raise ConfigError("--unit", unit, "client or sample")
@@ -160,7 +160,7 @@ def _check_participations(most: int | None, rounds: int | None, sampling: Sampli
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, count: float
 ) -> float | None:
-    """z as given, or from the std of one draw, `count` times which is the std of the sum."""
+    """z as stated, or from the std of one draw, `count` times which is the std of the sum."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a positive finite number")

@@ -61,17 +61,17 @@ class Question:
         )
 
     def answers(self) -> list[Answer]:
-        """By the rigorous accountants, each against every observer, and by the papers' formulas."""
+        """By the rigorous accountants, against every observer, and by the papers' formulas."""
         return [*(epsilon for name in RIGOROUS for epsilon in self.counted(name)), *self.printed()]
 
     @property
     def rounds(self) -> int:
-        """The given rounds; 1 if they are unknown."""
+        """The rounds asked for; 1 if they are unknown."""
         return self.mechanism.rounds // self.steps
 
     @property
     def target(self) -> float:
-        """The given epsilon."""
+        """The epsilon asked for."""
         assert self.epsilon is not None
         return self.epsilon
 
@@ -80,7 +80,7 @@ class Question:
         return replace(self.mechanism.with_noise(z), rounds=rounds * self.steps)
 
     def seen(self, rounds: int) -> list[ObserverView]:
-        """What each observer sees in so many rounds."""
+        """What observers see in so many rounds."""
         return list(views(self.mechanism, self.relation, rounds * self.steps, self.participations))
 
     def guarantees(self, name: str, z: float, rounds: int, delta: float) -> list[Guarantee]:
@@ -90,7 +90,7 @@ class Question:
         return privacy.guarantees(mechanism, self.relation, delta, None, [name], most, self.v)
 
     def counted(self, name: str) -> Iterator[Answer]:
-        """By a rigorous accountant, one answer against each observer."""
+        """By a rigorous accountant, one answer against every observer."""
         for place, view in enumerate(self.seen(self.rounds)):
             z = self.mechanism.noise_multiplier
             rounds = self.rounds
@@ -146,7 +146,7 @@ class Question:
 
 
 class SampleQuestion(Question):
-    """The same about one client's local steps, `steps` of them in each participation."""
+    """The same about one client's local steps, `steps` of them in a participation."""
 
     def printed(self) -> Iterator[Answer]:
         """By the papers' formulas for local steps."""

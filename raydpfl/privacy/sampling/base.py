@@ -208,7 +208,7 @@ class SamplingScheme:
             mu: sensitivity / std of the Gaussian sum.
 
         Returns:
-            For each direction that can differ (one under replace_one, which is symmetric; two where
+            For all directions that can differ (one under replace_one, which is symmetric; two where
             a client is removed or added) its curve, and that of the opposite direction.
         """
         raise NotImplementedError
@@ -228,7 +228,7 @@ class SamplingScheme:
 
     def most(self, sampling: Sampling, rounds: int, composed: int) -> tuple[int, float]:
         """How often a client can be drawn in a run of which accountants compose `composed` rounds,
-        for the check of its draws: trials, and the largest chance of any client in each.
+        for the check of its draws: trials, and the largest chance of any client in one.
         """
         return composed, self.q(sampling)
 
