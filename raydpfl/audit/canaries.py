@@ -266,30 +266,26 @@ class PlantedCoordinator(Coordinator):
     def finished(self) -> CanaryRecord:
         """The record of the whole run, and of more draws of noise of which rounds have little."""
         self.seen.flush()
-        self._draw_answers()
-        self._draw_histograms()
+        self._draw_more()
         self.seen.ledger = self.written.lines()
         self.seen.late = self.written.late()
         self.seen.counts = self.state.participations.copy()
         self.seen.printed = self.accounts.guarantees(self.state.t, self.state.participations)
         return self.seen
 
-    def _draw_answers(self) -> None:
-        """Has the last round's clients answer again, in rounds after the last, with their noise."""
-        if not self.experiment.bounding.queries():
-            return
-        cohort, columns = self._last
-        count = min(DRAWS, DRAWN // max(1, len(cohort)))
-        for t in range(self.state.t, self.state.t + count):
-            self.noisy_answers(t, cohort, columns, self.more)
-
-    def _draw_histograms(self) -> None:
-        """Counts the last scores again, after rounds after the last, with their noise."""
-        if not self.seen.surveys:
+    def _draw_more(self) -> None:
+        """Has the last round's clients answer again, and counts the last scores again, as in rounds
+        after the last, with their noise.
+        """
+        if self.experiment.bounding.queries():
+            cohort, columns = self._last
+            count = min(DRAWS, DRAWN // max(1, len(cohort)))
+            for t in range(self.state.t, self.state.t + count):
+                self.noisy_answers(t, cohort, columns, self.more)
+        histogram = self.experiment.evaluate.histogram
+        if histogram is None or not self.seen.surveys:
             return
         t, values = self._scores
-        histogram = self.experiment.evaluate.histogram
-        assert histogram is not None
         every = self.experiment.evaluate.every
         exact = histogram.counts(values)
         for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):

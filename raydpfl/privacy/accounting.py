@@ -169,12 +169,11 @@ def _rigorous(view: ObserverView, delta: float, name: str) -> Guarantee:
         reason = covers(name, view.mechanism, view.relation)
     if reason:
         return view.guarantee(name, math.inf, delta, (reason,))
-    spent = 0.0
     survey = view.mechanism.survey
-    if view.rounds or (survey and survey.times):
-        spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), name)
-    failed = (UNREACHED.format(name),) if math.isinf(spent) else ()
-    return view.guarantee(name, spent, delta, failed)
+    if not view.rounds and not (survey and survey.times):
+        return view.guarantee(name, 0.0, delta)
+    spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), name)
+    return view.guarantee(name, spent, delta, (UNREACHED.format(name),) * math.isinf(spent))
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
@@ -187,17 +186,9 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
     if others:
         failed += (f"nothing is released next to the sum (here too: {', '.join(others)})",)
     return Guarantee(
-        "paper",
-        "paper",
-        mechanism.unit,
-        "unstated",
-        Observer.AGGREGATES,
-        Scope.of_cohorts(mechanism.sampling),
-        printed.value,
-        delta,
-        mechanism.exclusions,
-        failed,
-    )
+        "paper", "paper", mechanism.unit, "unstated", Observer.AGGREGATES,
+        Scope.of_cohorts(mechanism.sampling), printed.value, delta, mechanism.exclusions, failed,
+    )  # fmt: skip
 
 
 def _epsilons(

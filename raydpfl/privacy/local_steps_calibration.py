@@ -81,18 +81,9 @@ def calibrate_local_steps(
     one_of("calibration", calibration, Method)
     sizes = np.asarray(samples, np.int64)
     silent = LocalSteps(
-        sizes,
-        batch,
-        steps,
-        bound,
-        delta,
-        np.zeros(len(sizes)),
-        sampling,
-        check_budgets(budgets, len(sizes)),
-        Calibration(calibration),
-        tuple(exclusions),
-        side_query,
-    )
+        sizes, batch, steps, bound, delta, np.zeros(len(sizes)), sampling,
+        check_budgets(budgets, len(sizes)), Calibration(calibration), tuple(exclusions), side_query,
+    )  # fmt: skip
     counts = silent.counts(participations)
     assert silent.claims is not None
     clients = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(silent.claims))

@@ -43,17 +43,10 @@ class ObserverView:
         mechanism = self.mechanism
         proved = not mechanism.unproved
         return Guarantee(
-            "rigorous" if proved else "unproven",
-            accountant,
-            mechanism.unit,
-            self.relation,
-            self.observer,
-            self.scope,
-            epsilon,
-            delta,
-            mechanism.exclusions,
+            "rigorous" if proved else "unproven", accountant, mechanism.unit, self.relation,
+            self.observer, self.scope, epsilon, delta, mechanism.exclusions,
             failed if proved else (*failed, str(mechanism.unproved)),
-        )
+        )  # fmt: skip
 
 
 class Place:

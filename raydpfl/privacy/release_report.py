@@ -312,19 +312,12 @@ class LocalStepsReport(ReleaseReport):
         elif len(clients):
             epsilon = math.inf
             failed = (NOISELESS,)
-        rigorous = name not in FORMULAS
+        formula = FORMULAS.get(name)
         return Guarantee(
-            "rigorous" if rigorous else "paper",
-            name,
-            release.unit,
-            "replace_one" if rigorous else FORMULAS[name].relation,
-            Observer.UPDATES,
-            scope,
-            epsilon,
-            delta,
-            (*release.exclusions, *unfit, *_public_words(public)),
-            failed,
-        )
+            "paper" if formula else "rigorous", name, release.unit,
+            formula.relation if formula else "replace_one", Observer.UPDATES, scope, epsilon, delta,
+            (*release.exclusions, *unfit, *_public_words(public)), failed,
+        )  # fmt: skip
 
     def _covered(self, name: str) -> np.ndarray:
         """Bool [N]: clients not public, with noise of the formula where it calibrates any."""

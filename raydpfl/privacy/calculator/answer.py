@@ -126,18 +126,18 @@ class Budget:
             "placement": self.mechanism.placement,
             "delta": self.delta,
             "noise": self.noise,
-            "answers": [self._answer(answer) for answer in self.answers],
+            "answers": [
+                {
+                    "noise_multiplier": _to_json(answer.noise_multiplier),
+                    self.repeated: answer.rounds,
+                    "true_epsilon": _to_json(answer.true_epsilon),
+                    "guarantee": answer.guarantee.to_dict(),
+                }
+                for answer in self.answers
+            ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
             "sentence": self.sentence(),
             "notes": list(self.notes),
-        }
-
-    def _answer(self, answer: Answer) -> dict[str, Any]:
-        return {
-            "noise_multiplier": _to_json(answer.noise_multiplier),
-            self.repeated: answer.rounds,
-            "true_epsilon": _to_json(answer.true_epsilon),
-            "guarantee": answer.guarantee.to_dict(),
         }
 
 

@@ -60,7 +60,10 @@ def of_clients(
     query = Query("updates", bound or 1.0, 0.0)
     mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=place)
     mechanism = mechanism.with_noise(z or 1.0)
-    _check_participations(participations, rounds, who)
+    limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
+    if participations is not None and not 1 <= participations <= limit:
+        expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
+        raise ConfigError("participations", participations, expected)
     asked = _relation(relation, who)
     _check(mechanism, asked, delta)
     return Question(mechanism, asked, delta, unknown, epsilon, 1, participations, v).budget()
@@ -146,17 +149,6 @@ def _relation(asked: str, sampling: Sampling) -> Relation:
     return "add_remove" if sampling.scheme.refuses("replace_one") else "replace_one"
 
 
-def _check_participations(most: int | None, rounds: int | None, sampling: Sampling) -> None:
-    """Raises `ConfigError` for more participations than there can be."""
-    if most is None:
-        return
-    draws = sampling.cohort if sampling.repeats else 1
-    limit = math.inf if rounds is None else rounds * draws
-    if not 1 <= most <= limit:
-        expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
-        raise ConfigError("participations", most, expected)
-
-
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, count: float
 ) -> float | None:
@@ -164,18 +156,13 @@ def _multiplier(
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a positive finite number")
-    if std is None:
-        return _in_range("noise_multiplier", z, z)
-    if z is not None:
+    if std is not None and z is not None:
         raise ConfigError("std", std, "--noise-multiplier or --std, not both")
-    if bound is None:
+    if std is not None and bound is None:
         raise ConfigError("bound", None, "the L2 bound that --std is to be compared with")
-    return _in_range("std", std, std * count / bound)
-
-
-def _in_range(field: str, value: float | None, z: float | None) -> float | None:
-    """z, which `field` was set to. Raises `ConfigError` if its squares leave float64."""
-    if z is not None and not 1e-6 <= z <= 1e6:
+    field, value = ("noise_multiplier", z) if std is None else ("std", std)
+    z = z if std is None or bound is None else std * count / bound
+    if z is not None and not 1e-6 <= z <= 1e6:  # its squares must not leave float64
         expected = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
         raise ConfigError(field, value, expected)
     return z

@@ -118,9 +118,8 @@ class Question:
 
     def lasting(self, name: str, place: int, view: ObserverView) -> int:
         """The largest number of rounds in which the observer at this place stays within epsilon."""
-        most = privacy.rounds_for(
-            self.target, view.mechanism, view.relation, self.delta, name, self.v
-        )
+        spent = (self.target, view.mechanism, view.relation, self.delta, name, self.v)
+        most = privacy.rounds_for(*spent)
         return bisect_right(_COUNTS, most, key=lambda t: self.seen(t)[place].rounds)
 
     def printed(self) -> Iterator[Answer]:
