@@ -109,11 +109,8 @@ def test_a_clients_mean_loss_is_its_quadratic_in_coordinates_with_the_optimum_at
     described = quadratic(**keys)
     split = described.split(4, None)
     q, own, best = definition(described, 4)
-    assert (
-        split.classes == 0
-        and (split.sizes == described.rank).all()
-        and split.shape == (described.dimension,)
-    )
+    assert split.classes == 0 and split.shape == (described.dimension,)
+    assert (split.sizes == described.rank).all()
     for w in np.random.default_rng(0).normal(size=(5, described.dimension)):
         for client, value in enumerate(values(q, own, w + best)):
             x, y = split.rows(client, client + 1)
@@ -150,16 +147,12 @@ def test_without_heterogeneity_all_clients_agree():
 
 
 def test_scalar_quadratics_are_the_pairs(tmp_path):
-    opened = Shards.open(
-        prepare(
-            data.parse({"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}), 0, cache=tmp_path
-        )
-    )
+    pairs = data.parse({"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]})
+    opened = Shards.open(prepare(pairs, 0, cache=tmp_path))
     x, y, n = opened.chunk([0, 1, 2], 1)
     assert (x.ravel() == EQ_8[0]).all() and (y.ravel() == EQ_8[1]).all() and (n == 1).all()
-    assert (
-        opened.describe()["optimum"] == (16 + 1 + 1) / 6 and opened.clients == opened.test_size == 3
-    )
+    assert opened.describe()["optimum"] == (16 + 1 + 1) / 6
+    assert opened.clients == opened.test_size == 3
 
 
 @pytest.mark.parametrize(
@@ -247,10 +240,8 @@ def test_claim_2_1_holds_wherever_k_is_above_4():
         # which is the optimum
         assert limit < bound < (k - 1) * bound / 3 == pytest.approx(np.mean(b))
     # Of k = 3.9 and a small lr it does not: the third client's model is within the bound.
-    assert (
-        stationary(*claim_2_1(1.0, 3.9), 1, 1e-3, 1.0, "model")[0]
-        < model_clip_limit(1.0, 1, 1e-3) - 1e-3
-    )
+    low = stationary(*claim_2_1(1.0, 3.9), 1, 1e-3, 1.0, "model")[0]
+    assert low < model_clip_limit(1.0, 1, 1e-3) - 1e-3
 
 
 def test_claim_2_2_one_unclipped_step_keeps_the_optimum_but_the_printed_rate_may_not():

@@ -160,13 +160,6 @@ def test_costs_that_are_not_one_per_client_from_0_are_refused(cost):
 # Subsets.
 
 
-@pytest.mark.parametrize(("count", "cohort"), [(10, 10), (10, 1), (20_000, 7), (100, 40)])
-def test_a_uniform_cohort_has_distinct_clients(count, cohort):
-    for t in range(20):
-        found = member("uniform", cohort=cohort).draw(5, t, Population.balanced(count))
-        assert len(found) == cohort and np.all(np.diff(found.clients) > 0)
-
-
 def test_every_pair_of_clients_is_as_likely_as_another():
     found = counted(member("uniform", cohort=2), Population.balanced(10), range(4500))
     assert p_value(found, subsets(range(10), 2)) > 1e-4
@@ -196,15 +189,12 @@ def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_
     target = sizes @ updates / sizes.sum()
     for kind, share in (("uniform", 1.0), ("fedavg_stale", 3 / 6)):
         divisor = member(kind, cohort=3).divisor(population)
-        found = 0.0
+        mean = 0.0
         for cohort, chance in subsets(range(6), 3).items():
-            who = list(cohort)
-            found += (
-                chance
-                * (DataWeights().of(sizes[who], population.samples, 6) @ updates[who])
-                / divisor
-            )
-        assert found == pytest.approx(share * target, rel=1e-12)
+            part = list(cohort)
+            weights = DataWeights().of(sizes[part], population.samples, 6)
+            mean += chance * (weights @ updates[part]) / divisor
+        assert mean == pytest.approx(share * target, rel=1e-12)
 
 
 # Draws with replacement.
@@ -255,30 +245,22 @@ def test_cohorts_with_replacement_follow_the_multinomial_law_of_the_members_prob
     assert p_value(counted(other, population, range(4000)), law) < 1e-9  # another p is noticed
 
 
-def test_multinomial_draws_by_shares_of_the_data_and_accountants_are_told_the_likeliest():
+def test_multinomial_draws_by_shares_of_the_data_and_accountants_count_the_likeliest():
     population = Population([1, 2, 5])
-    assert member("multinomial", cohort=4).probabilities(population).tolist() == [
-        1 / 8,
-        2 / 8,
-        5 / 8,
-    ]
-    assert member("multinomial", cohort=4).sampling(population) == Sampling(
-        "with_replacement", 3, 4, p_max=5 / 8
-    )
-    assert member("multinomial", cohort=4).sampling(Population.balanced(7)) == Sampling(
-        "with_replacement", 7, 4
-    )
-    assert member("importance", cohort=4, power=0.0).sampling(population) == Sampling(
-        "with_replacement", 3, 4
-    )
+    chosen = member("multinomial", cohort=4)
+    uniform = member("importance", cohort=4, power=0.0)
+    assert chosen.probabilities(population).tolist() == [1 / 8, 2 / 8, 5 / 8]
+    assert chosen.sampling(population) == Sampling("with_replacement", 3, 4, p_max=5 / 8)
+    assert chosen.sampling(Population.balanced(7)) == Sampling("with_replacement", 7, 4)
+    assert uniform.sampling(population) == Sampling("with_replacement", 3, 4)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     path = tmp_path / f"chances.{suffix}"
-    (csv.write_csv if suffix == "csv" else parquet.write_table)(
-        pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path
-    )
+    write = csv.write_csv if suffix == "csv" else parquet.write_table
+    table = pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]})
+    write(table, path)
     chosen = member("importance", cohort=2, path=str(path), column="chance")
     population = Population([1, 1, 2])
     assert chosen.probabilities(population).tolist() == [0.5, 0.25, 0.25]
@@ -288,9 +270,7 @@ def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     carried = Population([1, 1, 2], table=named.table(3, tmp_path))
     path.unlink()
     assert named.probabilities(pickle.loads(pickle.dumps(carried))).tolist() == [0.5, 0.25, 0.25]
-    (csv.write_csv if suffix == "csv" else parquet.write_table)(
-        pa.table({"name": ["a", "b", "c"], "chance": [2.0, 1.0, 1.0]}), path
-    )
+    write(table, path)
     for column, others, field in (
         ("other", population, "column"),
         ("name", population, "column"),
@@ -298,10 +278,9 @@ def test_importance_probabilities_may_come_from_a_column(suffix, tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"selection.{field}"):
             member("importance", cohort=2, path=str(path), column=column).probabilities(others)
+    absent = member("importance", cohort=2, path=str(tmp_path / "no.csv"), column="chance")
     with pytest.raises(ConfigError, match=r"selection\.path"):
-        member(
-            "importance", cohort=2, path=str(tmp_path / "no.csv"), column="chance"
-        ).probabilities(population)
+        absent.probabilities(population)
 
 
 def test_a_client_with_data_that_could_never_be_drawn_is_refused(tmp_path):
@@ -449,21 +428,14 @@ def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
     chosen = member("cyclic", period=3)
     population = Population.balanced(10)
     updates = np.arange(10.0) ** 2
-    steps = [
-        updates[chosen.draw(0, t, population).clients].sum() / chosen.divisor(population)
-        for t in range(3)
-    ]
+    groups = [chosen.draw(0, t, population).clients for t in range(3)]
+    steps = [updates[group].sum() / chosen.divisor(population) for group in groups]
     assert np.mean(steps) == pytest.approx(updates.mean(), rel=1e-12)
-    assert sorted(
-        np.concatenate([chosen.draw(0, t, population).clients for t in range(3)]).tolist()
-    ) == list(range(10))
+    assert sorted(np.concatenate(groups).tolist()) == list(range(10))
     sampling = chosen.sampling(population)
-    assert (sampling.kind, sampling.cohort) == ("public", 3) and "each 1 round of 3" in str(
-        sampling
-    )
-    assert chosen.composed_rounds(0, 7, population).tolist() == [
-        math.ceil((t + 1) / 3) for t in range(7)
-    ]
+    assert (sampling.kind, sampling.cohort) == ("public", 3)
+    assert "each 1 round of 3" in str(sampling)
+    assert chosen.composed_rounds(0, 7, population).tolist() == [1, 1, 1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -579,14 +551,10 @@ def noised(bound: float = 2.0, std: float = 0.5) -> Selection:
 def test_a_loss_without_noise_keeps_the_label_and_one_with_noise_is_a_query_instead():
     for fields in ({}, {"loss_bound": 2.0}, {"loss_bound": 2.0, "loss_std": 0.0}):
         exact = example("power_of_choice", **fields)
-        assert (
-            len(exact.exclusions) == 1
-            and exact.loss_query is None
-            and "noised" not in exact.sampling(clients()).rule
-        )
-    assert noised().exclusions == () and noised().loss_query == Query(
-        "losses", 1.0, 0.5, per_client=True
-    )
+        assert len(exact.exclusions) == 1 and exact.loss_query is None
+        assert "noised" not in exact.sampling(clients()).rule
+    assert noised().exclusions == ()
+    assert noised().loss_query == Query("losses", 1.0, 0.5, per_client=True)
     assert "noised" in noised().sampling(clients()).rule
 
 
@@ -610,14 +578,10 @@ def test_answers_move_by_no_more_than_their_sensitivity_over_all_small_tables():
         assert max(one) == pytest.approx(bound / n, rel=1e-12)
     answers = np.array(list(found.values()))
     assert answers.max() - answers.min() == bound and np.abs(answers - bound / 2).max() == bound / 2
-    release = Mechanism(
-        noised(bound).sampling(clients()),
-        (Query("updates", 1.0, 1e12), noised(bound).loss_query),
-        1,
-    )
-    assert release.mu("replace_one") == pytest.approx(bound / 0.5) and release.mu(
-        "zero_out"
-    ) == pytest.approx(bound / 2 / 0.5)
+    queries = (Query("updates", 1.0, 1e12), noised(bound).loss_query)
+    release = Mechanism(noised(bound).sampling(clients()), queries, 1)
+    assert release.mu("replace_one") == pytest.approx(bound / 0.5)
+    assert release.mu("zero_out") == pytest.approx(bound / 2 / 0.5)
 
 
 def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody_elses():
@@ -632,11 +596,8 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
     assert len(set(noise.tolist())) == len(places)
     counts = np.array([query_noise(7, t, 1.0, k) for t, k in places])
     assert abs(np.corrcoef(noise, counts)[0, 1]) < 5 / math.sqrt(len(places))
-    assert (
-        noised().answer(losses, 7, 3, 4)
-        == noised().answer(losses[::-1], 7, 3, 4)
-        != noised().answer(losses, 8, 3, 4)
-    )
+    answer = noised().answer(losses, 7, 3, 4)
+    assert answer == noised().answer(losses[::-1], 7, 3, 4) != noised().answer(losses, 8, 3, 4)
 
 
 # What accountants ask.

@@ -20,8 +20,7 @@ Edge cases, the same for every member:
 The sensitivity of the sum over a cohort is `bound` when a client is added, removed or zeroed out,
 and 2 `bound` when one is replaced. Norm and factor are computed in float64, so the bound holds to
 1e-15. What a client sends, noise included, is then rounded once, to a grid below 1e-9 of the bound
-(`raydpfl.core.exact_sum`), which changes no printed digit of the sensitivity. A bound is from 1e-12
-to 1e15. Beyond, squares in float32 are not exact, by which samples' gradients are bounded.
+(`raydpfl.core.exact_sum`). A bound is from 1e-12 to 1e15, where squares are exact in float32.
 
 `per_sample_clip` bounds inside the local steps instead: every sample's gradient is clipped, the
 update is sent as it is, and samples are protected (002, 003). `alpha_norm_ec` bounds the difference

@@ -15,10 +15,9 @@ local steps (002, 003), where samples are protected rather than clients.
 >>> Gaussian(multiplier=2.0, delta=1e-5).placement
 'auto'
 
-**Virtual cohort.** The noise on the mean of a large cohort is smaller. With `virtual_cohort` R, the
-r clients that are simulated stand for R, of a `virtual_population` (by default in proportion). They
-get r/R of the noise on the sum of those R, so that the mean has the noise that it would have there.
-The guarantee is that of the virtual cohort, and says so.
+**Virtual cohort.** With `virtual_cohort` R, the r clients that are simulated stand for R, of a
+`virtual_population` (by default in proportion). They get r/R of the noise on the sum of those R, so
+that the mean has the noise that it would have there. The guarantee is that of the virtual cohort.
 
 Noise is a function of its key alone (`raydpfl.core.prng`): a round repeated after a crash draws the
 same noise, so it is one release and not two. The key covers everything that the release depends on
@@ -27,9 +26,9 @@ same noise, of which their difference would be free. With `common: true` the key
 runs with one seed then have the same noise, for comparisons in pairs (001 Figs 1 to 3), and no two
 of them may both be published.
 
-**Banded noise** (`banded_gaussian`): the server's noise of one round takes back a part of the noise
-of the rounds before. The sum over the rounds has less noise, at the same privacy for clients that
-take part in turns. Theory and accounting are in `raydpfl.privacy.factorization`.
+**Banded noise** (`banded_gaussian`): the server's noise of one round cancels a part of that of the
+rounds before, so that the sum over the rounds has less noise, at the same privacy for clients that
+take part in turns (`raydpfl.privacy.factorization`).
 
 The noise is for simulation: floating-point Gaussians from a non-cryptographic generator.
 """
