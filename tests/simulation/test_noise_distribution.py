@@ -1,9 +1,9 @@
 """The noise that leaves a client, and the noise that reaches the server, is what the accountants
 were told of.
 
-Each source gives rows of noise, [n, d] in units of the std that was asked for, and `check_law`
-holds them against independent standard normals: the variance of all, of each coordinate and of each
-row, the law of single numbers, and correlations between rows and between coordinates. Each of these
+Each source gives rows of noise, [n, d] in units of the std that was asked for; `check_distribution`
+tests them against independent standard normals: the variance of all, of each coordinate and of each
+row, the distribution of single numbers, and correlations between rows and between coordinates. Each of these
 raises a false alarm for one sound seed in 10^6; seeds are fixed.
 """
 
@@ -45,7 +45,7 @@ TINY = {  # 610 parameters, and clients that hardly move: what they send is thei
 }
 
 
-def check_law(rows: np.ndarray) -> None:
+def check_distribution(rows: np.ndarray) -> None:
     """Raises AssertionError unless `rows` [n, d] look like n d independent standard normals."""
     n, d = rows.shape
 
@@ -90,12 +90,12 @@ def check_law(rows: np.ndarray) -> None:
         "no tails",
     ],
 )
-def test_the_law_is_refused_to_noise_that_lacks_it(broken):
+def test_noise_of_another_distribution_is_detected(broken):
     generator = np.random.default_rng(0)
     sound = generator.standard_normal((200, 610))
-    check_law(sound)
+    check_distribution(sound)
     with pytest.raises(AssertionError):
-        check_law(broken(sound, generator))
+        check_distribution(broken(sound, generator))
 
 
 def started(tmp_path, **changes) -> Coordinator:
@@ -127,7 +127,7 @@ def test_noise_that_leaves_clients(tmp_path):
                 actor.contribution(state).add(state, single, sent)
                 rows.append(sent.numpy() / std)
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
-    check_law(np.stack(rows))
+    check_distribution(np.stack(rows))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -149,7 +149,7 @@ def test_noise_of_clients_that_reaches_the_server(dropout, tmp_path):
             / (plan.sum_std(0.5) * math.sqrt(len(cohort) / plan.clients_left))
         )
     assert plan.sum_std(0.5) == pytest.approx(plan.mechanism.queries[0].std * 0.5 * plan.weight)
-    check_law(np.stack(rows))
+    check_distribution(np.stack(rows))
 
 
 def test_noise_of_the_server(tmp_path):
@@ -157,7 +157,7 @@ def test_noise_of_the_server(tmp_path):
         tmp_path, rounds=200, noise={"kind": "gaussian", "placement": "server", "multiplier": 3.0}
     )
     std = 3.0 * 0.5 * coordinator.plan.weight
-    check_law(
+    check_distribution(
         np.stack([coordinator.release(t, np.zeros(coordinator.plan.d)) / std for t in range(200)])
     )
 
@@ -176,7 +176,7 @@ def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
     y = np.stack([coordinator.release(t, np.zeros(plan.d)) / std for t in range(200)])
     matrix = sum(np.diag(np.full(200 - j, each), -j) for j, each in enumerate(c))
     assert np.linalg.norm(c) == pytest.approx(1) and len(c) == 4
-    check_law(matrix @ y)
+    check_distribution(matrix @ y)
     inverse = np.linalg.inv(matrix[:11, :11])
     wanted = inverse @ inverse.T
     found = y[:11] @ y[:11].T / plan.d
@@ -206,7 +206,7 @@ def test_noise_of_the_count_below_an_adaptive_bound(placement, tmp_path):
         below = 0.4 - math.log(following / 0.5) / 0.2
         found.append((below - 0.5) * 8)  # four of eight lie below: the centred count is 0
     assert coordinator.plan.side_stds["count"] == pytest.approx(0.1 / (2 * math.sqrt(0.05)))
-    check_law(np.reshape(found, (50, 50)) / coordinator.plan.side_stds["count"])
+    check_distribution(np.reshape(found, (50, 50)) / coordinator.plan.side_stds["count"])
 
 
 @pytest.mark.slow
@@ -241,4 +241,4 @@ def test_noise_of_local_steps(backend):
             )
             updates.append(torch.cat([block.updates for block in chunk]).double().numpy())
         rows += [(before - after) / stds[:, None] for before, after in pairwise(updates)]
-    check_law(np.concatenate(rows))
+    check_distribution(np.concatenate(rows))

@@ -384,14 +384,14 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
 def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_own(tmp_path):
     begun(tmp_path / "run", 3, 5, **LONG)
     plan = Plan.make(experiment(**LONG))
-    anew = plan.continued((Segment(0, 0, 5),), restart_round=3)
-    assert len({plan.seed, anew.seed, plan.noise_seed, anew.noise_seed}) == 4
-    assert anew.cohort_seed() == anew.seed and plan.cohort_seed() == 3
+    restarted = plan.continued((Segment(0, 0, 5),), restart_round=3)
+    assert len({plan.seed, restarted.seed, plan.noise_seed, restarted.noise_seed}) == 4
+    assert restarted.cohort_seed() == restarted.seed and plan.cohort_seed() == 3
     public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued(
         (Segment(0, 0, 5),), restart_round=3
     )
     assert public.cohort_seed() == 3 != public.seed
-    assert len(anew.draws(8)) == 5 + 5 and anew.repeated == 2
+    assert len(restarted.draws(8)) == 5 + 5 and restarted.repeated == 2
 
 
 # ---- the ledger below the checkpoint ----

@@ -197,7 +197,7 @@ def test_who_has_not_taken_part_is_not_scored(tmp_path):
 
 
 class Sick(nn.Module):
-    """Of its own is a buffer that is put anew in every pass, and no number for some inputs."""
+    """Of its own is a buffer that is put restarted in every pass, and no number for some inputs."""
 
     def __init__(self):
         super().__init__()

@@ -148,7 +148,7 @@ def inline_run(method: str) -> tuple[Plan, Bits, pa.Table]:
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_however_the_chunks_are_dealt_the_bits_are_those_of_the_inline_run(method, tmp_path):
+def test_however_chunks_are_assigned_the_bits_are_those_of_the_inline_run(method, tmp_path):
     """To an actor per client, and to three."""
     plan, inline, expected = inline_run(method)
     for actors in (0, 3):
@@ -160,7 +160,7 @@ def test_however_the_chunks_are_dealt_the_bits_are_those_of_the_inline_run(metho
 
 
 @pytest.mark.parametrize("backend", ["fused", "vmap", "one_batch"])
-def test_chunks_of_several_widths_are_dealt_with_the_bits_of_the_inline_run(
+def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
     backend, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
@@ -202,8 +202,8 @@ def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     )
     own = []
     for actors in (None, 0, 3):
-        dealt = carried_out(plan, tmp_path / str(actors), actors)
-        own.append({client: each.tobytes() for client, each in dealt.state.memory.own.items()})
+        assigned = carried_out(plan, tmp_path / str(actors), actors)
+        own.append({client: each.tobytes() for client, each in assigned.state.memory.own.items()})
     assert own[0] == own[1] == own[2]
 
 
@@ -242,7 +242,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
 
 
 @pytest.mark.slow
-def test_what_is_known_of_clients_is_the_same_however_chunks_are_dealt_and_after_a_resume(tmp_path):
+def test_columns_of_clients_are_the_same_however_chunks_are_assigned_and_after_a_resume(tmp_path):
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]
     plan = Plan.make(experiment(measure=measured, local={"steps": 3, "batch": 4}))

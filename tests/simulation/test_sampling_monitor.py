@@ -1,4 +1,4 @@
-"""A selection's draws are held against the law that it declares."""
+"""A selection's draws are tested against the scheme that it declares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "
 
 
 class Liar(Selection):
-    """A member that declares one law and draws by another."""
+    """A member that declares one scheme and draws by another."""
 
     kind: str = "liar"
     declares: str = "fixed"
@@ -166,7 +166,7 @@ class Owing(Liar):
     ],
     ids=lambda value: f"{type(value).__name__}-{value.declares}" if isinstance(value, Liar) else "",
 )
-def test_a_selection_that_draws_by_another_law_than_it_declares_ends_the_run(
+def test_a_selection_that_draws_by_another_scheme_than_it_declares_ends_the_run(
     member, within, said, tmp_path
 ):
     placement = "client" if member.declares in ("fixed", "public") else "server"
@@ -378,7 +378,7 @@ class Wavering(Liar):
         return generator.choice(count, self.cohort, replace=False)
 
 
-def test_a_law_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
+def test_a_scheme_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
     CALLS.clear()
     CALLS["lies"] = 10**9
     Plan.make(
@@ -408,7 +408,7 @@ class SeldomAvailable(Liar):
 @pytest.mark.parametrize(
     "declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None]
 )
-def test_exposures_that_the_law_cannot_have_are_refused(declared):
+def test_composed_rounds_that_the_scheme_cannot_have_are_refused(declared):
     with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*composed_rounds"):
         Plan.make(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
     for kind in (
@@ -467,7 +467,7 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
         run(experiment(selection=asking), tmp_path / "run")
 
 
-def test_separation_is_remembered_when_a_run_goes_on():
+def test_separation_holds_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
     monitor = SamplingMonitor(
         Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, separation=3
@@ -486,7 +486,7 @@ class QuietlyPoisson(AllTheSameSize):
 
 
 def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypatch):
-    """The count is divided by what is public: the mean size, where the law keeps the size to
+    """The count is divided by what is public: the mean size, where the scheme keeps the size to
     itself.
     """
     shares = []
@@ -546,7 +546,7 @@ class OneGroup(Selection):
         return Sampling(GroupsScheme(), len(population), len(population) // 10)
 
 
-def test_a_law_of_ones_own_may_draw_clients_in_groups():
+def test_a_user_defined_scheme_may_draw_clients_in_groups():
     population = Population.balanced(300)
     selection = OneGroup()
     seen = Counter()

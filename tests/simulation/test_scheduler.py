@@ -96,17 +96,17 @@ def test_where_a_chunk_takes_as_long_as_its_largest_client_chunks_have_one_width
 
 
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
-def test_shares_deal_every_chunk_once_to_no_more_actors_than_there_are(actors):
+def test_chunks_are_assigned_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
-    dealt = assign_chunks(made, actors, Costs().of(made))
-    assert len(dealt) <= actors
+    assigned = assign_chunks(made, actors, Costs().of(made))
+    assert len(assigned) <= actors
     firsts = [chunk.clients.tolist() for chunk in made]
-    given = [[firsts.index(chunk.clients.tolist()) for chunk in share] for share in dealt]
+    given = [[firsts.index(chunk.clients.tolist()) for chunk in share] for share in assigned]
     assert sorted(index for share in given for index in share) == list(range(len(made)))
     assert all(share == sorted(share) for share in given)
 
 
-def test_shares_have_about_the_same_number_of_rows():
+def test_assignments_have_about_the_same_number_of_rows():
     made = cut([10] * 64, 4)
     assert [len(share) for share in assign_chunks(made, 4, Costs().of(made))] == [4, 4, 4, 4]
     unequal = cut(np.random.default_rng(1).lognormal(4, 1, 150).astype(int) + 1, 8)
@@ -118,19 +118,19 @@ def test_shares_have_about_the_same_number_of_rows():
 def test_chunks_are_cut_between_clients_where_their_bits_are_the_same_in_any(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
     costs = Costs().of(made)
-    dealt = scheduler.assign_clients(made, actors, costs)
-    assert len(dealt) <= actors and all(dealt)
-    clients = [chunk.clients.tolist() for share in dealt for chunk in share]
+    assigned = scheduler.assign_clients(made, actors, costs)
+    assert len(assigned) <= actors and all(assigned)
+    clients = [chunk.clients.tolist() for share in assigned for chunk in share]
     everyone = np.concatenate([chunk.clients[chunk.clients >= 0] for chunk in made])
     assert np.concatenate(clients).tolist() == everyone.tolist()
-    loads = [rows(share) for share in dealt]
+    loads = [rows(share) for share in assigned]
     one = max(chunk.rows for chunk in made)
     assert max(loads) <= sum(loads) / actors + one
     assert actors == 95 or min(loads) >= sum(loads) / actors - one
     assert scheduler.assign_clients([], 2, np.zeros(0)) == []
 
 
-def test_a_part_of_a_chunk_has_what_its_own_clients_remember():
+def test_a_part_of_a_chunk_has_the_states_of_its_clients():
     memory = {"bounding": {slot: np.full(2, slot) for slot in (0, 2, 3)}}
     chunk = Chunk(np.arange(4), np.zeros(4, int), np.ones(4), rows=1, memory=memory)
     parts = [chunk.part(slice(0, 2)), chunk.part(slice(2, 4))]
@@ -161,7 +161,7 @@ def test_chunks_of_one_size_alone_tell_what_a_client_costs_all_in_all():
     assert costs.of(made) == pytest.approx([0.1] * 16)
 
 
-def test_an_empty_cohort_has_no_shares():
+def test_an_empty_cohort_has_no_assignments():
     assert assign_chunks([], 2, np.zeros(0)) == [] and assign_singly([]) == []
 
 
@@ -174,7 +174,7 @@ def test_singles_are_one_client_each_in_the_slot_it_has_in_its_chunk():
     ]
 
 
-def test_a_single_client_is_handed_what_it_remembers_and_nobody_elses():
+def test_a_single_client_gets_its_own_state_alone():
     chunk = replace(cut([4, 9], 2)[0], memory={"local": {0: np.ones(3), 1: np.zeros(3)}})
     assert [list(share[0].memory["local"]) for share in assign_singly([chunk])] == [[0], [1]]
 

@@ -230,18 +230,25 @@ def test_a_run_that_is_taken_up_or_goes_on_releases_and_spends_the_same(tmp_path
         assert pq.read_table(where / "on" / table).equals(pq.read_table(where / "whole" / table))
 
 
-def test_surveys_before_a_run_was_begun_anew_count_too(tmp_path):
+def test_surveys_before_a_run_was_restarted_count_too(tmp_path):
     from raydpfl.privacy import Segment
 
     plan = planned(
         selection={"kind": "full"}, noise=SERVER, rounds=6, evaluate={**ASKED, "every": 1}
     )
-    anew = plan.continued((Segment(0, 0, 4), Segment(1, 2, 2)))
+    restarted = plan.continued((Segment(0, 0, 4), Segment(1, 2, 2)))
     assert plan.surveys.tolist() == [1, 2, 3, 4, 5, 6]
-    assert anew.surveys.tolist() == [3, 4, 5, 6, 7, 8]  # four before, and from the third round on
+    assert restarted.surveys.tolist() == [
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # four before, then from round 3
     mu = math.sqrt(8 * 2**2 + 8 * 2 / 5.0**2)
-    assert anew.curves()["pld"][-1] == pytest.approx(float(gaussian_epsilon(mu, DELTA)))
-    assert anew.survey_seed != plan.survey_seed
+    assert restarted.curves()["pld"][-1] == pytest.approx(float(gaussian_epsilon(mu, DELTA)))
+    assert restarted.survey_seed != plan.survey_seed
 
 
 def test_histograms_that_differ_in_anything_have_noise_of_their_own():

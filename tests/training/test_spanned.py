@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import task_of
-from test_noise_distribution import check_law
+from test_noise_distribution import check_distribution
 from torch import nn
 
 from raydpfl import models
@@ -194,8 +194,8 @@ def test_noise_alone_has_the_law_of_a_full_draw_inside_and_outside_of_the_span(n
     weights = noise[:, : 6 * CLASSES].reshape(-1, CLASSES, 6)
     rows = np.concatenate([weights, noise[:, 6 * CLASSES :, None]], 2)
     basis, _ = np.linalg.qr(np.concatenate([np.c_[x, np.ones(3)].T, np.eye(7, 4)], 1))
-    check_law((rows @ basis).reshape(len(noise), -1))
-    check_law(noise)
+    check_distribution((rows @ basis).reshape(len(noise), -1))
+    check_distribution(noise)
 
 
 @pytest.mark.parametrize("twin", [False, True])
@@ -231,7 +231,7 @@ def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
         z[k, j] = 0.3
         columns.append(loop(z) - mean)
     root = np.linalg.cholesky(np.array(columns).T @ np.array(columns))
-    check_law(np.linalg.solve(root, (updates - mean).T).T)
+    check_distribution(np.linalg.solve(root, (updates - mean).T).T)
 
 
 def test_rows_are_taken_for_a_basis_only_where_it_is_exact():
