@@ -1,10 +1,10 @@
 """The noise that leaves a client, and the noise that reaches the server, is what the accountants
-were told of.
+count on.
 
 Each source gives rows of noise, [n, d] in units of the std that was asked for; `check_distribution`
 tests them against independent standard normals: the variance of all, of each coordinate and of each
-row, the distribution of single numbers, and correlations between rows and between coordinates. Each of these
-raises a false alarm for one sound seed in 10^6; seeds are fixed.
+row, the distribution of single numbers, and correlations between rows and between coordinates. Each
+of these raises a false alarm for one sound seed in 10^6; seeds are fixed.
 """
 
 from __future__ import annotations
