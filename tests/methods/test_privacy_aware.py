@@ -33,11 +33,8 @@ def check(unbiased, cost):
     p = solution.probabilities
     (a, b) = solution.levels
     assert kkt_residual(p, unbiased, cost) == solution.kkt_residual < 1e-12
-    assert (
-        solution.objective
-        == objective(p, unbiased, cost)
-        <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
-    )
+    assert solution.objective == objective(p, unbiased, cost)
+    assert solution.objective <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
     assert solution.moved == np.abs(p - unbiased).sum() / 2
     assert 0 <= a <= b * (1 + 1e-12)
     assert (p[unbiased > 0] > 0).all()
