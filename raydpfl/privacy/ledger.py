@@ -71,11 +71,8 @@ class Ledger:
         self.path = Path(path)
         text = _read(self.path)
         if text and not resume:
-            raise ConfigError(
-                "--out",
-                str(self.path.parent),
-                f"a directory without {self.path.name}, or --resume to go on with that run",
-            )
+            expected = f"a directory without {self.path.name}, or --resume to go on with that run"
+            raise ConfigError("--out", str(self.path.parent), expected)
         entries, torn = _entries(self.path, text)
         self._lines = text.split(b"\n")[: len(entries)]
         self._entry = entries[-1] if entries else None
@@ -111,12 +108,8 @@ class Ledger:
                 twice), or it does not follow the last one.
         """
         spent = {name: _to_json(value) for name, value in epsilon.items()}
-        entry = {
-            "round": t,
-            **({"restart": restart} if restart else {}),
-            **release,
-            "epsilon": spent,
-        }
+        segment = {"restart": restart} if restart else {}
+        entry = {"round": t, **segment, **release, "epsilon": spent}
         line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
         before = self._recorded(t, restart)
@@ -218,14 +211,12 @@ def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     """Whether `entry` is the next round, or starts a new segment at any round up to it."""
+    t, restart = entry["round"], entry.get("restart", 0)
     if last is None:
-        return entry["round"] == 0 and entry.get("restart", 0) == 0
-    if entry.get("restart", 0) == last.get("restart", 0):
-        return entry["round"] == last["round"] + 1
-    return (
-        entry.get("restart", 0) == last.get("restart", 0) + 1
-        and 0 <= entry["round"] <= last["round"] + 1
-    )
+        return t == restart == 0
+    if restart == last.get("restart", 0):
+        return t == last["round"] + 1
+    return restart == last.get("restart", 0) + 1 and 0 <= t <= last["round"] + 1
 
 
 def _extend(segments: list[Segment], entry: dict[str, Any]) -> None:
