@@ -1,15 +1,9 @@
 """Which backend trains a model.
 
-A stack of linear layers is trained by compiled code, where its activations are ReLU, tanh or
-sigmoid, the rule is linear and there is a C compiler; else fused. Convolutions with linear layers
-after them are trained by hand; any other module with convolutions or recurrent layers by the loop;
-any other by vmap. Only these last three train local parameters. On a GPU all convolutions are
-trained by vmap, as one client after another keeps it waiting for the host. With a bound on every
-sample's gradient: a stack of linear layers likewise by compiled code or fused, convolutions that
-are max-pooled by hand, any other module layerwise, else by vmap, or with recurrent layers by the
-loop. A module with frozen parameters is trained as one batch, with such a bound or without. The
-backend's first steps are compared with the loop's on made-up rows. Where they fail or differ the
-next backend is taken, in the end the loop, and the log says why.
+The backends that suit a model are tried in the order of their speed (`_suited`): the first steps of
+each, on made-up rows, are compared with the loop's. Where they fail or differ the next one is
+tried, in the end the loop, and the log says why. On a GPU all convolutions are trained by vmap, as
+one client after another keeps it waiting for the host.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())

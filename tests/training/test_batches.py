@@ -170,7 +170,7 @@ def test_a_batch_by_share_is_that_share_of_every_clients_rows(share):
 
 
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
-def test_a_client_draws_the_batches_of_its_share_whoever_trains_beside_it(sampling):
+def test_a_client_draws_the_batches_of_its_share_in_any_chunk(sampling):
     local = Sgd(steps=6, batch={"share": 0.3}, sampling=sampling)
     sizes = [40, 0, 7, 1000, 1, 90]
     clients = [3, -1, 8, 9, 10, 11]

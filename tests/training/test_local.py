@@ -243,7 +243,7 @@ def known(own, shared, lr: float) -> View:
     return View(0, lr, None, torch.zeros(own.shape[-1]), {"c": shared}, lambda: own)
 
 
-def test_the_server_variate_is_the_mean_of_the_clients_whoever_takes_part():
+def test_the_server_variate_is_the_mean_of_the_clients_in_any_cohort():
     local = Scaffold(steps=7)
     generator = np.random.default_rng(0)
     own = np.zeros((12, 5))

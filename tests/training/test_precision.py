@@ -78,7 +78,7 @@ def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, made, momentum):
         assert torch.equal(alone[member], together[member])
 
 
-def test_the_way_is_one_that_has_bfloat16_and_the_log_says_where_it_is_another(caplog):
+def test_the_backend_is_one_that_has_bfloat16_and_the_log_names_another(caplog):
     local = Sgd(steps=20, batch=4)
     assert resolve(net(), local, FORM, precision="bfloat16") == "convolutional"
     with caplog.at_level(logging.WARNING, "raydpfl"):

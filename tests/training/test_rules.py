@@ -178,7 +178,7 @@ def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
 
 
 @pytest.mark.parametrize("name", USER_DEFINED)
-def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
+def test_the_backend_of_a_user_defined_rule_follows_from_model_and_clipping(name):
     local = METHODS[name].model_copy(update={"steps": 20})
     assert resolve(made("softmax"), local, form(SHAPE)) == "fused"
     assert resolve(made("residual"), local, form(SHAPE)) == "vmap"
@@ -190,7 +190,7 @@ def test_the_way_of_a_rule_of_ones_own_follows_from_model_and_clipping(name):
         resolve(made("softmax"), local, form(SHAPE), "compiled")
 
 
-def test_a_way_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
+def test_a_backend_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
     right = Rule.step
 
     def forgetful(self, gradient, k):

@@ -126,7 +126,7 @@ def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_keeps_the_promises_of_its_family():
+def test_a_user_defined_loop_fulfils_the_contract_of_its_family():
     found = check(Mine)
     assert all(clause.kept for clause in found), render(found)
     assert any("by itself" in str(clause.finding) for clause in found)
