@@ -67,7 +67,7 @@ class ReleaseReport:
         """
         raise NotImplementedError
 
-    def table(self, participations: Participations) -> list[dict[str, Any]] | None:
+    def client_table(self, participations: Participations) -> list[dict[str, Any]] | None:
         """A row for a client that took part; None without guarantees per client."""
         return None
 
@@ -351,7 +351,7 @@ class LocalStepsReport(ReleaseReport):
         spent = self.epsilons(accountant, counts)[protected]
         return quantiles(spent) if len(spent) else np.zeros(0)
 
-    def table(self, participations: Participations) -> list[dict[str, Any]]:
+    def client_table(self, participations: Participations) -> list[dict[str, Any]]:
         """A row for a client that took part: sizes, participations, steps, noise (`noise_std` on
         the mean gradient, `calibrated_by` an accountant, a formula or None), the promised epsilon
         (`epsilon_claimed`, or None), those of all accountants, and `conditions_failed`, "formula:

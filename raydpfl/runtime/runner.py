@@ -39,7 +39,7 @@ from raydpfl.privacy import Guarantee
 from raydpfl.runtime.launcher import Call, Launcher
 from raydpfl.simulation import export
 from raydpfl.simulation.plan import FREE, SHOWS, Plan
-from raydpfl.simulation.provenance import KEPT, keep, versions
+from raydpfl.simulation.provenance import KEPT, store_code, versions
 from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log
@@ -274,7 +274,7 @@ class _Drive:
         with alone(folder), _undone(folder, created, resume), _settings_restored():
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
-            keep([plan.experiment], folder, fresh_noise)
+            store_code([plan.experiment], folder, fresh_noise)
             self.on_start(plan)
             self.began = time.monotonic()
             self.fresh_noise = fresh_noise
@@ -359,7 +359,7 @@ class _Drive:
             if left:  # it may take longer than the run, which is whole without it
                 summary |= {kind: None for kind in left}
                 summary["reason"] = MISSING.format(", ".join(left))
-            export.keep(self.folder, module, form, summary)
+            export.write_model(self.folder, module, form, summary)
             write_json(self.folder / "summary.json", summary)
         except RunError:
             if status == "failed" and failure:

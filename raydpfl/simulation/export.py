@@ -47,7 +47,7 @@ class Saved:
     summary: dict[str, Any]
 
 
-def keep(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
+def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
     """Writes `module`, trained on samples of this form, with its summary to the run directory.
     Raises `FileError`.
     """

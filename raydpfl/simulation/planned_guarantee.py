@@ -119,7 +119,7 @@ def of_personal(
         broken = None
     except BudgetError as error:
         broken = str(error)
-    rows = report.table(participations)
+    rows = report.client_table(participations)
     guarantees = report.guarantees(participations)
     notes = [
         *report.warnings(participations),

@@ -137,7 +137,7 @@ class Account:
             return None
         _, seen = self._recorded(rounds, participations)
         report = self.plan.report
-        rows = report.table(seen) or []
+        rows = report.client_table(seen) or []
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
         columns: dict[str, list[Any]] = {"at": list(SHARES)}

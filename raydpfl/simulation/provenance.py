@@ -268,7 +268,7 @@ def modules(experiment: BaseModel) -> dict[str, Path]:
     return names
 
 
-def keep(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
+def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
     """Writes the user-defined modules that the experiments name to `code/` in a run directory;
     `fresh`: in the place of those that are stored there.
     """

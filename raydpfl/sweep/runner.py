@@ -131,7 +131,7 @@ class SweepRunner(SearchRunner):
         )
 
     def copy_inputs(self) -> None:
-        provenance.keep(self.sweep.probes, self.folder)
+        provenance.store_code(self.sweep.probes, self.folder)
 
     def _add(self, values: dict[str, Any]) -> SearchSetting:
         setting = self.sweep.setting(values)

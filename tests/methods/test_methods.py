@@ -311,7 +311,7 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
         said = {each.accountant: each for each in plan.guarantees(2, seen)}
         assert said.keys() == {"pld", "rdp", *privacy.accountants.FORMULAS}
         assert said["pld"].epsilon <= 0.3 * (1 + 1e-6) and said["pld"].kind == "rigorous"
-        by = {row["calibrated_by"] for row in plan.report.table(seen)}
+        by = {row["calibrated_by"] for row in plan.report.client_table(seen)}
         assert by == ({"Chen 2024 tCDP", "pld"} if name == "tcdp" else {name})
         stds[name] = plan.mechanism.stds
         assert said[name if name != "tcdp" else "Chen 2024 tCDP"].epsilon == pytest.approx(

@@ -270,9 +270,9 @@ def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
     assert "Chen 2024 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
     assert "that of pld instead; for client 1, with 90 samples" in said
     assert "q = 0.1111 <= 0.1" in said
-    rows = {row["client"]: row["calibrated_by"] for row in report_of(found).table(counts)}
+    rows = {row["client"]: row["calibrated_by"] for row in report_of(found).client_table(counts)}
     assert rows == {0: "Chen 2024 tCDP", 1: "pld", 2: "Chen 2024 tCDP", 3: "pld"}
-    assert {row["calibrated_by"] for row in report_of(exact).table(counts)} == {"pld"}
+    assert {row["calibrated_by"] for row in report_of(exact).client_table(counts)} == {"pld"}
     report_of(found).check_claims(counts)
 
 
@@ -443,7 +443,7 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
     found = calibrate_local_steps(**given)
     counts = given["participations"]
     report = report_of(found)
-    rows = report.table(counts)
+    rows = report.client_table(counts)
     assert [row["client"] for row in rows] == np.flatnonzero(counts).tolist()
     spent = {name: report.epsilons(name, counts) for name in ("pld", "rdp", *FORMULAS)}
     for row in rows:
@@ -517,7 +517,7 @@ def test_what_is_no_mechanism_is_refused(change, field):
 def test_a_delta_out_of_numerical_reach_is_said_to_be_the_reason_for_an_infinite_epsilon():
     steps = LocalSteps([600], 10, 300, 1.0, 1e-16, [2.0])
     for row in (
-        report_of(steps, ["pld"]).table([1])[0]["conditions_failed"],
+        report_of(steps, ["pld"]).client_table([1])[0]["conditions_failed"],
         report_of(steps, ["pld"]).guarantees([1])[0].conditions_failed,
     ):
         assert len(row) == 1 and "delta is too small for pld" in row[0]

@@ -252,7 +252,7 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     asked = report.curves(draws, np.arange(3, 5))
     assert asked["rdp"].tolist() == curves["rdp"][2:].tolist()
     assert release.by_draws == (release.cohorts is None) and release.largest in (60, 100)
-    assert (report.table(counts) is not None) == release.by_draws
+    assert (report.client_table(counts) is not None) == release.by_draws
     assert len(report.quantiles("rdp", counts)) == 5 * release.by_draws
     assert (release.step_stds(np.array([2])) is not None) == bool(release.client_facts())
     assert release.unproved is None

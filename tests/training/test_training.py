@@ -209,7 +209,7 @@ def test_a_clients_epsilon_is_that_of_a_run_where_all_make_its_steps(sampling):
         costs = [report_of(each, ("pld", "paper")) for each in (own, same)]
         for name in names:
             assert costs[0].epsilons(name, counts)[k] == costs[1].epsilons(name, counts)[k]
-        one, other = (each.table(counts)[k] for each in costs)
+        one, other = (each.client_table(counts)[k] for each in costs)
         assert one == other
         assert own.event(k) == same.event(k)
     assert own.digest() != LocalSteps(steps=steps + 1, **what).digest()
