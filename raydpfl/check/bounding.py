@@ -169,7 +169,7 @@ def each_alone(case: Example) -> str:
 
 
 def no_hidden_state(case: Example) -> str:
-    """It keeps nothing but what it says: asked again, it answers the same."""
+    """It keeps nothing but what it says: asked twice, it answers the same."""
     copy = pickle.loads(pickle.dumps(case.member))
     view = case.view(TOGETHER)
     updates = tensor(TOGETHER, case.d)
@@ -180,7 +180,7 @@ def no_hidden_state(case: Example) -> str:
         hold(torch.equal(_factors(case, norms(most), most), factors), "other factors")
     for member in (case.member, copy):
         hold(torch.equal(member.send(updates.clone(), view), first), "something else is sent")
-    return "the same answers again"
+    return "the same answers twice"
 
 
 def inverse(case: Example) -> str:
@@ -227,7 +227,7 @@ def receive(case: Example) -> str:
         same_shapes(start, state, "the state")
         states.append(mean)
         member.receive(-3 * released, copied(start), facts)
-    hold(np.array_equal(states[0], states[1]), "asked again, it is another")
+    hold(np.array_equal(states[0], states[1]), "asked twice, it is another")
     broadcast = member.broadcast_state(member.start(case.d))
     hold(
         all(array.dtype == np.float32 for array in broadcast.values()),
@@ -284,8 +284,8 @@ def adapt(case: Example) -> str:
             hold(np.isfinite(following) and 0 < following <= 1e15, says)
             other = {name: -2 * total for name, total in sums.items()}
             case.member.adapt(3 * most, other, 5, case.member.start(case.d))
-            again = case.member.adapt(most, sums, 9, case.member.start(case.d))
-            hold(again == following, "asked again, it is another")
+            second = case.member.adapt(most, sums, 9, case.member.start(case.d))
+            hold(second == following, "asked twice, it is another")
     return "from noisy sums alone"
 
 

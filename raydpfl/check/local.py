@@ -29,7 +29,7 @@ def rule(case: Example) -> str:
 
 
 def no_hidden_state(case: Example) -> str:
-    """Its step keeps nothing but its state: made again, it is the same to the last bit."""
+    """Its step keeps nothing but its state: made twice, it is the same to the last bit."""
     member = case.member
     if member.trains:
         return "it has no step"
@@ -41,9 +41,9 @@ def no_hidden_state(case: Example) -> str:
         moved, state = member.step(x.clone(), gradient.clone(), member.fresh(x.clone()), at)
         results.append(moved)
         member.step(moved, -2 * gradient, state, Step(1, at.lr, x[0]))
-    hold(torch.equal(*results), "asked again, it gives something else")
+    hold(torch.equal(*results), "asked twice, it gives something else")
     hold(torch.isfinite(results[0]).all(), "a step from finite numbers is not finite")
-    return "the same step again"
+    return "the same step twice"
 
 
 def _dense() -> nn.Module:
@@ -88,9 +88,9 @@ def training(case: Example) -> str:
         chunk = trainer.chunk(start, *rows, t=1, clients=clients, draws=[0, 0])
         results += [block.updates[0] for block in chunk if block.slots[0] == mine]
     hold(torch.isfinite(results[0]).all(), "it has trained to numbers that are not finite")
-    hold(torch.equal(*results), "asked again, it trains to something else")
+    hold(torch.equal(*results), "asked twice, it trains to something else")
     hold(bool(results[0].any()), "the module is as it was")
-    return "by itself, the same again"
+    return "by itself, the same twice"
 
 
 def every_backend(case: Example) -> str:
@@ -174,7 +174,7 @@ def receive(case: Example) -> str:
         states.append(state)
         member.receive(-2 * mean, copied(start), facts)
     for name in start:
-        hold(np.array_equal(states[0][name], states[1][name]), f"asked again, {name} is another")
+        hold(np.array_equal(states[0][name], states[1][name]), f"asked twice, {name} is another")
     return f"keeps {', '.join(start) or 'nothing'}"
 
 

@@ -35,7 +35,7 @@ def fits(case: Example) -> str:
 
 
 def config_round_trip(case: Example) -> str:
-    """A config that is written and read again has the same member."""
+    """A config that is written and read back has the same member."""
     experiment = case.plan.experiment
     tree = experiment.to_dict()
     hold(Experiment.from_dict(tree).to_dict() == tree, "from_dict(to_dict()) is another")
@@ -43,11 +43,11 @@ def config_round_trip(case: Example) -> str:
     text = experiment.to_yaml()
     path = case.folder / "config.yaml"
     path.write_text(text)
-    again = Experiment.from_yaml(path)
-    hold(again.to_yaml() == text, "its YAML, read again, is another")
+    second = Experiment.from_yaml(path)
+    hold(second.to_yaml() == text, "its YAML, read back, is another")
     hold(
-        case.part_of(again) == case.part_of(experiment),
-        "the member read again is not equal to what was written",
+        case.part_of(second) == case.part_of(experiment),
+        "the member read back is not equal to what was written",
     )
     return "as it was, through YAML"
 
@@ -73,9 +73,9 @@ def refusals(case: Example) -> str:
 def pickles(case: Example) -> str:
     """A member is its settings: pickled and hashed, it is the same."""
     member = case.member
-    again = pickle.loads(pickle.dumps(member))
-    hold(again == member, "unpickled, it is not equal")
-    hold(hash(again) == hash(member), "unpickled, it has another hash")
+    second = pickle.loads(pickle.dumps(member))
+    hold(second == member, "unpickled, it is not equal")
+    hold(hash(second) == hash(member), "unpickled, it has another hash")
     return "equal, with the same hash"
 
 

@@ -75,10 +75,10 @@ def setting(case: MetricCase) -> str:
     """Its example is a valid setting, which a config holds and a process is sent."""
     metric = case.metric
     fields = metric.model_dump(mode="json")
-    again = choose(SECTION, json.loads(json.dumps(fields)), FAMILY, Metric)
-    hold(again.model_dump(mode="json") == fields, "written and read, it is another")
-    again = pickle.loads(pickle.dumps(metric))
-    hold(again == metric and hash(again) == hash(metric), "unpickled, it is another")
+    second = choose(SECTION, json.loads(json.dumps(fields)), FAMILY, Metric)
+    hold(second.model_dump(mode="json") == fields, "written and read, it is another")
+    second = pickle.loads(pickle.dumps(metric))
+    hold(second == metric and hash(second) == hash(metric), "unpickled, it is another")
     hold(metric.name.isidentifier(), f"{metric.name!r} is no name of a column")
     return metric.name
 
@@ -113,12 +113,12 @@ def _same(whole: float | None, other: float | None, when: str) -> None:
 
 
 def untouched(case: MetricCase) -> str:
-    """It leaves outputs and targets as they are, and gives the same again."""
+    """It leaves outputs and targets as they are, and gives the same twice."""
     for form, outputs, y in case.rows():
         copies = outputs.clone(), y.clone()
         first = case.total(form, outputs, y, 25)
-        again = case.total(form, outputs, y, 25)
-        hold(np.array_equal(first, again), "asked again, it gives other sums")
+        second = case.total(form, outputs, y, 25)
+        hold(np.array_equal(first, second), "asked twice, it gives other sums")
         same = torch.equal(outputs, copies[0]) and torch.equal(y, copies[1])
         hold(same, "it changes its inputs")
     return "as they were"

@@ -111,12 +111,12 @@ def initial_parameters(case: Example) -> str:
         with keyed_globals(drawn):
             np.random.rand(drawn)
             vectors.append(models.flatten(_made(case, seed)))
-    hold(torch.equal(vectors[0], vectors[1]), "made again, it begins with others")
+    hold(torch.equal(vectors[0], vectors[1]), "made twice, it begins with others")
     return "the same for every seed" if torch.equal(vectors[0], vectors[2]) else "by the seed"
 
 
 def same_bits_twice(case: Example) -> str:
-    """Asked again, outputs and gradients are the same to the last bit."""
+    """Asked twice, outputs and gradients are the same to the last bit."""
     module, form = _built(case)
     generator = stream(0, Purpose.DATA)
     x = form.inputs(4, generator)
@@ -125,8 +125,8 @@ def same_bits_twice(case: Example) -> str:
     module.train()
     first = _gradients(module, form, x, y)
     _gradients(module, form, x.flip(0), y.flip(0))
-    again = _gradients(module, form, x, y)
-    hold(all(map(torch.equal, first, again)), "it gives others after another batch")
+    second = _gradients(module, form, x, y)
+    hold(all(map(torch.equal, first, second)), "it gives others after another batch")
     return f"{len(first) - 1} gradients"
 
 
@@ -170,8 +170,8 @@ def copies(case: Example) -> str:
     weights.fill(other, str(file))
     with torch.no_grad():
         expected = module.eval()(x)
-        for again, how in ((copy.deepcopy(module), "copied"), (other, "filled from a file")):
-            hold(torch.equal(again.eval()(x), expected), f"{how}, it gives something else")
+        for second, how in ((copy.deepcopy(module), "copied"), (other, "filled from a file")):
+            hold(torch.equal(second.eval()(x), expected), f"{how}, it gives something else")
     return "copied, and through safetensors"
 
 
@@ -259,7 +259,7 @@ CONTRACT: tuple[Look, ...] = (
     every_backend,
     every_backend_with_clipping,
     rounds.runs,
-    rounds.same_bits_again,
+    rounds.same_bits_twice,
     rounds.same_bits_pooled,
     rounds.same_bits_per_client,
     rounds.same_bits_resumed,

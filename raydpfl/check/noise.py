@@ -66,9 +66,9 @@ def on_sums(case: Example) -> str:
         assert fresh is not None
         hold(mine.shape == (D,) and mine.dtype == np.float64, f"it is {mine.dtype} {mine.shape}")
         hold(np.array_equal(mine, fresh), f"a fresh source gives other noise in round {t}")
-        again = source.on_sum(t, STD)
-        assert again is not None
-        hold(np.array_equal(again, mine), f"asked again for round {t}, another")
+        second = source.on_sum(t, STD)
+        assert second is not None
+        hold(np.array_equal(second, mine), f"asked twice for round {t}, another")
     return f"the same from a fresh source, {ROUNDS} rounds"
 
 
@@ -188,8 +188,8 @@ def on_queries(case: Example) -> str:
     draws = np.zeros_like(who)
     asked = SideQuery("count", 3, 0, STD, who, draws, len(who))
     found = [noise.on_query(replace(asked, t=t)) for t in range(D)]
-    again = noise.on_query(asked)
-    hold(again == found[0], "asked again, it is another")
+    second = noise.on_query(asked)
+    hold(second == found[0], "asked twice, it is another")
     square = float(np.sum(np.square(found))) / STD**2
     tail = 2 * min(chi2.cdf(square, D), chi2.sf(square, D))
     hold(tail >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")

@@ -21,9 +21,9 @@ def runs(case: Example) -> str:
     return f"{case.whole.position()} rounds, {case.d} parameters"
 
 
-def same_bits_again(case: Example) -> str:
+def same_bits_twice(case: Example) -> str:
     """A second run in the same process gives the same bits."""
-    return _same(case, case.ran("again"))
+    return _same(case, case.ran("second"))
 
 
 def same_bits_pooled(case: Example) -> str:
@@ -136,7 +136,7 @@ def noise_on_sums(case: Example) -> str:
 
 CONTRACT: tuple[Look, ...] = (
     runs,
-    same_bits_again,
+    same_bits_twice,
     same_bits_pooled,
     same_bits_per_client,
     same_bits_resumed,

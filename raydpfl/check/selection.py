@@ -38,16 +38,16 @@ def cohorts(case: Example) -> str:
     member = case.plan.experiment.selection
     population = case.plan.population
     first = [_draw(member, 1, t, population) for t in range(6)]
-    again = pickle.loads(pickle.dumps(member))
+    second = pickle.loads(pickle.dumps(member))
     fresh = pickle.loads(pickle.dumps(population))
     for t in reversed(range(6)):
         clients = np.asarray(first[t].clients)
         hold(clients.dtype.kind == "i" and clients.ndim == 1, f"clients are {clients.dtype}")
         inside = (clients >= 0) & (clients < len(population))
         hold(inside.all(), f"round {t} has client {clients[~inside][:1]} of {len(population)}")
-        for who, among in ((member, population), (again, fresh)):
+        for who, among in ((member, population), (second, fresh)):
             other = _draw(who, 1, t, among).clients
-            hold(np.array_equal(clients, other), f"drawn again, round {t} has other clients")
+            hold(np.array_equal(clients, other), f"drawn twice, round {t} has other clients")
         exposed = member.exposed(1, t, population)
         hold(np.isin(clients, exposed).all(), f"round {t} takes clients that are not exposed")
     others = [_draw(member, 2, t, population).clients for t in range(6)]

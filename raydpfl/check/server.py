@@ -57,9 +57,9 @@ def no_hidden_state(case: Example) -> str:
         results.append((following, now))
         copy.step(-model, made_up(D, step=5) * 7, copied(before), 4)
     for following, now in results[1:]:
-        hold(np.array_equal(following, results[0][0]), "asked again, it gives another model")
-        hold(equal(now, results[0][1]), "asked again, it leaves another state")
-    return "the same step again"
+        hold(np.array_equal(following, results[0][0]), "asked twice, it gives another model")
+        hold(equal(now, results[0][1]), "asked twice, it leaves another state")
+    return "the same step twice"
 
 
 def persistence(case: Example) -> str:

@@ -81,7 +81,7 @@ def values(case: Example) -> str:
 
 
 def same_rows_twice(case: Example) -> str:
-    """Asked again, it gives the same rows to the same clients, whatever the process has drawn."""
+    """Asked twice, it gives the same rows to the same clients, whatever the process has drawn."""
     splits = []
     for drawn in (0, 1):
         with keyed_globals(drawn):
@@ -90,9 +90,9 @@ def same_rows_twice(case: Example) -> str:
             everyone = _rows(split, 0, len(split.sizes))
             splits.append((np.asarray(split.sizes), *everyone, *split.test()))
     same = all(np.array_equal(*pair) for pair in zip(*splits, strict=True))
-    hold(same, "asked again, it gives others: draw by raydpfl.core.prng.stream(seed, ...)")
-    again = [_source(case).identity(data_root(None)) for _ in range(2)]
-    hold(again[0] == again[1], "asked again, its identity is another")
+    hold(same, "asked twice, it gives others: draw by raydpfl.core.prng.stream(seed, ...)")
+    second = [_source(case).identity(data_root(None)) for _ in range(2)]
+    hold(second[0] == second[1], "asked twice, its identity is another")
     return "the same bits"
 
 
@@ -173,7 +173,7 @@ CONTRACT: tuple[Look, ...] = (
     prepared,
     held_out,
     rounds.runs,
-    rounds.same_bits_again,
+    rounds.same_bits_twice,
     rounds.same_bits_pooled,
     rounds.same_bits_per_client,
     rounds.same_bits_resumed,

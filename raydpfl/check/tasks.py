@@ -107,8 +107,8 @@ def loss(case: Example) -> str:
     return "finite, of each sample alone"
 
 
-def same_again(case: Example) -> str:
-    """It keeps nothing: asked again, the loss is the same to the last bit."""
+def same_twice(case: Example) -> str:
+    """It keeps nothing: asked twice, the loss is the same to the last bit."""
     form, module = module_of(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
     y = form.task.made_up(stream(0, Purpose.DATA), 5, form.outputs)
@@ -116,8 +116,8 @@ def same_again(case: Example) -> str:
         outputs = module(x)
         first = form.task.loss(outputs.clone(), y.clone())
         form.task.loss(-2 * outputs, y)
-        hold(torch.equal(form.task.loss(outputs, y), first), "asked again, it is another")
-    return "the same loss again"
+        hold(torch.equal(form.task.loss(outputs, y), first), "asked twice, it is another")
+    return "the same loss twice"
 
 
 def right(case: Example) -> str:
@@ -170,4 +170,4 @@ def every_backend(case: Example) -> str:
     return f"{', '.join(dict.fromkeys(done))} as the loop"
 
 
-CONTRACT: tuple[Look, ...] = (loss, same_again, right, written_out, every_backend)
+CONTRACT: tuple[Look, ...] = (loss, same_twice, right, written_out, every_backend)

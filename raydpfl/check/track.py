@@ -44,10 +44,10 @@ def every_round(case: Example) -> str:
 
 def gone_on_with(case: Example) -> str:
     """It goes on with a run that is resumed, and does not begin another one."""
-    folder = case.folder / "again"
+    folder = case.folder / "second"
     name, _ = _shown(case, folder, 0, 3)
-    again, rounds = _shown(case, folder, 3, 6)
-    hold(again == name, f"the run that it called {name} it then called {again}")
+    second, rounds = _shown(case, folder, 3, 6)
+    hold(second == name, f"the run that it called {name} it then called {second}")
     hold(rounds == 6, f"it was sent {rounds} of 6 rounds")
     return "6 rounds of one run, sent in two parts"
 

@@ -46,9 +46,9 @@ def mean(case: Example) -> str:
 def no_hidden_state(case: Example) -> str:
     """They are a function of the sizes alone."""
     first = [_of(case, sizes) for sizes in POPULATIONS]
-    again = [_of(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
-    hold(all(map(np.array_equal, first, again)), "asked again, they are others")
-    return "the same again"
+    second = [_of(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
+    hold(all(map(np.array_equal, first, second)), "asked twice, they are others")
+    return "the same twice"
 
 
 def largest(case: Example) -> str:

@@ -381,7 +381,7 @@ SENT = (
 BACK = "Where the run directory is brought back to; default: runs/ID. An address: it stays there."
 SERVER = "Of the cluster's job server; default: http://127.0.0.1:8265."
 GO_ON = "Go on with what the cluster has of that run."
-FOLLOW = "Show a submitted job again, and bring its run directory back."
+FOLLOW = "Show a submitted job, and bring its run directory back."
 STOP = "Stop a job after its round, and bring its run directory back."
 RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 
@@ -410,15 +410,15 @@ def submit(
             job = server.submit(config, overrides or (), out, resume=resume, there=there)
     if stop:
         server.stop(stop)
-    again = f"follow it with: {server.command('--follow', job)}\n"
-    again += f"  stop it with: {server.command('--stop', job)}"
+    hints = f"follow it with: {server.command('--follow', job)}\n"
+    hints += f"  stop it with: {server.command('--stop', job)}"
     if config is not None:
-        print(f"Submitted {job}. It does not need this terminal;\n{again}", flush=True)
+        print(f"Submitted {job}. It does not need this terminal;\n{hints}", flush=True)
     try:
         code = server.follow(job, lambda text: print(text, end="", flush=True))
         folder = server.fetch(job, out)
     except KeyboardInterrupt:
-        _fail(f"{job} goes on without this terminal\n{again}", 130)
+        _fail(f"{job} goes on without this terminal\n{hints}", 130)
     if code and not stop:
         hint = RESUMED.format(server.run_of(job)) if folder and code != 2 else ""
         print(f"raydpfl: {job} ended with exit code {code}{hint}", file=sys.stderr, flush=True)
