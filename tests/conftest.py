@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 CONTROLLER = "PYTEST_XDIST_WORKER" not in os.environ  # of the workers that share the tests
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AIR_NEW_OUTPUT="0")
@@ -38,6 +40,11 @@ SMALL = {
     "measure": [],
     "track": [],
 }
+
+
+def messages(subject: str):
+    """What is refused of a subject, with its messages: `tests/messages.yaml`."""
+    return yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text())[subject]
 
 
 def experiment(**sections):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import SMALL, messages
 
 from raydpfl.cli import wrong_command
 
@@ -27,20 +27,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["run", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
-        (["run", "study.yaml"], "this is a study: raydpfl reproduce study.yaml"),
-        (["run", "sweep"], "this is a sweep's directory: raydpfl report sweep, or raydpfl sweep"),
-        (["run", "002/fig1"], "this is a study: raydpfl reproduce 002/fig1"),
-        (["audit", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
-        (["budget", "study.yaml"], "this is a study: raydpfl reproduce study.yaml"),
-        (["sweep", "experiment.yaml"], "this is an experiment: raydpfl run experiment.yaml"),
-        (["sweep", "experiment"], "or raydpfl run experiment --resume"),
-        (["reproduce", "sweep.yaml"], "this is a sweep: raydpfl sweep sweep.yaml"),
-        (["report", "experiment.yaml"], "this is an experiment: raydpfl run experiment.yaml"),
-        (["export", "study"], "this is a study's directory: raydpfl report study"),
-        (["submit", "study.yaml", "--address", "http://127.0.0.1:1"], "raydpfl reproduce study"),
-    ],
+    messages("commands"),
 )
 def test_another_command_is_named(words, said, place, complain):
     assert said in complain(words)

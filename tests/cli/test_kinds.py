@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import messages
 from typer.testing import CliRunner
 
 import raydpfl
@@ -131,36 +132,7 @@ def test_every_method_of_other_tools_is_answered_with_what_is_here():
 
 @pytest.mark.parametrize(
     "override, said",
-    [
-        ("server.kind=fedavgm", "what others call fedavgm is server.kind=momentum here"),
-        ("server.kind=FedProx", "what others call FedProx is local.proximal here"),
-        (
-            "data.partition.kind=lda",
-            "what others call lda is data.partition.kind=dirichlet here",
-        ),
-        (
-            "selection.fraction=0.1",
-            "what others call fraction is selection.cohort (a number of clients) here",
-        ),
-        (
-            "noise={kind: gaussian, multiplier: 1, schedule: cosine}",
-            "noise has one std in all rounds; local and server have schedules, of lr",
-        ),
-        (
-            "noise.kind=laplace",
-            "no accountant here counts Laplace noise: gaussian bounds in L2",
-        ),
-        ("local.lrr=0.1", "nearest: lr"),
-        ("n_clients=100", "what others call n_clients is data.clients here"),
-        ("data.num_clients=100", "what others call num_clients is data.clients here"),
-        ("local.learning_rate=1", "what others call learning_rate is local.lr here"),
-        ("local.batch_size=8", "what others call batch_size is local.batch here"),
-        ("noise.noise_multiplier=1", "what others call noise_multiplier is noise.multiplier here"),
-        ("max_grad_norm=1", "what others call max_grad_norm is bounding.bound here"),
-        ("noise.epsilon=8", "other kinds of noise have it"),
-        ("slection={kind: full}", "nearest: selection"),
-        ("bounding.kind=clipp", "nearest: clip"),
-    ],
+    messages("names of other frameworks"),
 )
 def test_a_misspelt_or_foreign_key_is_answered_in_one_line(override, said):
     with pytest.raises(ConfigError) as caught:

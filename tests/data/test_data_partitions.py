@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import messages
 from scipy import stats
 
 from raydpfl import data
@@ -214,28 +215,7 @@ def test_natural_clients_hold_their_own_rows():
 
 @pytest.mark.parametrize(
     ("kind", "clients", "fields", "message"),
-    [
-        ("iid", 3001, {}, "data.clients: at most the 3000 training samples"),
-        ("shards", 601, {"per_client": 5}, "data.clients: from 2 to 600 with 5 one-class shards"),
-        ("dominant-labels", 10, {"classes": 10}, "data.partition.classes: fewer than the 10"),
-        ("classes-per-client", 10, {"k": 11}, "data.partition.k: at most the 10 classes"),
-        ("classes-per-client", 3, {"k": 2}, "data.partition.k: at least 4"),
-        ("classes-per-client", 1500, {"k": 7}, "data.partition.k: at most 2, the samples of the"),
-        ("classes-per-client", 13, {"k": 1}, "data.partition.k: a k for which balanced sizes"),
-        ("overlapping", 10, {"per_client": 3001}, "data.partition.per_client: at most 3000"),
-        (
-            "overlapping",
-            10,
-            {"per_client": 700, "classes": 2, "share": 0.9},
-            "data.partition.per_client: one by which a client takes at most 300 of a class, not",
-        ),
-        (
-            "overlapping",
-            10,
-            {"per_client": 7, "classes": 10, "share": 0.9},
-            "data.partition.classes: fewer than the 10 classes of the data",
-        ),
-    ],
+    messages("partitions"),
 )
 def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, message):
     with pytest.raises(ConfigError) as refused:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from conftest import messages
 from PIL import Image
 
 from raydpfl import data
@@ -325,49 +326,7 @@ def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [
-        ({"x": "c"}, "data.x: a column of t.parquet: a, gap, nan, text, label, half, image, who"),
-        ({"y": "c"}, "data.y: a column of t.parquet"),
-        ({"client": "c"}, "data.client: a column of t.parquet"),
-        ({"x": "gap"}, "data.x: a column without gaps; this one lacks 1 values"),
-        ({"x": "nan"}, "data.x: finite numbers; row 2 of t.parquet has another"),
-        ({"x": "text"}, "data.x: numbers, lists of numbers, or encoded images"),
-        ({"x": "image"}, "data.x: encoded images; row 1 is not"),
-        ({"y": "half"}, "data.y: whole numbers from 0, or names"),
-        ({"train": "none.parquet"}, "data.train: a file, absolute or under"),
-        ({"train": "broken.parquet"}, "data.train: a CSV, JSON lines, Parquet, Arrow or NPZ"),
-        ({"mean": [0.5], "std": [0.5]}, "data.mean: one number per channel of an image"),
-        ({"mean": [0.5]}, "data.std: positive numbers, one for each of data.mean"),
-        ({"clients": None}, "data.clients: a number of clients"),
-        ({"partition": {"kind": "natural"}}, "data.partition.kind: a table whose column of client"),
-        (
-            {"partition": {"kind": "shards"}, "sizes": {"kind": "spread"}},
-            "data.sizes.kind: balanced with partition shards",
-        ),
-        ({"sizes": {"kind": "spread", "high": 0.1}}, "data.sizes.high: at least data.sizes.low"),
-        ({"partition": {"kind": "dirichlet", "psi": 0}}, "data.partition.psi: "),
-        ({"partition": {"kind": "pie"}}, "data.partition.kind: one of iid, shards,"),
-        ({"y": "text", "task": "regression"}, "data.y: finite numbers, for regression"),
-        ({"y": "nan", "task": "regression"}, "data.y: finite numbers, for regression"),
-        ({"features": {"kind": "ica"}}, "data.features.kind: one of pca, resnet18,"),
-        (
-            {"features": {"kind": "pca", "components": 2}},
-            "data.features.components: at most the 1 numbers of a sample",
-        ),
-        (
-            {"features": {"kind": "pca", "file": "none.npz"}, "x": ["a", "half"]},
-            "data.features.components: at most the 2 numbers",
-        ),
-        (
-            {"features": {"kind": "pca", "components": 1, "file": "none.npz"}},
-            "data.features.file: a file, absolute or under",
-        ),
-        ({"features": {"kind": "resnet18"}}, "data.features.kind: grey or colour images; the"),
-        (
-            {"features": {"kind": "pca"}, "mean": [0.5], "std": [0.5]},
-            "data.features.kind: none with constants to normalise",
-        ),
-    ],
+    messages("tables"),
 )
 def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path):
     columns = {

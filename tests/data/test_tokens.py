@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import form
+from conftest import form, messages
 
 from raydpfl import data, models
 from raydpfl.data import Shards
@@ -144,26 +144,7 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, m
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [
-        ({"vocabulary": None}, "data.vocabulary: a file of tokens, one a line, or the list"),
-        ({"vocabulary": 9}, "data.vocabulary: a file of tokens, one a line, or the list"),
-        ({"vocabulary": ["a", "a"]}, "data.vocabulary: 1 to 1,048,576 tokens, each"),
-        ({"vocabulary": []}, "data.vocabulary: 1 to 1,048,576 tokens"),
-        ({"vocabulary": "none.txt"}, "data.vocabulary: a file, absolute or under"),
-        ({"length": None}, "data.length: how many tokens of a text are taken"),
-        ({"tokenizer": None}, "data.vocabulary: "),
-        ({"tokenizer": "word"}, "data.tokenizer: words, characters, or the import path"),
-        ({"tokenizer": "mine_tokens:none"}, "data.tokenizer: an import path"),
-        ({"tokenizer": "mine_tokens:ids"}, "data.tokenizer: one that gives te"),
-        ({"tokenizer": "mine_tokens:ids", "vocabulary": 4}, "data.tokenizer: "),
-        ({"tokenizer": "mine_tokens:broken"}, "data.tokenizer: a function "),
-        ({"dtype": "float32"}, "data.dtype: none with data.tokenizer"),
-        ({"features": {"kind": "pca", "components": 2}}, "data.features: "),
-        ({"x": ["text", "user"]}, "data.x: one column of text"),
-        ({"x": "number"}, "data.x: a column of reviews.jsonl"),
-        ({"y": "text"}, "data.x: columns without text, which is data.y"),
-        ({"y": "text", "task": "sequence", "classes": 6}, "data.classes: none where the next"),
-    ],
+    messages("tokens"),
 )
 def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_path, monkeypatch):
     (tmp_path / "mine_tokens.py").write_text(OWN)

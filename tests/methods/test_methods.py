@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import experiment
+from conftest import experiment, messages
 
 from raydpfl import Experiment, models, privacy, run
 from raydpfl.core.prng import Purpose, normals, stream
@@ -740,56 +740,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
 CLIPPED = "bounding: {kind: per_sample_clip, bound: 0.5}"
 CHOSEN_ALONE = "selection: {kind: power_of_choice, cohort: 2, pool: 6, accounted: chosen"
 LOSSES = "selection: {kind: power_of_choice, cohort: 5, pool: 20, loss_bound: 3.0, loss_std: 4.0}"
-REFUSED = {
-    f"{CLIPPED}, noise: {{kind: gaussian, multiplier: 1.0, placement: server}}":
-        "noise.placement = 'server': expected step",
-    "noise: {kind: gaussian, multiplier: 1.0, placement: step}":
-        "noise.placement = 'step': expected client or server",
-    "noise: {kind: gaussian, epsilon: {kind: uniform}}":
-        "noise.epsilon = .*: expected a number; budgets of clients' own",
-    "local: {kind: scaffold}, bounding: {kind: alpha_norm_ec, bound: 1.0}":
-        "bounding.kind = 'alpha_norm_ec': expected a bounding without memory",
-    "local: {kind: scaffold}, weights: {kind: data}": "weights.kind = 'data': expected uniform",
-    "local: {kind: scaffold}, noise: {kind: gaussian, std: 1.0, placement: server}":
-        "noise.placement = 'server': expected client or step",
-    "selection: {kind: privacy_aware, cohort: 5}": "selection.kind = 'privacy_aware'",
-    f"{CLIPPED}, noise: {{kind: gaussian, multiplier: 1.0}}, client: {{on_error: drop}}":
-        "client.on_error = 'drop': expected fail",
-    f"{CLIPPED}, noise: {{kind: gaussian, std: 1.0}}, "
-    "data: {partition: {kind: overlapping, per_client: 9}}": "data.partition.kind",
-    "noise: {kind: none, placement: server}":
-        "noise.placement = 'server': expected one of the keys",
-    "noise: {kind: gaussian, epsilon: true}": "noise.epsilon = True",
-    "noise: {kind: gaussian, multiplier: 1.0, virtual_cohort: 30, virtual_population: 20}":
-        "noise.virtual_population = 20: expected at least",
-    "noise: {kind: gaussian, multiplier: 1.0, virtual_cohort: 10}":
-        "noise.virtual_cohort = 10: expected at least the simulated cohort of 20",
-    "privacy: {accountants: [pld, pld]}": "privacy.accountants",
-    "noise: {kind: gaussian, multiplier: 1.0, calibration: paper}":
-        "noise.calibration = 'paper': expected rigorous",
-    "noise: {kind: gaussian, epsilon: 1.0, calibration: tcdp}":
-        "noise.calibration = 'tcdp': expected rigorous or paper",
-    f"noise: {{kind: gaussian, epsilon: 1.0}}, {LOSSES}":
-        "noise.epsilon = 1.0: expected more: .* \\(the losses alone, .* spend",
-    f"noise: {{kind: gaussian, multiplier: 1.0}}, {LOSSES}, privacy: {{relation: add_remove}}":
-        "privacy.relation = 'add_remove': expected .*",
-    f"{CLIPPED}, noise: {{kind: gaussian, multiplier: 1.0, virtual_cohort: 90}}":
-        "noise.virtual_cohort = 90: expected none with placement step",
-    "selection: {kind: fedavg_stale, cohort: 10}, bounding: {kind: alpha_norm_ec, bound: 1.0}":
-        "selection.kind = 'fedavg_stale': expected another with bounding.kind alpha_norm_ec",
-    f"{CLIPPED}, noise: {{kind: gaussian, multiplier: 1.0}}, {CHOSEN_ALONE}}}":
-        "noise.epsilon = None: expected .*selection.accounted: chosen",
-    f"{CLIPPED}, {CHOSEN_ALONE}, loss_bound: 2.0, loss_std: 1.0}}":
-        "selection.accounted = 'chosen': expected candidates",
-    f"noise: {{kind: gaussian, multiplier: 1.0, placement: client}}, {CHOSEN_ALONE}}}":
-        "selection.accounted = 'chosen': expected candidates",
-    f"{CLIPPED}, noise: {{kind: none}}, {CHOSEN_ALONE}}}":
-        "selection.accounted = 'chosen': expected candidates",
-    "selection: {kind: multinomial, cohort: 10}, noise: {kind: gaussian, epsilon: 6.0}, "
-    "privacy: {accountants: [rdp, paper]}":
-        "privacy.accountants = 'rdp': expected one that covers the run: draws with replacement "
-        "are not covered by rdp; nearest: pld",
-}  # fmt: skip
+REFUSED = messages("methods")
 
 
 @pytest.mark.parametrize("sections", REFUSED)

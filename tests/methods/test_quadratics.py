@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import form
+from conftest import form, messages
 from quadratics import harmless_lr, model_clip_limit, stationary
 from scipy.optimize import brentq
 
@@ -157,18 +157,7 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [
-        ({"a": [1, 2], "b": [1]}, r"data.b = \(1.0,\): expected 2 numbers, one for each of data.a"),
-        ({"a": [], "b": []}, r"data.a = \[\]: expected "),
-        (
-            {"a": [1, 2], "b": [1, 2], "clients": 3},
-            "data.clients = 3: expected 2, one for each of data.a, or none",
-        ),
-        (
-            {"a": [1, 2], "b": [1, 2], "sizes": {"kind": "spread"}},
-            "data.sizes = .*: expected one of the keys",
-        ),
-    ],
+    messages("quadratics"),
 )
 def test_pairs_that_are_none_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from conftest import messages
 from pyarrow import csv, parquet
 from scipy import stats
 
@@ -671,35 +672,7 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
     assert example("power_of_choice").clients_left(0, 40, population) == 7
 
 
-REFUSED = {
-    "uniform, cohort: 51": "cohort",
-    "uniform, cohort: 5, dropout: 1.0": "dropout",
-    "uniform, cohort: 0": "cohort",
-    "uniform, cohort: 5, replace: true": "replace",
-    "fedavg_stale, cohort: 51": "cohort",
-    "importance, cohort: 5": "power",
-    "importance, cohort: 5, power: 1.0, path: a.csv, column: p": "power",
-    "importance, cohort: 5, path: a.csv": "column",
-    "importance, cohort: 5, power: 1.0, column: p": "column",
-    "privacy_aware, cohort: 5, scale: 0.0": "scale",
-    "privacy_aware, cohort: 5, solver: scipy": "solver",
-    "first_responders, cohort: 5, contacted: 4": "contacted",
-    "first_responders, cohort: 5, contacted: 51": "contacted",
-    "first_responders, cohort: 5, response: {kind: uniform}": "response.kind",
-    "first_responders, cohort: 5, response: {kind: pareto, alpha: 0}": "response.alpha",
-    "first_responders, cohort: 5, response: {kind: exponential, alpha: 1}": "response.alpha",
-    "cyclic, period: 51": "period",
-    "cyclic, period: 4, cohort: 13": "cohort",
-    "cyclic, period: 4, scheme: poisson": "scheme",
-    "availability, period: 4, window: 5, cohort: 1": "window",
-    "availability, period: 6, window: 2, cohort: 17": "cohort",
-    "power_of_choice, cohort: 5, pool: 4": "pool",
-    "power_of_choice, cohort: 5, pool: 51": "pool",
-    "power_of_choice, cohort: 5, pool: 9, loss_std: 0.1": "loss_bound",
-    "power_of_choice, cohort: 5, pool: 9, loss_std: 0.1, loss_bound: 0.0": "loss_bound",
-    "power_of_choice, cohort: 5, pool: 9, loss_std: -0.1, loss_bound: 1.0": "loss_std",
-    "power_of_choice, cohort: 5, pool: 9, loss_std: 1.0e-12, loss_bound: 1.0": "loss_std",
-}
+REFUSED = messages("cohorts")
 
 
 @pytest.mark.parametrize("fields", REFUSED)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import messages
 
 from raydpfl import Experiment, run
 from raydpfl.check import check
@@ -308,30 +309,7 @@ def test_a_metric_that_lies_is_caught(lie, broken):
     assert {clause.name for clause in found if not clause.kept} == {broken}
 
 
-REFUSED = {
-    "unknown": (
-        ["acuracy"],
-        r"evaluate\.metrics\.kind = 'acuracy': expected one of accuracy, loss, top_k",
-    ),
-    "nothing": ([], r"evaluate\.metrics = \[\]: expected auto, or a list of accuracy"),
-    "text": ("accuracy", r"evaluate\.metrics = 'accuracy': expected auto, or a list"),
-    "twice": (
-        ["f1", {"kind": "f1"}],
-        r"evaluate\.metrics = .*: expected a list that has each metric once",
-    ),
-    "of another task": (
-        ["r2"],
-        r"evaluate\.metrics = 'r2': expected .*classification has no numbers",
-    ),
-    "all classes": (
-        [{"kind": "top_k", "k": 3}],
-        r"evaluate\.metrics\.k = 3: expected a k below the 3",
-    ),
-    "no class": (
-        [{"kind": "top_k", "k": 0}],
-        r"evaluate\.metrics\.k = 0: expected a number greater",
-    ),
-}
+REFUSED = messages("metrics")
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import form
+from conftest import form, messages
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -383,43 +383,7 @@ def test_a_config_read_back_is_the_same_config():
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [
-        ({"kind": "perceptron"}, "model.kind: one of softmax, mlp, cnn, dp_cnn, alexnet,"),
-        ({"kind": "user_nets:Missing"}, "model.kind: an import path package.module:Name that can"),
-        ({"kind": "nowhere:Net"}, "model.kind: an import path package.module:Name that can be"),
-        ({"kind": "user_nets:number"}, "model.kind: a class or a function that makes a"),
-        (
-            {"kind": "user_nets:linear", "args": {"deep": 1}},
-            "model.args: what user_nets:linear can be called",
-        ),
-        (
-            {"kind": "user_nets:linear", "wide": 1},
-            "model.wide: one of the keys kind, init, frozen, local, lora, args",
-        ),
-        ({"kind": "user_nets:fail"}, "model.args: what user_nets:fail can be called with"),
-        ({"kind": "builtins:dict"}, "model.kind: a torch.nn.Module, not dict"),
-        (
-            {"kind": "user_nets:linear", "args": {"wide": 4}},
-            "model.kind: a module that takes float32 ['batch', 6]",
-        ),
-        (
-            {"kind": "user_nets:LazyLinear", "args": {"out_features": 5}},
-            "model.kind: a module that returns [ba",
-        ),
-        ({"kind": "user_nets:Half"}, "model.kind: a float32 module; weight is torch.float64"),
-        ({"kind": "user_nets:Counting"}, "model.kind: a module that changes no buffer in"),
-        ({"kind": "user_nets:spectral"}, "model.kind: a module that changes no buffer in training"),
-        (
-            {"kind": "user_nets:BatchNorm1d", "args": {"num_features": 6}},
-            "model.kind: a module without Bat",
-        ),
-        ({"kind": "user_nets:Sequential"}, "model.kind: a module with trainable parameters"),
-        ({"kind": "cnn"}, "model.kind: a model for samples of shape (6,); this one takes images"),
-        ({"kind": "cnn", "kernel": 4}, "model.kernel: an odd number"),
-        ({"kind": "mlp", "hidden": []}, "model.hidden: at least one hidden layer"),
-        ({"kind": "mlp", "hidden": [0]}, "model.hidden: at least one hidden layer, each of at"),
-        ({"kind": "resnet18", "stem": "big"}, "model.stem: "),
-    ],
+    messages("models"),
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(keys, message):
     with pytest.raises(ConfigError) as refused:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from conftest import SMALL, experiment
+from conftest import SMALL, experiment, messages
 from rich.console import Console
 from scipy.special import ndtr, ndtri
 
@@ -368,80 +368,7 @@ def test_the_command_prints_a_table_or_json(tmp_path, typed):
 
 GIVEN = "--population 100 --cohort 20 --rounds 10"
 LOCALLY = "--unit sample --samples 600 --batch 10"
-BAD = {
-    "": "--population = None: expected a value with --unit client",
-    "--population 100 --epsilon 1 --rounds 10": (
-        "--cohort = None: expected an integer from 1 to the population of 100"
-    ),
-    GIVEN: (
-        "given = ['rounds']: expected two of noise (--noise-multiplier or --std), --epsilon "
-        "and --rounds; the third is computed"
-    ),
-    f"{GIVEN} --epsilon 1 --noise-multiplier 1": (
-        "given = ['noise', 'epsilon', 'rounds']: expected two of"
-    ),
-    f"{GIVEN} --epsilon 0": "--epsilon = 0.0: expected a positive finite number",
-    f"{GIVEN} --epsilon nan": "--epsilon = nan: expected a positive finite number",
-    f"{GIVEN} --noise-multiplier 0": "--noise-multiplier = 0.0: expected a positive finite number",
-    f"{GIVEN} --noise-multiplier 1 --std 1": (
-        "--std = 1.0: expected --noise-multiplier or --std, not both"
-    ),
-    f"{GIVEN} --std 1e9 --bound 1": (
-        "--std = 1000000000.0: expected a noise multiplier from 1e-06 to 1e+06; this one is "
-        "4.472e+09"
-    ),
-    f"{GIVEN} --std 1": "--bound = None: expected the L2 bound that --std is to be compared with",
-    f"{GIVEN} --epsilon 1 --delta 0": "--delta = 0.0: expected a number between 0 and 1",
-    f"{GIVEN} --epsilon 1 --relation swap": (
-        "--relation = 'swap': expected one of add_remove, zero_out, replace_one"
-    ),
-    f"{GIVEN} --epsilon 1 --sampling lottery": (
-        "--sampling = 'lottery': expected one of fixed, poisson, full, with_replacement"
-    ),
-    f"{GIVEN} --epsilon 1 --placement step": "--placement = 'step': expected client or server",
-    f"{GIVEN} --epsilon 1 --participations 11": (
-        "--participations = 11: expected an integer from 1 to 10"
-    ),
-    f"{GIVEN} --epsilon 1 --steps 3": (
-        "--steps = 3: expected none with --unit client, which takes --population,"
-    ),
-    f"{GIVEN} --epsilon 1 --relation add-remove": (
-        "--relation = 'add_remove': expected --relation replace_one: noise drawn by the "
-        "clients comes and goes"
-    ),
-    f"{GIVEN} --epsilon 1 --sampling poisson --placement client": (
-        "--placement = 'client': expected --placement server: noise drawn by the clients has "
-        "a std that depends on the secret Poisson cohort"
-    ),
-    "--population 100 --cohort 20 --noise-multiplier 1 --epsilon 0.1": (
-        "--epsilon = 0.1: expected at least 7.62, which one round spends; or more noise"
-    ),
-    "--population 100 --cohort 20 --noise-multiplier 1 --rounds 0": (
-        "--rounds = 0: expected an integer, at least 1"
-    ),
-    "--population ten": "Invalid value for '--population'",
-    "--unit house": "--unit = 'house': expected client or sample",
-    "--unit sample --samples 600 --batch 601 --steps 1 --participations 1 --epsilon 1": (
-        "--batch = 601: expected an integer from 1 to the population of 600"
-    ),
-    f"{LOCALLY} --steps 0 --participations 1 --epsilon 1": (
-        "--steps = 0: expected an integer, at least 1"
-    ),
-    f"{LOCALLY} --steps 1 --participations 0 --epsilon 1": (
-        "--participations = 0: expected an integer, at least 1"
-    ),
-    f"{LOCALLY} --steps 1 --participations 1 --epsilon 1 --sampling epochs": (
-        "--sampling = 'epochs': expected fixed, a fresh batch at each step: shuffled epochs"
-    ),
-    "small.yaml --epsilon 3": (
-        "--epsilon = 3.0: expected none with a CONFIG; change its fields, as in noise.epsilon=3"
-    ),
-    "small.yaml noise={kind:\xa0none}": "noise.kind = 'none': expected a noise with a budget",
-    "small.yaml selection.kind=poisson selection.cohort=20 noise.placement=client": (
-        "noise.placement = 'client': expected server or auto: "
-    ),
-    "nothing.yaml": "config = 'nothing.yaml': expected a file that can be read",
-}
+BAD = messages("budgets")
 
 
 @pytest.mark.parametrize("options", BAD)

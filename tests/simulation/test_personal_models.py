@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import experiment, form
+from conftest import experiment, form, messages
 from torch import nn
 
 import raydpfl
@@ -419,92 +419,7 @@ OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate
 
 @pytest.mark.parametrize(
     ("sections", "message"),
-    [
-        (
-            {"model": NET},
-            "model.kind = 'test_personal_models:normed': expected a module without BatchNorm",
-        ),
-        (
-            {"model": {**NET, "frozen": ["2.runing_mean"]}},
-            "model.frozen = '2.runing_mean': expected names that the model has, or patterns "
-            "of them: "
-            "1.weight, 1.bias, 2.weight, ...; nearest: 2.running_mean",
-        ),
-        (
-            {"model": {**NET, "frozen": ["*"]}},
-            "model.frozen = ['*']: expected patterns that leave param",
-        ),
-        ({"model": {**NET, "frozen": ["2.weight"]}}, "model.kind = 'test_personal_models:normed'"),
-        ({"model": {**NET, "local": ["2.weight"]}}, "model.kind = 'test_personal_models:normed'"),
-        (
-            {"model": {**NET, "local": ["2.running_*"]}},
-            "model.kind = 'test_personal_models:normed': expected a module without BatchNorm (2)",
-        ),
-        (
-            {"model": {"kind": "mlp", "local": ["*"]}},
-            "model.local = ['*']: expected patterns that leave",
-        ),
-        (
-            {"model": {"kind": "mlp", "local": ["head.*"]}},
-            "model.local = 'head.*': expected names that the",
-        ),
-        (
-            {"model": {"kind": "mlp", "local": ["3.*"], "frozen": ["3.bias"]}},
-            "model.local = ['3.*']: expected patterns of what model.frozen has not; 3.bias "
-            "is in both",
-        ),
-        ({"evaluate": {"test": True}}, "evaluate.test = True: expected false with model.local"),
-        (
-            {"evaluate": {"test": False, "validation": {"clients": 0.2}}},
-            "evaluate.validation = {'clients': 0.2}: expected a share of every client's rows",
-        ),
-        (
-            {"bounding": {"kind": "per_sample_clip", "bound": 1.0}},
-            "bounding.kind = 'per_sample_clip': expected one that bounds what a client sends",
-        ),
-        (
-            {"selection": {"kind": "power_of_choice", "cohort": 2, "pool": 4}},
-            "selection.kind = 'power_of_choice': expected one that asks for no losses",
-        ),
-        (
-            {"measure": [{"kind": "heterogeneity"}]},
-            "measure = 'heterogeneity': expected no measure of",
-        ),
-        ({"client": {"backend": "fused"}}, "client.backend = 'fused': expected auto or one of"),
-        (
-            {"evaluate": {**SCORED, "fine_tune": TUNE}},
-            "evaluate.fine_tune = 'sgd': expected none without evaluate.per_client, the metric",
-        ),
-        (
-            {"evaluate": {**TUNED, "test": False, "validation": 0.0}},
-            "evaluate.fine_tune = 'sgd': expected none without evaluate.per_client, the metric",
-        ),
-        (
-            {"evaluate": {**TUNED, "test": False, "fine_tune": {"kind": "scaffold"}}},
-            "evaluate.fine_tune.kind = 'scaffold': expected a rule without variates",
-        ),
-        (
-            {"personal": DITTO},
-            "personal = 'sgd': expected none with model.local, which makes another",
-        ),
-        ({"personal": {"steps": 3}}, "personal.kind = 'sgd': expected sgd with proximal above 0"),
-        (
-            {"personal": {"kind": "adam"}},
-            "personal.kind = 'adam': expected sgd with proximal above 0",
-        ),
-        (
-            {
-                "model": {"kind": "softmax"},
-                "personal": DITTO,
-                "evaluate": {"validation": {"clients": 0.2}},
-            },
-            "evaluate.validation = {'clients': 0.2}: expected a share of every client's rows",
-        ),
-        (
-            {"evaluate": {**TUNED, "test": False, "fine_tune": {"stepz": 3}}},
-            "evaluate.fine_tune.stepz = 3: expected one of the keys",
-        ),
-    ],
+    messages("personal models"),
 )
 def test_what_has_no_meaning_is_refused_in_one_line(sections, message):
     assert refused(**{**PLAIN, **OWN_HEAD, **sections}).startswith(message)

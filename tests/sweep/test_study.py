@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import SMALL, messages
 from rich.console import Console
 from test_same_bits import kill_tree
 
@@ -217,73 +217,7 @@ def changed(path: str, value) -> dict:
     return made
 
 
-WRONG = {
-    "study/id": ("a b", r"study\.id = 'a b'"),
-    "study/seed": (1, r"study\.seed = 1: expected one of the keys"),
-    "study/judge": (
-        "test_accuracy",
-        r"study\.judge = 'test_accuracy': expected a number that does not look",
-    ),
-    "study/better": ("higher", r"study\.better = 'higher'"),
-    "study/same_bits": ([["Data"]], r"study\.same_bits\.0 = .*at least two arms"),
-    "study/same_bits ": ([["Data", "Uniforn"]], r"study\.same_bits\.0 = \['Data', 'Uniforn'\]"),
-    "study/same_bits  ": (
-        [["Data", "Free", {"data.partition": "ijd"}]],
-        r"0\.data\.partition = 'ijd': expected one of iid, s",
-    ),
-    "study/validation": (
-        0,
-        r"study\.validation = 0: expected a share above 0, as study\.judge is validation_a",
-    ),
-    "evaluate/test": (
-        False,
-        r"evaluate\.test = False: expected none in a study: final runs .*in Free data",
-    ),
-    "evaluate/validation": (0.2, r"evaluate\.validation = 0\.2: expected none in a study: final"),
-    "arms/Free/seed": (
-        3,
-        r"arms\.Free\.seed = 3: expected none here: the seeds of all runs follow",
-    ),
-    "study/accounting": (
-        ["paper"],
-        r"arms\.Clip\.accounting\.paper = None: expected dotted keys, as",
-    ),
-    "studies": ({}, "studies = {}: expected one of the sections"),
-    "arms": ({}, "arms = {}: expected at least one arm"),
-    "arms/Free": (
-        {"bouding": {}},
-        r"arms\.Free\.bouding = {}: expected a dotted key, or one of the sections",
-    ),
-    "arms/Data/bounding": (
-        {"kind": "clap"},
-        r"bounding\.kind = 'clap': expected one of .*in Data data",
-    ),
-    "arms/Data/only": (
-        {"data": ["iid"]},
-        r"arms\.Data\.only\.data = \['iid'\]: expected one of data\.part",
-    ),
-    "arms/Clip/local.lr": (
-        {"tune": []},
-        r"local\.lr = {'grid': \[\]}: expected a list of at least",
-    ),
-    "arms/Clip/bounding/bound/from/arm": (
-        "Fre",
-        r"bounding\.bound\.from\.arm = 'Fre': expected one of the",
-    ),
-    "arms/Clip/bounding/bound/from": (
-        {"arm": "Clip", "value": "x"},
-        "does not wait for Clip in its turn",
-    ),
-    "panels": ({"arm": ["a"]}, r"panels\.arm = .*another name"),
-    "panels/data.partition": ([], r"panels\.data\.partition = {}: expected at least one label"),
-    "scales/smoke": ({"seed": 3}, r"scales\.smoke\.seed = 3: expected none here"),
-    "scales": ({"tiny": {}}, r"scales\.tiny = {}: expected one of smoke, small, paper"),
-    "show": ([{"tabel": "x"}], r"show\.0 = .*one of confusion, curves, points"),
-    "show/0/published": (
-        "nothing.csv",
-        r"show\.0\.published = 'nothing.csv': expected a file beside",
-    ),
-}
+WRONG = messages("studies")
 
 
 @pytest.mark.parametrize("scale", ["smoke", "small", "paper"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment, form
+from conftest import experiment, form, messages
 from safetensors.torch import load_file, save_file
 from test_text import by_the_book, play
 from torch import nn
@@ -145,22 +145,7 @@ def test_a_layer_under_two_names_has_one_adapter(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [
-        (
-            {**SMALL, "lora": {"targets": ["c_attn"]}},
-            "model.lora.targets = 'c_attn': expected linear layers that the model calls, or "
-            "patterns of "
-            "them: 2.into, 2.out, 2.up, 2.down, 3.into, 3.out, ...",
-        ),
-        (
-            {**SMALL, "lora": {"trained": ["head.*"]}},
-            "model.lora.trained = 'head.*': expected names that the model has, or patterns "
-            "of them: ",
-        ),
-        ({**SMALL, "lora": {"rank": 0}}, "model.lora.rank = 0: expected "),
-        ({**SMALL, "lora": {"alpha": 8}}, "model.lora.alpha = 8: expected one of the keys"),
-        ({**SMALL, "lora": {"targets": []}}, "model.lora.targets = []: expected "),
-    ],
+    messages("adapters"),
 )
 def test_adapters_that_cannot_be_are_refused_in_one_line(model, message):
     assert refusal(model).startswith(message)
