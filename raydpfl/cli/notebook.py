@@ -31,7 +31,7 @@ CELL = "text-align: {}; padding: 0 1em 0 0"
 
 
 @dataclass(frozen=True, repr=False)
-class Result(runner.Result):
+class Result(runner.RunResult):
     """A finished run. `out` is its directory, or the address of that; `experiment` is complete, as
     its config is written; `rounds` is the rounds table, `summary` what `summary.json` holds,
     `guarantees` what it says of privacy, `model` the trained module. A notebook shows it as tables.

@@ -20,7 +20,7 @@ from raydpfl.cli import guarantee_table
 from raydpfl.models import metric_columns
 from raydpfl.privacy import Guarantee, column, holding
 from raydpfl.privacy.guarantee import DECLARED, KINDS
-from raydpfl.runtime.runner import FIRST, Result
+from raydpfl.runtime.runner import FIRST, RunResult
 from raydpfl.simulation.plan import Plan
 
 WAIT = 5.0  # seconds between lines of what is done before the first round
@@ -182,7 +182,7 @@ def rate(row: dict[str, Any]) -> str:
     return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
 
 
-def report(console: Console, result: Result, took: str = "") -> None:
+def report(console: Console, result: RunResult, took: str = "") -> None:
     """Says what came of a run: its scores, what is guaranteed, and where to look next.
 
     Args:
@@ -205,7 +205,7 @@ def report(console: Console, result: Result, took: str = "") -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def following(result: Result) -> list[str]:
+def following(result: RunResult) -> list[str]:
     """Where a run lies, and the commands that say more of it, or go on with it."""
     out = result.out
     scores = [
@@ -231,7 +231,7 @@ def _say(console: Console, text: str | Text) -> None:
     console.print(Text(text) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
 
 
-def _guarantees(console: Console, result: Result) -> None:
+def _guarantees(console: Console, result: RunResult) -> None:
     guarantees = result.guarantees
     if not guarantees and result.summary["status"] == "budget":
         _say(console, "No round was run: nothing of the data was released, and nothing spent.")

@@ -58,7 +58,7 @@ MISSING = "interrupted before its measures ({}) were computed; --resume computes
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """A finished run. `out` is its directory, or the address of that; `experiment` is complete, as
     its config is written; `rounds` is the rounds table, `summary` what `summary.json` holds,
     `model` the trained module.
@@ -85,7 +85,7 @@ def run(
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
     on_measure: Callable[[int, int], object] = lambda done, of: None,
     prepare: Callable[..., Path] = prepare,
-) -> Result:
+) -> RunResult:
     """Runs an experiment.
 
     Args:
@@ -168,14 +168,16 @@ def _settings_restored() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _result(plan: Plan, folder: Path, summary: dict[str, Any], module: torch.nn.Module) -> Result:
+def _result(
+    plan: Plan, folder: Path, summary: dict[str, Any], module: torch.nn.Module
+) -> RunResult:
     guarantees = [Guarantee.from_dict(guarantee) for guarantee in summary["guarantees"]]
     path = folder / "rounds.parquet"
     # a run that released nothing has no rows
     rounds = (
         pq.ParquetFile(path).read() if path.exists() else pa.Table.from_batches([], pa.schema([]))
     )
-    return Result(folder, plan.experiment, rounds, summary, guarantees, module)
+    return RunResult(folder, plan.experiment, rounds, summary, guarantees, module)
 
 
 def _module(plan: Plan, model: np.ndarray) -> tuple[torch.nn.Module, Form]:

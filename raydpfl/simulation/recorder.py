@@ -29,7 +29,7 @@ from raydpfl.simulation.privacy_budget import Account
 from raydpfl.simulation.provenance import capability
 from raydpfl.simulation.run_state import RunState
 from raydpfl.storage.run_files import Clock, Dropped, Pace
-from raydpfl.storage.tables import Table, schema
+from raydpfl.storage.tables import StoredTable, schema
 
 # The columns of every client, measured or not.
 CLIENT_COLUMNS = ("client", "norm", "factor", "clipped", "train_loss")
@@ -62,14 +62,14 @@ class Recorder:
         self.probes = plan.experiment.measure
         self.scores = plan.experiment.scores
         self.evaluated = plan.experiment.given
-        self.rounds = Table(out, "rounds", schema(self._columns()))
-        self.tables: dict[str, Table] = {"rounds": self.rounds}
+        self.rounds = StoredTable(out, "rounds", schema(self._columns()))
+        self.tables: dict[str, StoredTable] = {"rounds": self.rounds}
         per_client = self._client_columns()
         for probe in self.probes:
             for name, columns in probe.tables(per_client).items():
-                self.tables[name] = Table(out, name, schema(columns))
+                self.tables[name] = StoredTable(out, name, schema(columns))
         for name, columns in _cells(plan).items():
-            self.tables[name] = Table(out, name, schema(columns))
+            self.tables[name] = StoredTable(out, name, schema(columns))
         self._client_rss = 0.0
 
     def _columns(self) -> list[str]:

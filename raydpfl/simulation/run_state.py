@@ -23,7 +23,7 @@ from raydpfl.simulation.client_state import ClientStates
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.run_files import Extent
-from raydpfl.storage.tables import Table
+from raydpfl.storage.tables import StoredTable
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RunState:
 
 
 def take_up(
-    plan: Plan, out: Path, tables: Mapping[str, Table], resume: bool, fresh_noise: bool
+    plan: Plan, out: Path, tables: Mapping[str, StoredTable], resume: bool, fresh_noise: bool
 ) -> tuple[Plan, Account, RunState | None]:
     """Begins a run, or continues it.
 
@@ -112,7 +112,7 @@ def started(plan: Plan) -> dict[str, State]:
     return {name: member.start(plan.d) for name, member in members.items()}
 
 
-def newest(out: Path, tables: Mapping[str, Table]) -> Checkpoint | None:
+def newest(out: Path, tables: Mapping[str, StoredTable]) -> Checkpoint | None:
     """The newest sound checkpoint in the run directory `out`."""
 
     def read_rows(checkpoint: Checkpoint) -> None:

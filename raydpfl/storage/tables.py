@@ -2,7 +2,7 @@
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
-...     table = Table(Path(folder), "rounds", schema(["round", "train_loss", "test_loss"]))
+...     table = StoredTable(Path(folder), "rounds", schema(["round", "train_loss", "test_loss"]))
 ...     table.append({"round": [0, 1], "train_loss": [0.5, 0.25]})
 ...     extent = table.flush()
 ...     rows = pq.read_table(Path(folder) / "rounds.parquet").to_pylist()
@@ -60,7 +60,7 @@ def _type(name: str) -> pa.DataType:
     return pa.list_(pa.string()) if name in WORDS else pa.float64()
 
 
-class Table:
+class StoredTable:
     """A table of numbers with these columns, which grows with the run in `folder`."""
 
     def __init__(self, folder: Path, name: str, schema: pa.Schema):

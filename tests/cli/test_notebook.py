@@ -142,4 +142,4 @@ def test_a_result_is_drawn_as_the_report_draws_it(result):
 def test_no_ipython_is_imported_and_the_runner_gives_plain_results(tmp_path):
     code = "import sys, raydpfl.cli.notebook; sys.exit('IPython' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert not hasattr(runner.Result, "plot")
+    assert not hasattr(runner.RunResult, "plot")

@@ -22,7 +22,7 @@ from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric
 from raydpfl.models.tasks import Form, Target
 from raydpfl.simulation.plan import Plan
-from raydpfl.storage.tables import Table
+from raydpfl.storage.tables import StoredTable
 
 CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
 TWO = Form((2,), Target((), 2), tasks.parse("classification"))
@@ -385,7 +385,7 @@ def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeyp
     coordinator = Watched(Plan.make(stopping()), str(tmp_path))
     coordinator.start()
     coordinator.round()
-    monkeypatch.delattr(Table, "arrow")
+    monkeypatch.delattr(StoredTable, "arrow")
     while not coordinator.over():
         coordinator.round()
     assert 2 < coordinator.position() < 40

@@ -32,7 +32,7 @@ from raydpfl.core.messages import Grid
 from raydpfl.data.sizes import Sizes
 from raydpfl.methods.bounding import FAMILY
 from raydpfl.methods.selection import Cohort
-from raydpfl.runtime.runner import Result
+from raydpfl.runtime.runner import RunResult
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.contribution import Explicit
@@ -368,7 +368,7 @@ def long(actors: int) -> Experiment:
 
 
 @cache
-def uninterrupted() -> Result:
+def uninterrupted() -> RunResult:
     """The long run, inline."""
     with tempfile.TemporaryDirectory() as out:
         return run(long(0), Path(out) / "whole")

@@ -9,13 +9,13 @@ import pytest
 
 from raydpfl.errors import FileError
 from raydpfl.storage.run_files import Extent, Pace
-from raydpfl.storage.tables import Table, read_log, schema, write_table
+from raydpfl.storage.tables import StoredTable, read_log, schema, write_table
 
 COLUMNS = schema(["round", "client", "norm", "angle"])
 
 
-def table(folder) -> Table:
-    return Table(folder, "clients", COLUMNS)
+def table(folder) -> StoredTable:
+    return StoredTable(folder, "clients", COLUMNS)
 
 
 def rows(t: int, clients: int = 3) -> dict:
@@ -23,7 +23,7 @@ def rows(t: int, clients: int = 3) -> dict:
     return {"round": np.full(clients, t), "client": np.arange(clients), "norm": norms}
 
 
-def grow(found: Table, rounds: range) -> list[Extent]:
+def grow(found: StoredTable, rounds: range) -> list[Extent]:
     extents = []
     for t in rounds:
         found.append(rows(t))
@@ -79,7 +79,7 @@ def test_the_copy_is_whole_after_the_first_flush_and_after_the_last_copy(content
 
 
 def test_columns_have_the_types_of_their_names_whatever_they_hold(tmp_path):
-    grown = Table(tmp_path, "rounds", schema(["round", "test_loss", "test_accuracy"]))
+    grown = StoredTable(tmp_path, "rounds", schema(["round", "test_loss", "test_accuracy"]))
     grown.append({"round": [0], "test_loss": [None]})
     grown.append({"round": np.array([1]), "test_loss": [float("nan")], "test_accuracy": [1]})
     grown.flush()

@@ -27,10 +27,12 @@ class EmbeddingMean(Model):
             detail = f"samples are {form.dtype} {form.shape}, targets {form.target.shape}"
             expected = f"another model; this one scores sequences of whole numbers; {detail}"
             raise ConfigError("model.kind", self.kind, expected)
-        return Mean(nn.Embedding(form.tokens, self.width), nn.Linear(self.width, form.outputs[0]))
+        return MeanOfEmbeddings(
+            nn.Embedding(form.tokens, self.width), nn.Linear(self.width, form.outputs[0])
+        )
 
 
-class Mean(nn.Module):
+class MeanOfEmbeddings(nn.Module):
     """Scores of texts, from their tokens int64 [batch, length]."""
 
     def __init__(self, embed: nn.Embedding, out: nn.Linear):
