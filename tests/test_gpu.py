@@ -125,7 +125,7 @@ CAPS = {
     "no client of a chunk has rows": {"waits": 1.5, "copies": 4.5},  # chunks of two
     # chunks of four that join no others
     "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
-    "power of choice, noised losses": ASKED,
+    "power of choice, noisy losses": ASKED,
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
 QUICK = ("clip", "vmap")
