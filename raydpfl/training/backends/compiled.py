@@ -63,6 +63,7 @@ CHUNKS = 16  # numbers of a vector
 # numbers of updates in a block: every block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
 ADDED = 1 << 23  # and of those that are added up in the cache
+OVERLAP = 20  # clients of a block that is added: Python records it while threads train the next
 MOST = 64  # layers
 ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of linear.c
 
@@ -159,8 +160,9 @@ class Compiled(Backend):
         of_chunk = (chunk.x.numpy(), chunk.y.numpy(), chunk.sizes, chunk.index, chunk.batch_sizes)
         arrays = [*map(np.ascontiguousarray, (*of_chunk, chunk.steps, gammas, *drawn_by))]
         clipped = None if chunk.clip is None else chunk.clipped
-        most = BLOCK if chunk.into is None else ADDED
-        blocks = [slots for _, slots in chunk.blocks(parameters.numel(), most)]
+        d = parameters.numel()
+        most = BLOCK if chunk.into is None else min(ADDED, OVERLAP * d)
+        blocks = [slots for _, slots in chunk.blocks(d, most)]
         training = _Training(job, blocks, (*arrays, clipped), shared)
         yield from training.separate() if chunk.into is None else training.added(chunk.into)
 
