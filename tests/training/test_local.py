@@ -363,9 +363,11 @@ def test_two_processes_give_the_same_bits(monkeypatch, capsys):
 )
 def test_tensors_come_to_lie_where_huge_pages_are_asked_for():
     tune_allocator()
-    # a tensor of half the bytes that are asked for: the first huge page begins within it
-    place = torch.empty(process_settings.POOL // 8).data_ptr() + process_settings.HUGE
+    # half the bytes that are asked for, held while its pages are read: a huge page begins within
+    tensor = torch.empty(process_settings.POOL // 8)
+    place = tensor.data_ptr() + process_settings.HUGE
     maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())[1:]
-    spans = [[int(end, 16) for end in each.split()[0].split("-")] for each in maps]
-    (lies,) = (each for each, (a, b) in zip(maps, spans, strict=True) if a <= place < b)
-    assert "hg" in lies.partition("VmFlags:")[2].split()
+    spans = [[int(end, 16) for end in mapping.split()[0].split("-")] for mapping in maps]
+    (mapping,) = (text for text, (a, b) in zip(maps, spans, strict=True) if a <= place < b)
+    assert "hg" in mapping.partition("VmFlags:")[2].split()
+    del tensor
