@@ -47,8 +47,9 @@ from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training import trainer as engine
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import base, convolutional, vmap
 from raydpfl.training.trainer import Trainer
 
@@ -71,7 +72,7 @@ def gpu(monkeypatch):
 def on_gpu(**changes) -> Plan:
     """The plan of the small experiment with these changes and its clients on a GPU."""
     client = {**changes.get("client", {}), "num_gpus": 1.0}
-    return Plan.make(experiment(**{**changes, "client": client}))
+    return resolve(experiment(**{**changes, "client": client}))
 
 
 def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
@@ -234,7 +235,7 @@ def chunk_of(name: str, clip: float | None, there: str) -> np.ndarray:
     of = form((6,), 5, tokens=11) if tokens else form((1, 16, 16))
     module = models.build(models.parse(MODELS[name]), of, 0)
     rule = Sgd(steps=2, batch=4, lr=0.1)
-    backend = resolve(module, rule, of, clip=clip, gpu=True)
+    backend = choose_backend(module, rule, of, clip=clip, gpu=True)
     trainer = Trainer(module, rule, backend=backend, seed=0, device=there, clip=clip, task=of.task)
     drawn = stream(0, Purpose.DATA)
     x = of.inputs(12, drawn).view(2, 6, *of.shape)
@@ -297,7 +298,7 @@ class Pooled(nn.Sequential):
 
 
 def test_a_module_without_deterministic_gradients_is_refused_before_the_first_round(gpu):
-    plan = Plan.make(experiment(model={"kind": f"{__name__}:Pooled"}, client=GPU))
+    plan = resolve(experiment(model={"kind": f"{__name__}:Pooled"}, client=GPU))
     with pytest.raises(ConfigError, match=r"_adaptive_avg_pool2d_backward.* deterministic"):
         ClientActor(plan.experiment, str(plan.shards))
 
@@ -487,12 +488,12 @@ def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
 
 def test_a_gpu_trains_a_whole_cohort_at_once_and_convolutions_by_vmap(gpu):
     small = {"model": {"kind": "cnn", "width": 0.25}, "local": {"steps": 1, "batch": 4}}
-    of_gpu = Plan.make(experiment(**small, client={"num_gpus": 1, "chunk": "auto"})).experiment
+    of_gpu = resolve(experiment(**small, client={"num_gpus": 1, "chunk": "auto"})).experiment
     assert (of_gpu.client.backend, of_gpu.client.chunk) == ("vmap", 20)
-    of_cpu = Plan.make(experiment(**small, client={"chunk": "auto"})).experiment
+    of_cpu = resolve(experiment(**small, client={"chunk": "auto"})).experiment
     assert (of_cpu.client.backend, of_cpu.client.chunk) == ("convolutional", 1)
     share = {"num_gpus": 0.01, "chunk": "auto"}  # 86 MB
-    assert 2 <= Plan.make(experiment(**small, client=share)).experiment.client.chunk < 20
+    assert 2 <= resolve(experiment(**small, client=share)).experiment.client.chunk < 20
 
 
 def test_on_the_cpu_a_lack_of_memory_is_what_it_was():
@@ -702,7 +703,7 @@ def test_however_a_process_has_asked_for_tf32_none_is_used_and_that_is_undone():
 
 
 def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
-    plan = Plan.make(experiment(client=GPU))
+    plan = resolve(experiment(client=GPU))
     stored = plan.origin()
     assert {"device", "cuda", "cudnn", "cublas"} <= stored.keys()
     assert stored["device"] == "Pretended, compute 9.0, 1 multiprocessors"
@@ -790,7 +791,7 @@ class Homely(nn.Linear):
 
 def test_a_module_that_makes_tensors_on_the_cpu_is_refused_before_the_first_round(gpu):
     args = {"in_features": 784, "out_features": 10}
-    plan = Plan.make(experiment(model={"kind": f"{__name__}:Homely", "args": args}, client=GPU))
+    plan = resolve(experiment(model={"kind": f"{__name__}:Homely", "args": args}, client=GPU))
     with pytest.raises(ConfigError, match=r"a module that trains on a GPU.*same device") as error:
         ClientActor(plan.experiment, str(plan.shards))
     assert error.value.field == "model.kind" and "\n" not in str(error.value)
@@ -869,7 +870,7 @@ def test_the_benchmark_adds_up_what_a_device_does(monkeypatch):
 def test_a_gpu_gives_the_same_bits_twice(tmp_path):
     models = []
     for name in ("a", "b"):
-        plan = Plan.make(experiment(model={"kind": "cnn"}, client=GPU))
+        plan = resolve(experiment(model={"kind": "cnn"}, client=GPU))
         models.append(numbers_of(plan, tmp_path / name))
     assert np.array_equal(*models)
 
@@ -899,7 +900,7 @@ def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
 def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
     sent = {"kind": "clip", "bound": 0.01}
     with device.restored():
-        plan = Plan.make(
+        plan = resolve(
             experiment(model={"kind": model}, bounding=sent, client=GPU, measure=["bounding"])
         )
         numbers_of(plan, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import SMALL, experiment
 
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_a_client_imports_what_training_and_evaluating_need_and_no_more(tmp_path):
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     (tmp_path / "given").write_bytes(pickle.dumps((plan.experiment, str(plan.shards), plan.d)))
     command = [sys.executable, "-c", CLIENT, tmp_path / "given"]
     done = subprocess.run(command, capture_output=True, text=True)

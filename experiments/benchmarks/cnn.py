@@ -25,7 +25,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
@@ -95,7 +95,7 @@ def compare(name: str, clients: int, backends: list[str]) -> None:
 
     start = models.flatten(fresh())
     sides = {each: plain(shape, fresh(), start, each == "best") for each in ("plain", "best")}
-    chosen = resolve(fresh(), shape.local, form)
+    chosen = choose_backend(fresh(), shape.local, form)
     sides |= {backend: engine(shape, fresh(), start, backend) for backend in backends or [chosen]}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     updates: dict[str, torch.Tensor] = {}

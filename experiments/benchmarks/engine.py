@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
-from raydpfl.simulation.preparation import chunk_width
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import chunk_width
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
@@ -91,7 +91,7 @@ class Engine(Worker):
         self.trainer = Trainer(
             self.module,
             work.local,
-            backend=resolve(self.module, work.local, FORM),
+            backend=choose_backend(self.module, work.local, FORM),
             seed=SEED,
         )
 

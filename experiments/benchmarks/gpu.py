@@ -45,7 +45,7 @@ from raydpfl import Experiment, run
 from raydpfl.core import device
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 EVERY = 10  # rounds between two evaluations
 BATCH = 10
@@ -132,7 +132,7 @@ class PlainLoop:
     """One client after another, as anybody would write it."""
 
     def __init__(self, options: argparse.Namespace, there: torch.device):
-        plan = Plan.make(experiment(options))
+        plan = resolve(experiment(options))
         shards = Shards.open(plan.shards)
         rows = int(shards.sizes.max())
         x, y, _ = shards.chunk(range(min(50, options.clients)), rows)

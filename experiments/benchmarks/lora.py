@@ -29,7 +29,7 @@ from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
 from raydpfl.models.tasks import Form, Target
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
@@ -118,7 +118,7 @@ class Engine(Side):
     def __init__(self, *given):
         super().__init__(*given)
         shape = self.shape
-        backend = resolve(self.module, shape.local, shape.form, self.backend)
+        backend = choose_backend(self.module, shape.local, shape.form, self.backend)
         task = shape.form.task
         self.trainer = Trainer(
             self.module, shape.local, backend=backend, seed=SEED, user_defined=True, task=task

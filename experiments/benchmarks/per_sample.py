@@ -29,8 +29,8 @@ from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.methods.local import Sgd
-from raydpfl.simulation.preparation import chunk_width
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import chunk_width
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import tune_allocator
 from raydpfl.training.trainer import Trainer
@@ -54,7 +54,7 @@ class Engine(Worker):
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        backend = resolve(self.module, work.local, FORM, clip=CLIP)
+        backend = choose_backend(self.module, work.local, FORM, clip=CLIP)
         self.trainer = Trainer(self.module, work.local, backend=backend, seed=SEED, clip=CLIP)
 
     def train(self, t: int) -> torch.Tensor:

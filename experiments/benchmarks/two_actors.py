@@ -28,6 +28,7 @@ from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import of_capability
+from raydpfl.simulation.resolution import resolve
 
 BLOCK = 6  # rounds of one coordinator that are counted before another has its turn
 MODELS = {
@@ -70,7 +71,7 @@ def main() -> None:
         logging_level="ERROR",
         log_to_driver=False,
     )
-    plan = Plan.make(Experiment.from_dict(tree(options)))
+    plan = resolve(Experiment.from_dict(tree(options)))
     seconds: dict[str, list[float]] = {name: [] for name in ("none", "one", "two", "1", "2")}
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: started(plan, Path(folder) / name) for name in ("none", "one", "two")}

@@ -33,6 +33,7 @@ from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import of_capability
+from raydpfl.simulation.resolution import resolve
 
 WARM = 3  # rounds that are not counted
 ROUNDS = 1000  # at most
@@ -161,7 +162,7 @@ def measured(
 def started(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
     data = {**config["data"], "sizes": SIZES[name]}
     client = {**config.get("client", {}), "actors": options.actors}
-    plan = Plan.make(Experiment.from_dict({**config, "data": data, "client": client}))
+    plan = resolve(Experiment.from_dict({**config, "data": data, "client": client}))
     (folder / name).mkdir()
     pool = None
     if options.actors:

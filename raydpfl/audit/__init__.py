@@ -50,7 +50,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.preparation import composed
+from raydpfl.simulation.resolution import composed, resolve
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import write_table
 
@@ -214,7 +214,7 @@ def audit(
         if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("--out", str(folder), "a new or empty directory")
         _check(experiment, canaries, confidence, delta)
-        plan = Plan.make(_inline(experiment), Path(data_root) if data_root else None)
+        plan = resolve(_inline(experiment), Path(data_root) if data_root else None)
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`

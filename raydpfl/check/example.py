@@ -23,6 +23,7 @@ from raydpfl.core.messages import View
 from raydpfl.errors import RAISED, ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 CLIENTS = 24
 ROUNDS = 4
@@ -167,7 +168,7 @@ class Example:
         for around in arounds(self.section):
             tree = overridden(self.tree(**around), others)
             try:
-                plan = Plan.make(Experiment.from_dict(tree))
+                plan = resolve(Experiment.from_dict(tree))
             except ConfigError as error:
                 refusals.append(str(error))
                 continue

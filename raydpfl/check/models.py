@@ -31,7 +31,7 @@ from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
 from raydpfl.training.validation import check_no_mixing, drawn_from
 
@@ -210,7 +210,7 @@ def _compared(case: Example, clip: float | None) -> str:
         else:
             fits[backend] = f"{backend} ({result:.0e})"
     with _unsaid():
-        taken = resolve(module, local, form, clip=clip)
+        taken = choose_backend(module, local, form, clip=clip)
     hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
     detail = f"a run takes {taken} of {', '.join(fits.values())}"
     return "; not ".join(

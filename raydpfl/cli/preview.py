@@ -25,8 +25,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, as_fields, overridden
 from raydpfl.models.metric_columns import named
 from raydpfl.report.labels import counted
-from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.plan import preview as preview_release
+from raydpfl.simulation.resolution import preview as preview_release
+from raydpfl.simulation.resolution import resolve
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
 from raydpfl.sweep.spaces import find
@@ -128,7 +128,7 @@ def _sweep(
         try:
             experiment = sweep.setting(values).experiment
             if timed:
-                Plan.make(sweep.trial(experiment), root)
+                resolve(sweep.trial(experiment), root)
             elif not experiment.unread:
                 with as_fields():
                     preview_release(experiment, root)

@@ -40,6 +40,7 @@ from raydpfl.runtime.launcher import Call, Launcher
 from raydpfl.simulation import export
 from raydpfl.simulation.plan import FREE, SHOWS, Plan
 from raydpfl.simulation.provenance import KEPT, store_code, versions
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log
@@ -124,7 +125,7 @@ def _planned(
 ) -> Plan:
     """The plan of a run; raises `ConfigError` where the one in `resumed` had another."""
     with contained():
-        plan = Plan.make(experiment, Path(data_root) if data_root else None, prepare)
+        plan = resolve(experiment, Path(data_root) if data_root else None, prepare)
         plan.check_claims()
     if resumed is not None:
         _same_run(plan.experiment, resumed)

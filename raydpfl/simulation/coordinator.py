@@ -30,8 +30,8 @@ from raydpfl.simulation import provenance, sampling_monitor, scheduler
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
-from raydpfl.simulation.preparation import problem_of
 from raydpfl.simulation.recorder import Recorder, joined
+from raydpfl.simulation.resolution import problem_of
 from raydpfl.simulation.run_state import RunState, take_up
 from raydpfl.storage.run_files import Clock
 

@@ -1,7 +1,7 @@
-"""The plan of a run: an experiment and its data put together once, before the first round.
+"""The plan of a run: an experiment with its data, its noise and what it releases.
 
-The sampler, the clients' noise and the accountants all read this one object, so they cannot
-disagree; a combination that no accountant covers is refused here.
+`raydpfl.simulation.resolution` makes it, once, before the first round. The sampler, the clients'
+noise and the accountants all read this one object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,15 +19,11 @@ from typing import Any, cast
 import numpy as np
 
 from raydpfl import privacy
-from raydpfl.core.hardware import single_blas
-from raydpfl.data import Shards, prepare
+from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
-from raydpfl.experiment import Experiment, as_fields
-from raydpfl.methods.noise import RunFacts
+from raydpfl.experiment import Experiment
 from raydpfl.methods.selection import Population
-from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Sampling, Segment, Terms
-from raydpfl.simulation import preparation, provenance
-from raydpfl.simulation.preparation import PreparedExperiment, client_weights
+from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -40,11 +36,19 @@ SHOWS = ("track",)  # sections that say where a run is shown, and nothing of wha
 
 
 @dataclass(frozen=True)
-class Plan(PreparedExperiment):
+class Plan:
     """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the
     same in every round.
     """
 
+    experiment: Experiment  # nothing left at auto but client.actors
+    shards: Path
+    population: Population
+    d: int  # parameters of the model that travel
+    weight: float  # the largest weight of any client's contribution
+    clients_left: int  # clients that the round with most dropouts keeps
+    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
+    composed_rounds: np.ndarray
     ratio: float  # std of the noise on the sum of updates over (bound x weight); 0: no noise
     # by bounding's queries: std of the noise on the sum of the answers, in their units
     side_stds: Mapping[str, float]
@@ -54,38 +58,10 @@ class Plan(PreparedExperiment):
     history: tuple[Segment, ...] = ()
     first: int = 0  # the round that it was restarted from
 
-    @classmethod
-    def make(
-        cls,
-        experiment: Experiment,
-        data_root: Path | None = None,
-        prepare: Callable[..., Path] = prepare,
-    ) -> Plan:
-        """Prepares the data, by `prepare` (see `raydpfl.data.prepare`). Raises `ConfigError` for
-        what the data or the accountants cannot give.
-        """
-        experiment.complete()
-        with as_fields(), single_blas():
-            foreseen = preview(experiment, data_root)  # before the data are touched
-            prepared = preparation.prepare_experiment(experiment, data_root, prepare)
-            outline = template(prepared.experiment, prepared.population, foreseen)
-            if outline and outline.survey:
-                survey = replace(outline.survey, clients=prepared.scored)
-                outline = replace(outline, survey=survey)
-            mechanism = calibrated(prepared, outline)
-        # the noise of a virtual cohort is scaled down to the clients that are simulated
-        stds = mechanism.sum_stds(prepared.cohort) if mechanism else {}
-        queries = prepared.experiment.bounding.queries()
-        unseen = prepared.experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
-        plan = cls(
-            **vars(prepared),
-            ratio=stds.get("updates", 0.0),
-            side_stds={query.name: stds.get(query.name, 0.0) * query.bound for query in queries},
-            mechanism=mechanism,
-            platform=provenance.of(unseen),
-        )
-        plan.check_budget()
-        return plan
+    @property
+    def cohort(self) -> int:
+        """The nominal size of a cohort."""
+        return self.experiment.selection.sampling(self.population).cohort
 
     def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
         """This plan for a run that has released `segments`: going on in the last of them, or
@@ -431,61 +407,32 @@ class Plan(PreparedExperiment):
         ]
 
 
-def preview(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
-    """The template of what is released, as far as the config determines it before the data are
-    touched: of so many clients with one sample each. None where the number of clients is unknown,
-    or sums have no noise.
-
-    Raises:
-        ConfigError: the selection does not fit so many clients, or no accountant covers it.
+def client_weights(experiment: Experiment, population: Population) -> np.ndarray:
+    """The factor float64 [N] of every client's contribution, computed once for all clients
+    together. Raises `ConfigError` where they are not N finite numbers.
     """
-    count = experiment.data.clients
-    if count is None:
-        return None
-    selection = experiment.selection
-    selection.fits(count)
-    return template(experiment, Population.balanced(count, selection.table(count, data_root)))
+    member = experiment.weights
 
+    def compute() -> np.ndarray:
+        count = len(population)
+        weights = np.asarray(member.of(population.sizes, population.samples, count))
+        if (
+            weights.dtype.kind not in "iuf"
+            or weights.shape != (count,)
+            or not np.isfinite(weights).all()
+        ):
+            expected = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, expected)
+        weights = weights.astype(np.float64, copy=False)
+        largest = float(np.abs(weights).max(initial=0.0))
+        if not 1e-15 <= largest <= 1e15:
+            expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
+            raise ConfigError("weights.kind", member.kind, expected)
+        corrections = experiment.selection.corrections(population)
+        return weights if corrections is None else weights * corrections
 
-def template(
-    experiment: Experiment, population: Population, foreseen: Mechanism | None = None
-) -> Mechanism | None:
-    """What is released, at noise multiplier 1: `foreseen` where its cohorts are sampled as those of
-    this population. None where sums have no noise. Raises `ConfigError` where none of the rigorous
-    accountants asked for covers it.
-    """
-    noise = experiment.noise
-
-    def cohorts() -> Sampling:
-        return experiment.selection.sampling(population)
-
-    if foreseen is not None and noise.sampling(cohorts()) == foreseen.sampling:
-        return foreseen
-    return noise.outline(experiment.setting(), cohorts)
-
-
-def calibrated(prepared: PreparedExperiment, outline: Mechanism | None) -> Release | None:
-    """What the run releases, with the noise that the config asks for; None: nothing is claimed.
-    Raises `ConfigError` where no noise meets what is asked for.
-    """
-    experiment = prepared.experiment
-    rounds = experiment.rounds
-    first = experiment.noise.calibrated_over(rounds) or rounds
-    facts = RunFacts(
-        setting=experiment.setting(),
-        seed=experiment.seed,
-        local=experiment.local,
-        sizes=prepared.population.sizes,
-        rounds=int(prepared.composed_rounds[-1]) or rounds,
-        calibrated=int(prepared.composed_rounds[first - 1]) or first,
-        weight=prepared.weight,
-        clients_left=prepared.clients_left,
-        draws=prepared.calibration_draws,
-        surveys=rounds // experiment.evaluate.every,
-        calibrated_surveys=first // experiment.evaluate.every,
-        data_root=prepared.data_root,
-    )
-    return experiment.noise.calibrated(outline, facts)
+    key = member.model_dump_json(), experiment.selection.model_dump_json()
+    return population.cached(key, compute)
 
 
 def seed_of(seed: int, restart: int) -> int:

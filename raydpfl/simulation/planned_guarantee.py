@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
+from raydpfl import models
 from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.methods import server
 from raydpfl.privacy import LocalSteps, Mechanism
 from raydpfl.privacy.calculator.answer import Budget, PersonalBudget, Unknown
 from raydpfl.privacy.calculator.solve import Question
 from raydpfl.privacy.local_steps import Participations
 from raydpfl.privacy.release_report import LocalStepsReport
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
-    from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 
 def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
@@ -36,13 +37,12 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     Raises:
         ConfigError: the run would be refused, or has no noise.
     """
-    from raydpfl.simulation.plan import Plan
 
     experiment = _without_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
-    plan = Plan.make(experiment, data_root)
+    plan = resolve(experiment, data_root)
     experiment = plan.experiment
     seen = Counter(
         client for clients in plan.draws(experiment.rounds) for client in clients.tolist()
@@ -87,9 +87,6 @@ def _lasts(plan: Plan, budget: float) -> str:
 def _without_model(experiment: Experiment) -> Experiment:
     """The experiment as far as it bears on privacy. A user's own model is not imported if its size
     does not count, and an own server not if no noise is correlated over the rounds."""
-    from raydpfl import models
-    from raydpfl.methods import server
-
     if experiment.accounted_with() & experiment.unread.keys():
         return experiment.imported()
     changes: dict[str, Any] = {}

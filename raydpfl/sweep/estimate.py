@@ -17,7 +17,7 @@ from pathlib import Path
 from raydpfl.core.hardware import cores
 from raydpfl.experiment import Experiment
 from raydpfl.runtime import runner
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import cache_root, keep_json, kept_json
 from raydpfl.sweep.timeouts import like, work
 from raydpfl.sweep.trials import name_of
@@ -140,7 +140,7 @@ def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
         return len(rows) >= TIMED
 
     experiment = experiment.model_copy(update={"track": ()})
-    Plan.make(experiment, root)  # data and noise are prepared once for all runs that share them
+    resolve(experiment, root)  # data and noise are prepared once for all runs that share them
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:
         runner.run(experiment, Path(folder) / "run", data_root=root, on_rows=enough)

@@ -25,7 +25,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import set_of
 from raydpfl.report.labels import counted
 from raydpfl.simulation import provenance
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import replace_file
 from raydpfl.sweep.driver import execute
 from raydpfl.sweep.optuna import Dashboard, guided, optuna
@@ -108,7 +108,7 @@ class SweepRunner(SearchRunner):
         probes = sweep.probes if searched else [first]
         for data in {probe.data.model_dump_json(): probe.data for probe in probes}.values():
             data.identity(resources.root)
-        Plan.make(first, resources.root)
+        resolve(first, resources.root)
         task = first.data.task
         if self.metric.partition("_")[2] == "accuracy" and "accuracy" not in task.scores():
             expected = f"{set_of(self.metric)}_loss; a {task.kind} has no accuracy"

@@ -1,10 +1,10 @@
 """Local training of a whole chunk of clients: the trainer, its backends, minibatches and layers.
 
-`raydpfl.methods.local` says what a step does with its gradient, `backend_choice.resolve` which
-backend does it, and `trainer.Trainer` does it. All backends have the mathematics of a plain loop
-over the clients and the loss of the task. All but compiled, which takes linear rules alone, carry
-out any rule and add corrections (`Scaffold`). All of them can clip every sample's gradient and add
-noise to every step (the loop sample by sample):
+`raydpfl.methods.local` says what a step does with its gradient, `choose_backend` of
+`backend_choice` which backend does it, and `trainer.Trainer` does it. All backends have the
+mathematics of a plain loop over the clients and the loss of the task. All but compiled, which takes
+linear rules alone, carry out any rule and add corrections (`Scaffold`). All of them can clip every
+sample's gradient and add noise to every step (the loop sample by sample):
 
 | backend       | for                                     | how                                    |
 |---------------|-----------------------------------------|----------------------------------------|
@@ -19,8 +19,8 @@ noise to every step (the loop sample by sample):
 >>> from torch import nn
 >>> from raydpfl.methods.local import Sgd
 >>> from raydpfl.models.tasks import Classification, Form, Target
->>> from raydpfl.training.backend_choice import resolve
+>>> from raydpfl.training.backend_choice import choose_backend
 >>> module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(5408, 10))
->>> resolve(module, Sgd(), Form((1, 28, 28), Target(classes=10), Classification()))
+>>> choose_backend(module, Sgd(), Form((1, 28, 28), Target(classes=10), Classification()))
 'convolutional'
 """

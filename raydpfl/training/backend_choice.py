@@ -7,7 +7,7 @@ one client after another keeps it waiting for the host.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
->>> resolve(module, Sgd(steps=20, batch=10), form)
+>>> choose_backend(module, Sgd(steps=20, batch=10), form)
 'compiled'
 """
 
@@ -44,7 +44,7 @@ Asked = tuple[Local, float | None, Precision, ParameterSplit]
 """What `lacking` is called with, after the backend."""
 
 
-def resolve(
+def choose_backend(
     module: nn.Module,
     local: Local,
     form: Form,

@@ -43,6 +43,7 @@ from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backends import base
 from raydpfl.training.trainer import Trainer
 
@@ -282,7 +283,7 @@ def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
 def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     done = audit(small(), canaries=120)
     assert done.runs == 2
-    plan = Plan.make(small())
+    plan = resolve(small())
     most = max(np.bincount(np.concatenate(plan.draws(6))))
     hidden, known, single = done.views
     of_run = {(g.observer, g.sampling.knows): g.epsilon for g in plan.guarantees(6, {0: int(most)})}

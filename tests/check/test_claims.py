@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, holding, sentences
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 UNEQUAL = {
     "data": {"sizes": {"kind": "power-law"}},
@@ -55,12 +57,12 @@ class NoNumber(ByTheMean):
 
 
 def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_population():
-    plan = Plan.make(experiment(**UNEQUAL, weights=ByTheMean()))
+    plan = resolve(experiment(**UNEQUAL, weights=ByTheMean()))
     sizes = plan.population.sizes
     few = np.argsort(sizes)[:5]
     np.testing.assert_array_equal(plan.weights(few), (sizes / sizes.mean())[few])
     assert plan.weight == sizes.max() / sizes.mean() > 2
-    assert plan.weight == Plan.make(experiment(**UNEQUAL, weights={"kind": "data"})).weight
+    assert plan.weight == resolve(experiment(**UNEQUAL, weights={"kind": "data"})).weight
 
 
 def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_path):
@@ -68,7 +70,7 @@ def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_pat
     accountants were told.
     """
     result = run(experiment(**UNEQUAL, weights=ByTheMean()), tmp_path / "run")
-    sizes = Plan.make(experiment(**UNEQUAL, weights=ByTheMean())).population.sizes
+    sizes = resolve(experiment(**UNEQUAL, weights=ByTheMean())).population.sizes
     assert result.rounds["noise_std"].to_pylist() == [2.0 * sizes.max() / sizes.mean()] * 4
 
 
@@ -76,14 +78,14 @@ def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp
     with pytest.raises(
         RunError, match=r"weights\.kind .*Drifting gives a client weight .* accounted for"
     ):
-        plan = Plan.make(experiment(**UNEQUAL, weights=Drifting()))
+        plan = resolve(experiment(**UNEQUAL, weights=Drifting()))
         again = Plan(**{**vars(plan), "population": type(plan.population)(plan.population.sizes)})
         again.weights(np.arange(len(again.population)))
 
 
 def test_a_weight_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match=r"weights.kind = .*finite numbers, one per client"):
-        Plan.make(experiment(**UNEQUAL, weights=NoNumber()))
+        resolve(experiment(**UNEQUAL, weights=NoNumber()))
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])
@@ -94,14 +96,12 @@ def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_larg
     noise = {"kind": "gaussian", "multiplier": 2.0, "placement": placement}
     unequal = experiment(**{**UNEQUAL, "noise": noise}, weights={"kind": "data"}, rounds=2)
     assert audit(unequal, canaries=50).passed
-    make = Plan.make.__func__
-    weights = Plan.make(unequal).weights(np.arange(50))
+    weights = resolve(unequal).weights(np.arange(50))
 
-    def by_the_mean(cls, *arguments):
-        plan = make(cls, *arguments)
-        return Plan(**{**vars(plan), "weight": 1.0})
+    def by_the_mean(*arguments):
+        return replace(resolve(*arguments), weight=1.0)
 
-    monkeypatch.setattr(Plan, "make", classmethod(by_the_mean))
+    monkeypatch.setattr("raydpfl.audit.resolve", by_the_mean)
     monkeypatch.setattr(Plan, "weights", lambda self, clients: weights[clients])
     failed = {check.name for check in audit(unequal, canaries=50).checks if not check.passed}
     assert "bounds" in failed
@@ -128,11 +128,11 @@ def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula
 def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     memory = {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}
     with pytest.raises(ConfigError, match=r"privacy\.budget.*alpha_norm_ec"):
-        Plan.make(experiment(**memory, privacy={"accountants": ["pld"], "budget": 2.0}))
+        resolve(experiment(**memory, privacy={"accountants": ["pld"], "budget": 2.0}))
     uncovered = {"selection": {"kind": "multinomial", "cohort": 20}}
     with pytest.raises(ConfigError, match=r"privacy.accountants = 'rdp'"):
-        Plan.make(experiment(**uncovered, privacy={"accountants": ["rdp"], "budget": 2.0}))
-    assert Plan.make(
+        resolve(experiment(**uncovered, privacy={"accountants": ["rdp"], "budget": 2.0}))
+    assert resolve(
         experiment(**uncovered, privacy={"accountants": ["paper"], "budget": 2.0})
     ).rigorous == ("pld",)
 
@@ -154,11 +154,11 @@ def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
 
 def test_noise_is_calibrated_by_the_first_accountant_that_can_tell_an_epsilon():
     noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-15}
-    alone = Plan.make(experiment(noise=noise, privacy={"accountants": ["rdp"]}, rounds=40))
-    both = Plan.make(experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]}, rounds=40))
+    alone = resolve(experiment(noise=noise, privacy={"accountants": ["rdp"]}, rounds=40))
+    both = resolve(experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]}, rounds=40))
     assert both.ratio == alone.ratio
     with pytest.raises(ConfigError, match=r"noise\.delta"):
-        Plan.make(experiment(noise=noise, privacy={"accountants": ["pld"]}, rounds=40))
+        resolve(experiment(noise=noise, privacy={"accountants": ["pld"]}, rounds=40))
 
 
 def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
@@ -232,7 +232,7 @@ def test_amplification_of_clients_with_memory_is_rigorous_only_where_a_proof_is_
 )
 def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
     noise = {"kind": "gaussian", "multiplier": 2.0, "placement": placement}
-    plan = Plan.make(experiment(**clients, noise=noise, rounds=6))
+    plan = resolve(experiment(**clients, noise=noise, rounds=6))
     for t in range(6):
         proved = min(
             one.epsilon
@@ -258,14 +258,14 @@ def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
     with pytest.raises(
         ConfigError, match=r"noise\.epsilon = 8\.0: expected none here, as no proof holds"
     ):
-        Plan.make(experiment(**clients, noise=noise))
+        resolve(experiment(**clients, noise=noise))
     proved = {"selection": {"kind": "poisson", "cohort": 20}}
     if "bounding" in clients:
-        assert Plan.make(experiment(**clients, noise=noise, **proved)).mechanism.private
+        assert resolve(experiment(**clients, noise=noise, **proved)).mechanism.private
 
 
 def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
-    plan = Plan.make(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
+    plan = resolve(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
     assert "scaffold" in plan.mechanism.unproved
     assert {one.kind for one in plan.guarantees(4, {3: 2}) if "hidden" in str(one.sampling)} == {
         "unproven"
@@ -346,12 +346,12 @@ class Spoilt(ByTheMean):
 @pytest.mark.parametrize("size", [{"multiplier": 1.0}, {"std": 1.0}])
 def test_weights_that_cannot_be_accounted_for_are_refused_in_one_line(says, size):
     with pytest.raises(ConfigError, match=r"weights\.kind = .*Spoilt.*: expected one whose "):
-        Plan.make(experiment(weights=Spoilt(says=says), noise={"kind": "gaussian", **size}))
+        resolve(experiment(weights=Spoilt(says=says), noise={"kind": "gaussian", **size}))
 
 
 def test_no_member_changes_the_sizes_that_accountants_read():
     with pytest.raises(ValueError, match="output array is read-only"):
-        Plan.make(experiment(weights=Spoilt(says="doubles")))
+        resolve(experiment(weights=Spoilt(says="doubles")))
 
 
 @pytest.mark.parametrize(
@@ -363,12 +363,12 @@ def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(s
     client's state holds.
     """
     steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
-    plan = Plan.make(experiment(local=steps, selection=selection))
+    plan = resolve(experiment(local=steps, selection=selection))
     kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}
     assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
     assert {one.observer for one in holding(plan.guarantees(4, {3: 2}))} == {"every single update"}
     with pytest.raises(ConfigError, match=r"privacy\.budget.*holds its own; with scaffold"):
-        Plan.make(
+        resolve(
             experiment(
                 local=steps, selection=selection, privacy={"accountants": ["pld"], "budget": 1e3}
             )

@@ -18,8 +18,8 @@ from raydpfl import run
 from raydpfl.cli import app
 from raydpfl.config.registry import load
 from raydpfl.errors import ConfigError, RunError, brief, contained, traceback_text
-from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage import files
 
 
@@ -70,8 +70,8 @@ def test_a_table_of_one_row_per_client_says_to_give_test_rows(tmp_path):
         match=r"data.test = None: expected a table that leaves .* or a file of test rows: "
         r"each client keeps",
     ):
-        Plan.make(experiment(data=data))
-    assert Plan.make(experiment(data={**data, "test": data["train"]})).population.samples == 30
+        resolve(experiment(data=data))
+    assert resolve(experiment(data={**data, "test": data["train"]})).population.samples == 30
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_gap_in_the_labels_or_a_single_class_is_warned_of_at_every_run(
     for _ in range(2):  # the second time the data are in the cache
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            Plan.make(experiment(data=data, selection={"kind": "full"})).check_claims()
+            resolve(experiment(data=data, selection={"kind": "full"})).check_claims()
         assert any(said in each.message for each in caplog.records) if said else not caplog.records
 
 

@@ -18,7 +18,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods import bounding, local, noise, selection, server, weights
 from raydpfl.methods.selection.response_times import Response
 from raydpfl.privacy import budgets
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 FAMILIES = {
     "bounding": (bounding.FAMILY, bounding.Bounding),
@@ -65,7 +65,7 @@ def mine(tmp_path, monkeypatch):
 
 def refused(**sections) -> str:
     with pytest.raises(ConfigError) as caught:
-        Plan.make(experiment(**sections))
+        resolve(experiment(**sections))
     return str(caught.value)
 
 
@@ -413,12 +413,12 @@ class Said(ByServer):
 def test_a_noise_of_ones_own_states_its_delta_by_a_field_or_by_terms(name, key, wrong, mine):
     mine(DELTAS)
     asked = experiment(noise={"kind": f"mine:{name}"})
-    guarantees = Plan.make(asked).guarantees(2, {0: 2})
+    guarantees = resolve(asked).guarantees(2, {0: 2})
     assert {one.delta for one in guarantees} == {1e-3}
     with pytest.raises(
         ConfigError, match=r"noise.delta = 1.0: expected a number above 0 and below 1"
     ):
-        Plan.make(experiment(noise={"kind": f"mine:{name}", key: wrong}))
+        resolve(experiment(noise={"kind": f"mine:{name}", key: wrong}))
 
 
 @pytest.mark.parametrize("bounding", [{"kind": "none"}, {"kind": "per_sample_clip", "bound": 1.0}])
@@ -431,7 +431,7 @@ def test_a_noise_of_ones_own_is_refused_where_nothing_bounds_what_clients_send(
     with pytest.raises(
         ConfigError, match=rf"bounding.kind = '{bounding['kind']}': expected one that bound"
     ):
-        Plan.make(experiment(noise={"kind": f"mine:{name}"}, bounding=bounding))
+        resolve(experiment(noise={"kind": f"mine:{name}"}, bounding=bounding))
 
 
 def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
@@ -451,9 +451,9 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched():
     with pytest.raises(
         ConfigError, match=r"selection.cohort = 51: expected at most the population of 50"
     ):
-        Plan.make(experiment(selection={"cohort": 51}), prepare=untouched)
+        resolve(experiment(selection={"cohort": 51}), prepare=untouched)
     with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
-        Plan.make(experiment(privacy={"relation": "add_remove"}), prepare=untouched)
+        resolve(experiment(privacy={"relation": "add_remove"}), prepare=untouched)
 
 
 def test_queries_whose_answers_nothing_takes_up_are_refused(mine):

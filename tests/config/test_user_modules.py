@@ -16,8 +16,8 @@ from raydpfl import models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
-from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def of(name: str, **sections):
 @pytest.mark.parametrize("name", ["Numpy", "Python", "Torch", "Starts", "Tensor"])
 def test_what_a_module_draws_is_keyed_by_its_client(name, clipped, tmp_path):
     few = {"rounds": 2, "data": {"clients": 12}, "selection": {"cohort": 6}}
-    plan = Plan.make(of(name, **few, **(CLIPPED if clipped else {})))
+    plan = resolve(of(name, **few, **(CLIPPED if clipped else {})))
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -181,7 +181,7 @@ def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
 
 def test_clients_draw_numbers_of_their_own(tmp_path):
     differ = [
-        carried_out(Plan.make(of("Numpy", seed=seed)), tmp_path / str(seed)).parameters()
+        carried_out(resolve(of("Numpy", seed=seed)), tmp_path / str(seed)).parameters()
         for seed in (1, 2)
     ]
     assert not np.array_equal(*differ)
@@ -201,16 +201,16 @@ def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path)
 @pytest.mark.parametrize("actors", [None, 2])
 def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actors, tmp_path):
     with pytest.raises(RunError, match=f"model.kind own_modules:{name} keeps something"):
-        carried_out(Plan.make(of(name, client={"backend": "loop"})), tmp_path / "out", actors)
+        carried_out(resolve(of(name, client={"backend": "loop"})), tmp_path / "out", actors)
 
 
 def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_chunk_at_once():
     module = models.build(of("Numpy").model, form((1, 28, 28)), 0)
-    assert resolve(module, Sgd(), form((1, 28, 28))) == "loop"
+    assert choose_backend(module, Sgd(), form((1, 28, 28))) == "loop"
     with pytest.raises(
         ConfigError, match=r"client.backend = 'vmap': expected .* draws from np.random"
     ):
-        resolve(module, Sgd(), form((1, 28, 28)), backend="vmap")
+        choose_backend(module, Sgd(), form((1, 28, 28)), backend="vmap")
 
 
 def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
@@ -219,7 +219,7 @@ def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
 
 
 def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
-    plan = Plan.make(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
+    plan = resolve(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
     inline = carried_out(plan, tmp_path / "inline")
     for actors in (0, 3):
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)

@@ -30,8 +30,8 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
 from raydpfl.runtime.worker import ready
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.layers.pooled_convolution import Filters, Window
 from raydpfl.training.minibatches import batches
 from raydpfl.training.span_noise import spanned_pays
@@ -590,13 +590,13 @@ def no_compiler(monkeypatch, tmp_path):
 def test_without_a_compiler_clients_train_another_way_and_are_said_to(no_compiler, caplog):
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
     assert native.library() is None
-    assert resolve(module, Sgd(), form((36,), 4)) == "fused"
+    assert choose_backend(module, Sgd(), form((36,), 4)) == "fused"
     assert "half the time: nothing is compiled here" in caplog.text
     images = form((1, 8, 8), 4)
     cnn = models.build(models.parse({"kind": "cnn", "width": 0.1}), images, seed=0)
-    assert resolve(cnn, Sgd(), images) == "loop"
+    assert choose_backend(cnn, Sgd(), images) == "loop"
     with pytest.raises(ConfigError, match=r"'no-such-compiler'.*install a C compiler, or name"):
-        resolve(module, Sgd(), form((36,), 4), "compiled")
+        choose_backend(module, Sgd(), form((36,), 4), "compiled")
 
 
 @needs
@@ -842,7 +842,7 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(
     with monkeypatch.context() as home:
         home.setenv("CC", "cc")
         native.library_or_reason.cache_clear()
-        plan = Plan.make(experiment(client={"backend": "compiled"}))
+        plan = resolve(experiment(client={"backend": "compiled"}))
     native.library_or_reason.cache_clear()
     with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
         ready(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())

@@ -27,7 +27,7 @@ from raydpfl.data.row_readers import ClientTable, FileRows, GeneratedRows, Mappe
 from raydpfl.data.shard_files import BATCH_BYTES
 from raydpfl.errors import ConfigError
 from raydpfl.runtime.runner import run
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_samples_that_clients_share_are_stored_once(form, validation):
 def test_a_guarantee_says_that_it_is_not_for_samples_that_several_clients_hold():
     keys = {"kind": "fashion_mnist_mini", "clients": 50, "partition": SHARED["even"]}
     for more, expected in (({"data": keys}, True), ({}, False)):
-        (guarantee,) = Plan.make(experiment(**more)).guarantees(4, {})[:1]
+        (guarantee,) = resolve(experiment(**more)).guarantees(4, {})[:1]
         assert guarantee.unit == "client"
         said = any("a sample that several clients hold" in each for each in guarantee.exclusions)
         assert said == expected

@@ -18,7 +18,8 @@ from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
 
@@ -91,7 +92,7 @@ def test_what_one_sample_of_a_text_is_is_said_where_samples_are_protected(tmp_pa
         values["model"] = {"kind": "char_lstm", "hidden": 4, "layers": 1}
         values["selection"] = {"kind": "uniform", "cohort": 1}
         values["noise"] = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3}
-        plan = Plan.make(experiment(**values))
+        plan = resolve(experiment(**values))
         assert any(said in each for each in plan.mechanism.exclusions) == protects
 
 
@@ -187,7 +188,7 @@ def test_models_of_tokens_train_in_every_way_that_fits_as_the_loop_does(kind, cl
         ("char_lstm", None): "loop", ("char_lstm", 0.3): "loop",
         ("transformer", None): "vmap", ("transformer", 0.3): "layerwise",
     }  # fmt: skip
-    assert resolve(module, local, TOKENS, clip=clip) == expected[kind, clip]
+    assert choose_backend(module, local, TOKENS, clip=clip) == expected[kind, clip]
     generator = np.random.default_rng(0)
     x = TOKENS.inputs(15, generator).view(3, 5, 6)
     y = TOKENS.task.made_up(generator, 15, TOKENS.outputs).view(3, 5, 6)
@@ -250,7 +251,7 @@ def by_the_book(plan: Plan) -> torch.Tensor:
 def test_a_run_on_speakers_is_the_plain_loop_of_torch(kind, tmp_path):
     none = {"kind": "none"}
     asked = text_experiment(tmp_path, kind, noise=none, bounding=none)
-    expected = by_the_book(Plan.make(asked))
+    expected = by_the_book(resolve(asked))
     found = run(asked, out=tmp_path / "out")
     assert torch.allclose(models.flatten(found.model), expected, atol=1e-5)
 
@@ -261,7 +262,7 @@ def test_private_runs_on_text_have_the_same_bits_wherever_they_are_carried_out(
     kind, bounding, tmp_path
 ):
     asked = text_experiment(tmp_path, kind, bounding={"kind": bounding, "bound": 0.5})
-    plan = Plan.make(asked)
+    plan = resolve(asked)
     one, *others = (carried_out(plan, tmp_path / f"{n}", n) for n in (None, 2, 0))
     for other in others:
         assert all(map(np.array_equal, one.totals, other.totals))

@@ -14,7 +14,7 @@ from raydpfl import data, models
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 ROWS = [
     ("A good film.", "pos", "u"),
@@ -205,6 +205,6 @@ def test_a_run_on_texts_is_private_and_its_guarantee_names_the_vocabulary(tmp_pa
         "bounding": {"kind": "clip", "bound": 1.0},
         "noise": {"kind": "gaussian", "multiplier": 1.0},
     }
-    plan = Plan.make(Experiment.from_dict(tree))
+    plan = resolve(Experiment.from_dict(tree))
     assert any("data.vocabulary" in each for each in plan.mechanism.exclusions)
     assert Shards.open(plan.shards).tokens == 6 and plan.d == 6 * 4 + 4 * 2 + 2

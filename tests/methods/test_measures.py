@@ -23,7 +23,7 @@ from raydpfl.methods.probes.clipping import BoundingProbe
 from raydpfl.methods.probes.trajectory import together
 from raydpfl.methods.selection.privacy_aware_solver import solve
 from raydpfl.privacy import paper_formulas
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
 
@@ -272,7 +272,7 @@ def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
         "u": 1.0,
         "v": 1.0,
     }
-    plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
+    plan = resolve(experiment(data=data, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
     model = models.flatten(module).numpy()
@@ -330,7 +330,7 @@ class DrawnLabels:
 def test_clients_without_a_minimum_are_left_out_and_counted(features, bias):
     """Of 40 clients without an L2 term a linear program says which these are."""
     data = {"kind": "synthetic", "clients": 40, "features": features, "classes": 3, "samples": 15}
-    plan = Plan.make(experiment(data=data, selection={"kind": "full"}))
+    plan = resolve(experiment(data=data, selection={"kind": "full"}))
     shards = DrawnLabels(Shards.open(plan.shards), features)
     task = plan.experiment.data.task
     module = torch.nn.Linear(features, 3, bias=bias)
@@ -382,7 +382,7 @@ def test_the_suboptimality_of_quadratics_is_exact(decay, tmp_path):
     local = {**STEPPED["local"], "weight_decay": decay}
     sections = {**QUIET, **STEPPED, "local": local, "measure": ["suboptimality", "trajectory"]}
     result = run(experiment(**sections, rounds=6), tmp_path / "out")
-    x, y = rows_of(Shards.open(Plan.make(experiment(**sections)).shards))
+    x, y = rows_of(Shards.open(resolve(experiment(**sections)).shards))
     wide = np.concatenate([x / math.sqrt(len(x)), math.sqrt(decay) * np.eye(6)])
     target = np.concatenate([y / math.sqrt(len(x)), np.zeros(6)])
     best = np.linalg.lstsq(wide, target, rcond=None)[0]
@@ -407,7 +407,7 @@ def test_where_the_optimum_is_a_plane_the_distance_is_to_its_nearest_point(tmp_p
     data = {"kind": "quadratics", "clients": 1, "dimension": 2, "rank": 1}
     sections = {**QUIET, **STEPPED, "data": data, "measure": ["suboptimality", "trajectory"]}
     result = run(experiment(**sections), tmp_path / "out")
-    x, y = rows_of(Shards.open(Plan.make(experiment(**sections)).shards))
+    x, y = rows_of(Shards.open(resolve(experiment(**sections)).shards))
     path = path_of(tmp_path / "out", 2).astype(float)
     off = np.abs(path @ x[0] - y[0])
     expected = off / np.linalg.norm(x[0])
@@ -429,7 +429,7 @@ def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path
         "rounds": 5,
     }
     result = run(experiment(**sections), tmp_path / "out")
-    shards = Shards.open(Plan.make(experiment(**sections)).shards)
+    shards = Shards.open(resolve(experiment(**sections)).shards)
     best = softmax_minimum(shards, list(range(6)))
     path = path_of(tmp_path / "out", 610).astype(float)
     gaps = [softmax_loss(w, shards, list(range(6)))[0] - best for w in path[1:]]
@@ -452,7 +452,7 @@ def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path
 )
 def test_suboptimality_is_refused_where_there_is_no_optimum_to_find(sections, field):
     with pytest.raises(ConfigError, match=field):
-        Plan.make(experiment(**sections, measure=["suboptimality"]))
+        resolve(experiment(**sections, measure=["suboptimality"]))
 
 
 def test_a_resumed_run_has_the_suboptimality_of_the_whole(tmp_path):
@@ -530,7 +530,7 @@ def test_no_stationary_point_is_given_where_it_would_be_another_algorithms(secti
     for name, values in sections.items():
         around[name] = values if "kind" in values else {**around.get(name, {}), **values}
     with pytest.raises(ConfigError, match=rf"^{field} = "):
-        Plan.make(experiment(**around))
+        resolve(experiment(**around))
 
 
 def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
@@ -545,7 +545,7 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     }
     asked = experiment(**sections)
     run(asked, tmp_path / "out")
-    plan = Plan.make(asked)
+    plan = resolve(asked)
     rows = pq.read_table(tmp_path / "out" / "selection.parquet").to_pandas()
     sizes = plan.population.sizes
     assert rows["client"].tolist() == list(range(12))
@@ -577,7 +577,7 @@ def test_a_selection_without_draws_has_no_probabilities(tmp_path):
 
 @pytest.mark.slow
 def test_clients_with_the_same_data_are_not_heterogeneous(tmp_path):
-    plan = Plan.make(experiment(data={"clients": 1}, selection={"kind": "full"}))
+    plan = resolve(experiment(data={"clients": 1}, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
     start = models.flatten(module).numpy()

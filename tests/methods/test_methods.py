@@ -27,6 +27,7 @@ from raydpfl.simulation import planned_guarantee
 from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.minibatches import batches
 
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
@@ -179,7 +180,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
         client={"backend": "fused"},  # which draws the noise on all weights for every client
     )
     result = run(plain, tmp_path / "out")
-    plan = Plan.make(plain)
+    plan = resolve(plain)
     shards = Shards.open(plan.shards)
     sizes = np.asarray(Shards.open(plan.shards).sizes)
     cohort = plain.selection.draw(plain.seed, 0, plan.population)
@@ -305,7 +306,7 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
         for key, value in overrides.items():
             section, field = key.split(".")
             tree[section][field] = value
-        plan = Plan.make(Experiment.from_dict(tree))
+        plan = resolve(Experiment.from_dict(tree))
         seen = plan.participations(2)
         plan.check_claims()
         said = {each.accountant: each for each in plan.guarantees(2, seen)}
@@ -350,7 +351,7 @@ def test_000_001_and_003_have_their_papers_noise_and_the_exact_one_at_one_epsilo
     said = {}
     for calibration in ("paper", "rigorous"):
         sized = {**noise, "calibration": calibration}
-        plan = Plan.make(experiment(**OF_SUMS[method], noise=sized, privacy=asked))
+        plan = resolve(experiment(**OF_SUMS[method], noise=sized, privacy=asked))
         plan.check_claims()
         guarantees = plan.guarantees(4, plan.participations(4))
         assert {each.delta for each in guarantees if "Theorem 5" not in each.accountant} == {1e-3}
@@ -382,7 +383,7 @@ def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp
         rounds=1,
     )
     result = run(chosen, tmp_path / "out")
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     shards = Shards.open(plan.shards)
     module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
     candidates = chosen.selection.exposed(chosen.seed, 0, plan.population)
@@ -422,7 +423,7 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
     and no line of its ledger holds an exact one.
     """
     chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure=["clients"], rounds=3)
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     exact = []
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
@@ -472,7 +473,7 @@ CHOSEN = {
 
 def test_noise_for_the_chosen_is_that_of_a_blind_choice_among_the_candidates():
     chosen = experiment(**CHOSEN)
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     blind = np.zeros(12, np.int64)
     candidates = np.zeros(12, np.int64)
     for t in range(4):
@@ -492,14 +493,14 @@ def test_noise_for_the_chosen_is_that_of_a_blind_choice_among_the_candidates():
     ).stds
     assert np.array_equal(plan.mechanism.stds, expected)
     assert ((expected > 0) == (candidates > 0)).all()
-    more = Plan.make(experiment(**{**CHOSEN, "selection": CHOICE})).mechanism.stds
+    more = resolve(experiment(**{**CHOSEN, "selection": CHOICE})).mechanism.stds
     fewer = counts < candidates
     assert (more[fewer] > expected[fewer]).all()
 
 
 def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous(tmp_path, caplog):
     chosen = experiment(**CHOSEN)
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     result = run(chosen, tmp_path / "out")
     assert "protects" in caplog.text and "as if cohorts were drawn blindly" in caplog.text
     clients = pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_numpy()
@@ -517,7 +518,7 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
     assert said["Xu 2026 of the chosen"].kind == "paper"
     assert {each["accountant"] for each in result.summary["holds"]} == {"pld"}
     assert result.rounds["epsilon_pld"][-1].as_py() == said["pld"].epsilon
-    whole = Plan.make(experiment(**{**CHOSEN, "selection": CHOICE}))
+    whole = resolve(experiment(**{**CHOSEN, "selection": CHOICE}))
     assert not whole.of_the_chosen(4, {1: 1})
 
 
@@ -531,7 +532,7 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
         noise={"kind": "gaussian", "epsilon": 9.0, "placement": placement},
         privacy=accountants,
     )
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     z = plan.mechanism.noise_multiplier
     most = max(plan.participations(4).values())
     result = run(chosen, tmp_path / "out")
@@ -540,7 +541,7 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
     assert 8.99 < spent <= 9.0
     assert spent == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
     assert plan.sum_std(1.0) == pytest.approx(z)
-    exact = Plan.make(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
+    exact = resolve(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
     assert z > 1.02 * exact.mechanism.noise_multiplier
     by = {(each.accountant, each.observer): each for each in result.guarantees}
     if placement == "client":
@@ -572,11 +573,11 @@ def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_c
         "data": {"clients": 15},
     }
     chosen = experiment(**given, privacy={"accountants": ["pld", "rdp"]})
-    plan = Plan.make(chosen)
+    plan = resolve(chosen)
     result = run(chosen, tmp_path / "out")
     counts = plan.participations(4)
     exact = {**given, "selection": {**given["selection"], "loss_std": 0.0}}
-    quiet = Plan.make(experiment(**exact, privacy={"accountants": ["pld", "rdp"]}))
+    quiet = resolve(experiment(**exact, privacy={"accountants": ["pld", "rdp"]}))
     assert plan.mechanism.side_query.std == 0.05 and quiet.mechanism.side_query is None
     for row in pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist():
         k = row["client"]
@@ -596,8 +597,8 @@ def test_noised_losses_are_accounted_for_beside_noise_at_local_steps_client_by_c
 
 def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
     adaptive = {"kind": "quantile_clip", "bound": 0.1}
-    plan = Plan.make(experiment(selection=NOISED, bounding=adaptive))
-    counted = Plan.make(experiment(selection={**NOISED, "loss_std": 0.0}, bounding=adaptive))
+    plan = resolve(experiment(selection=NOISED, bounding=adaptive))
+    counted = resolve(experiment(selection={**NOISED, "loss_std": 0.0}, bounding=adaptive))
     assert (plan.ratio, plan.side_stds) == (counted.ratio, counted.side_stds)
     mu = [each.mechanism.mu("replace_one") for each in (plan, counted)]
     assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
@@ -622,7 +623,7 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
         noise={"kind": "gaussian", "epsilon": 5.0},
         rounds=20,
     )
-    plan = Plan.make(dropping)
+    plan = resolve(dropping)
     kept = [len(dropping.selection.draw(dropping.seed, t, plan.population)) for t in range(20)]
     assert min(kept) < 20
     assert plan.client_std(1.0) * math.sqrt(min(kept)) == pytest.approx(plan.sum_std(1.0))
@@ -641,7 +642,7 @@ def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_
             "virtual_population": 10_000,
         }
     )
-    plan = Plan.make(virtual)
+    plan = resolve(virtual)
     assert plan.sum_std(1.0) / plan.experiment.selection.divisor(plan.population) == pytest.approx(
         2.0 / 200
     )
@@ -671,7 +672,7 @@ def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_ampl
     """What the others remember tells of their own draws, and those of a client's, unless all draw
     on their own.
     """
-    exclusions = Plan.make(
+    exclusions = resolve(
         experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})
     ).mechanism.exclusions
     assert any("proved for clients without state" in each for each in exclusions) == says
@@ -690,7 +691,7 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
     asked = experiment(
         selection=selection, noise=noise, rounds=12, privacy={"accountants": ["rdp", "paper"]}
     )
-    plan = Plan.make(asked)
+    plan = resolve(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
     answer = planned_guarantee.of_config(asked).answers[-1]
@@ -704,7 +705,7 @@ def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
         "np.full(len(sizes), -3.0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    plan = Plan.make(experiment(weights={"kind": "mine_weights:Signed"}))
+    plan = resolve(experiment(weights={"kind": "mine_weights:Signed"}))
     assert plan.weight == 3.0 and plan.sum_std(1.0) == pytest.approx(3.0)  # noise multiplier 1
     sys.modules.pop("mine_weights")
 
@@ -716,7 +717,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         "privacy": {"accountants": ["pld"]},
     }
     noise = {"kind": "banded_gaussian", "multiplier": 4.0, "bands": 5}
-    plan = Plan.make(experiment(**turns, noise=noise))
+    plan = resolve(experiment(**turns, noise=noise))
     found = plan.guarantees(40, {0: 8})
     assert found[0].epsilon == pytest.approx(
         privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5), rel=1e-6
@@ -726,7 +727,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
     spread = {}
     for bands in (1, 5):
         coordinator = Coordinator(
-            Plan.make(experiment(**turns, noise={**noise, "bands": bands})),
+            resolve(experiment(**turns, noise={**noise, "bands": bands})),
             str(tmp_path / str(bands)),
         )
         (tmp_path / str(bands)).mkdir()
@@ -734,7 +735,7 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
     assert spread[5] < 0.75 * spread[1]
     with pytest.raises(ConfigError, match=r"noise.bands = 6: expected at most 5"):
-        Plan.make(experiment(**turns, noise={**noise, "bands": 6}))
+        resolve(experiment(**turns, noise={**noise, "bands": 6}))
 
 
 CLIPPED = "bounding: {kind: per_sample_clip, bound: 0.5}"
@@ -746,7 +747,7 @@ REFUSED = messages("methods")
 @pytest.mark.parametrize("sections", REFUSED)
 def test_what_does_not_go_together_is_refused(sections):
     with pytest.raises(ConfigError, match=REFUSED[sections]):
-        Plan.make(experiment(**yaml.safe_load(f"{{{sections}}}")))
+        resolve(experiment(**yaml.safe_load(f"{{{sections}}}")))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric
 from raydpfl.models.tasks import Form, Target
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.tables import StoredTable
 
 CLASSES = Form((2,), Target((), 3), tasks.parse("classification"))
@@ -382,7 +382,7 @@ def test_the_mode_says_which_way_is_better():
 
 
 def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeypatch):
-    coordinator = Watched(Plan.make(stopping()), str(tmp_path))
+    coordinator = Watched(resolve(stopping()), str(tmp_path))
     coordinator.start()
     coordinator.round()
     monkeypatch.delattr(StoredTable, "arrow")
@@ -402,10 +402,10 @@ def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):
     asked = {"every": 2, "batch": 37, "validation": validation, "per_client": metric}
     made = experiment(data=sizes, evaluate=asked)
     found = run(made, tmp_path / "a")
-    shards = Shards.open(Plan.make(made).shards)
+    shards = Shards.open(resolve(made).shards)
     if validation:
         x, y = (np.concatenate(part) for part in zip(*shards.validation(1000), strict=True))
-        before = Shards.open(Plan.make(experiment(data=sizes)).shards).sizes
+        before = Shards.open(resolve(experiment(data=sizes)).shards).sizes
         rows = before - shards.sizes
     else:
         rows = np.array(shards.sizes)

@@ -117,10 +117,10 @@ def test_what_a_run_starts_from_is_named_as_not_counted_and_keys_its_noise(finis
     )
 
     def plan(file):
-        from raydpfl.simulation.plan import Plan
+        from raydpfl.simulation.resolution import resolve
 
         init = None if file is None else str(tmp_path / file)
-        return Plan.make(experiment(rounds=2, model={**TIED, "init": init}))
+        return resolve(experiment(rounds=2, model={**TIED, "init": init}))
 
     seeds = {
         name: plan(name).noise_seed for name in (None, "first.safetensors", "other.safetensors")

@@ -19,8 +19,8 @@ from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
-from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
 
@@ -129,7 +129,7 @@ def test_every_way_that_takes_a_task_trains_as_a_plain_loop_does(name, clip):
     for backend in ("compiled", "fused", "layerwise", "vmap", "loop"):
         if backend != "loop":
             try:
-                resolve(made(name), LOCAL, of, backend, clip)
+                choose_backend(made(name), LOCAL, of, backend, clip)
             except ConfigError:
                 continue
         trainer = Trainer(made(name), LOCAL, backend=backend, seed=4, clip=clip, task=of.task)
@@ -285,7 +285,7 @@ def test_integers_and_targets_per_position_are_kept_as_they_are(tmp_path):
 @pytest.mark.slow
 def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path):
     """Inline, on an actor per client and on two, which are dealt chunks and batches."""
-    plan = Plan.make(letters(evaluate={"every": 2, "validation": 0.3}))
+    plan = resolve(letters(evaluate={"every": 2, "validation": 0.3}))
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
     scores = [
         pq.read_table(each.out / "rounds.parquet")["validation_accuracy"].to_pylist()
@@ -337,15 +337,15 @@ class Single(tasks.Classification):
 )
 def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
     with pytest.raises(ConfigError, match=reason):
-        resolve(flat(3), LOCAL, form((INPUTS,), 3, task))
+        choose_backend(flat(3), LOCAL, form((INPUTS,), 3, task))
 
 
 def test_a_loss_without_a_closed_form_is_trained_by_backends_that_differentiate_it(caplog):
     flats = {name: of for name, (_, of, _) in CASES.items() if not of.tokens}
     for name, of in flats.items():
         closed = of.task.closed() is not None
-        backend = resolve(made(name), LOCAL, of)
+        backend = choose_backend(made(name), LOCAL, of)
         assert (backend in ("compiled", "fused")) == closed and (closed or backend == "vmap")
-        clipping = resolve(made(name), LOCAL, of, clip=1.0)
+        clipping = choose_backend(made(name), LOCAL, of, clip=1.0)
         assert clipping in (("compiled", "fused") if closed else ("layerwise",))
     assert not caplog.messages

@@ -29,7 +29,7 @@ from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.methods.noise.keyed_noise import query_noise, server_noise, survey_noise
 from raydpfl.runtime.runner import run
 from raydpfl.simulation import noise_monitor
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 
 class Asking(QuantileClip):
@@ -55,7 +55,7 @@ class Asking(QuantileClip):
 def test_queries_of_one_name_are_refused(names):
     bounding = {"kind": f"{__name__}:Asking", "bound": 0.5, "names": names}
     with pytest.raises(ConfigError, match=r"bounding\.kind = .*queries have names that differ"):
-        Plan.make(experiment(**{**TINY, "bounding": bounding}))
+        resolve(experiment(**{**TINY, "bounding": bounding}))
 
 
 def test_queries_of_two_names_share_no_noise():

@@ -17,7 +17,7 @@ from quadratics import stationary
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.methods.weights import FAMILY
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 NONE = {"kind": "none"}
 QUIET = {"noise": NONE, "bounding": NONE, "server": {"kind": "sgd"}}
@@ -45,7 +45,7 @@ BALANCED = {
 def test_dpnfl_is_dpfedavg_where_clients_have_as_many_samples_and_accounting_is_equal(tmp_path):
     """002 Alg. 1: its weights (N/r) p_i are 1/r there."""
     dpnfl = {**BALANCED, "weights": {"kind": "data"}}
-    one, other = (Plan.make(experiment(**each)) for each in (dpnfl, BALANCED))
+    one, other = (resolve(experiment(**each)) for each in (dpnfl, BALANCED))
     assert len(set(one.population.sizes.tolist())) == 1
     assert np.array_equal(one.mechanism.stds, other.mechanism.stds)
     assert sha(dpnfl, tmp_path / "dpnfl") == sha(BALANCED, tmp_path / "dpfedavg")
@@ -162,7 +162,7 @@ def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_
     result = run(asked, tmp_path / "run")
     clipped = pq.read_table(tmp_path / "run" / "clients.parquet")["clipped"].to_numpy()
     assert 0 < clipped.mean() < 1
-    shards = Shards.open(Plan.make(asked).shards)
+    shards = Shards.open(resolve(asked).shards)
     module = models.build(asked.model, shards.form(asked.data.task), asked.seed).double()
     for _ in range(5):
         steps = []

@@ -34,7 +34,7 @@ from raydpfl.privacy import (
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.guarantee import SHARES, column
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.minibatches import batches
 
 FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
@@ -580,7 +580,7 @@ def test_a_rule_with_batches_of_its_own_is_accounted_for_by_these(batch, tmp_pat
     """A batch of more rows moves every sample more often: `batch: 2` would claim far too little."""
     local = {"kind": f"{__name__}:Halves", "steps": 3, "batch": batch}
     of = experiment(**STEPS, local=local)
-    plan = Plan.make(of)
+    plan = resolve(of)
     sizes = plan.population.sizes
     assert np.array_equal(plan.mechanism.batches, (sizes + 1) // 2)
     assert (of.local.rows_used(sizes) == sizes).all()
@@ -589,7 +589,7 @@ def test_a_rule_with_batches_of_its_own_is_accounted_for_by_these(batch, tmp_pat
 
 def test_a_rule_whose_batches_are_no_part_of_the_rows_is_refused_where_they_are_accounted_for():
     with pytest.raises(ConfigError, match=r"local\.kind = .*Beyond.* from 1 to a client's rows"):
-        Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:Beyond", "steps": 3}))
+        resolve(experiment(**STEPS, local={"kind": f"{__name__}:Beyond", "steps": 3}))
 
 
 class AsTheLeast(Sgd):
@@ -604,7 +604,7 @@ def test_steps_that_depend_on_who_else_is_in_a_chunk_are_refused():
     than are accounted for.
     """
     with pytest.raises(ConfigError, match=r"local\.kind = .*AsTheLeast.* step_counts .*own rows"):
-        Plan.make(experiment(**STEPS, local={"kind": f"{__name__}:AsTheLeast", "batch": 2}))
+        resolve(experiment(**STEPS, local={"kind": f"{__name__}:AsTheLeast", "batch": 2}))
 
 
 @pytest.mark.parametrize("batch", [np.array([3, 3]), np.array([3, 0, 1]), np.array([1.5, 1, 1])])
@@ -625,7 +625,7 @@ def test_a_run_with_batches_by_share_holds_each_clients_budget(calibration, tmp_
         "noise": {"kind": "gaussian", "epsilon": 2.0, "delta": 1e-5, "calibration": calibration},
         "privacy": {"accountants": ["rdp", "paper"]},
     }
-    plan = Plan.make(experiment(**sections))
+    plan = resolve(experiment(**sections))
     mechanism = plan.mechanism
     assert np.array_equal(mechanism.batches, np.round(0.1 * mechanism.samples))
     result = run(experiment(**sections), tmp_path / "run")

@@ -30,7 +30,7 @@ from raydpfl.privacy import (
 )
 from raydpfl.privacy.guarantee import Observer, Scope
 from raydpfl.privacy.sampling import Participations, SamplingScheme
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 MECHANISM = Mechanism(
     Sampling("fixed", 1920, 80),
@@ -272,7 +272,7 @@ def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run(
     ):
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     with pytest.raises(ConfigError, match=r"^noise.delta = 1e-300: expected more"):
-        Plan.make(
+        resolve(
             experiment(
                 noise={"epsilon": 1.0, "multiplier": None, "delta": 1e-300},
                 privacy={"accountants": ["pld"]},

@@ -25,7 +25,7 @@ from test_submit import end, token_environment
 from raydpfl import Experiment, run, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.runtime import file_transfer
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import SEAL, put, whole
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     summary = json.loads((hidden / "out" / "summary.json").read_text())
     assert summary["model_sha256"] == alone.summary["model_sha256"]
     assert summary["ray"]["actors"] == 2
-    name = Plan.make(experiment()).shards.name
+    name = resolve(experiment()).shards.name
     assert whole(theirs / "data" / name)
     assert [path.name for path in theirs.glob("sent/*/*.safetensors")] == ["start.safetensors"]
 
@@ -141,7 +141,7 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     alone = run(told, tmp_path / "alone")
     assert row["status"] == "completed"
     assert row["model_sha256"] == alone.summary["model_sha256"]
-    name = Plan.make(told).shards.name
+    name = resolve(told).shards.name
     assert whole(theirs / "data" / name)
 
 
@@ -152,7 +152,7 @@ def node(shared_ray, monkeypatch):
 
 
 def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_path, monkeypatch):
-    folder = Plan.make(experiment(data={"kind": "synthetic", "clients": 20})).shards
+    folder = resolve(experiment(data={"kind": "synthetic", "clients": 20})).shards
     assert sum(path.stat().st_size for path in folder.iterdir()) > 20 * file_transfer.PIECE
     sent = []
     pieces = file_transfer._pieces

@@ -16,7 +16,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.runtime import launcher
 from raydpfl.runtime.launcher import Launcher, round_seconds
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 AUTO = {"actors": "auto", "num_cpus": 1, "backend": "vmap"}
 
@@ -35,7 +35,7 @@ def chosen(monkeypatch):
         monkeypatch.setattr(launcher, "round_seconds", lambda plan, limit: min(seconds, limit))
         of = experiment(**{"client": AUTO, "rounds": 10, **sections})
         with Launcher(of, None) as starting:
-            plan = starting.resolve(Plan.make(of))
+            plan = starting.resolve(resolve(of))
             assert plan.experiment.client.actors == starting.summary()["actors"]
             return plan.experiment.client.actors, starting.summary()["why_not"]
 
@@ -66,7 +66,7 @@ def test_auto_takes_this_process_where_compiled_code_trains_in_as_many_threads(c
 
 
 def test_a_round_is_timed_no_longer_than_ray_would_take_to_start(monkeypatch):
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     assert 0 < round_seconds(plan, 8.0) < 8.0
     done = []
     timed = Coordinator.round

@@ -33,7 +33,7 @@ from raydpfl.runtime import session
 from raydpfl.runtime.actor_pool import Patience
 from raydpfl.runtime.worker import ready
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monk
         RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs"
     ) as error:
         run(hanging, tmp_path / "out")
-    first = int(Plan.make(hanging).draws(1)[0][0])
+    first = int(resolve(hanging).draws(1)[0][0])
     assert str(error.value).startswith(f"client {first}:")
 
 
@@ -164,7 +164,7 @@ def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_
 
 
 def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_path, monkeypatch):
-    shards = str(Plan.make(experiment()).shards)
+    shards = str(resolve(experiment()).shards)
     (tmp_path / "only_at_home.py").write_text(
         "from raydpfl.methods.bounding import Clip\n\nclass Mine(Clip):\n    kind: str = 'mine'\n"
     )

@@ -24,7 +24,7 @@ from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.trainer import Trainer
 
 FALSE_ALARM = 1e-6
@@ -99,7 +99,7 @@ def test_noise_of_another_distribution_is_detected(broken):
 
 
 def started(tmp_path, **changes) -> Coordinator:
-    coordinator = Coordinator(Plan.make(experiment(**{**TINY, **changes})), str(tmp_path))
+    coordinator = Coordinator(resolve(experiment(**{**TINY, **changes})), str(tmp_path))
     coordinator.start()
     return coordinator
 

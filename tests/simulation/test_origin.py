@@ -32,7 +32,7 @@ from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, 
 
 
 def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_it_runs():
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     for change in (
         {"client": {"actors": 2}},
         {"measure": ["bounding", "clients"]},
@@ -96,9 +96,9 @@ def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_i
         {"rounds": 9},
         {"privacy": {"accountants": ["pld"], "budget": 900.0}},
     ):
-        assert Plan.make(experiment(**change)).noise_seed == plan.noise_seed, change
+        assert resolve(experiment(**change)).noise_seed == plan.noise_seed, change
     by_std = experiment(noise={"kind": "gaussian", "std": 1.0 / math.sqrt(20)})
-    assert Plan.make(by_std).ratio == pytest.approx(1.0)
+    assert resolve(by_std).ratio == pytest.approx(1.0)
 
 
 def test_any_other_release_has_other_noise():
@@ -121,12 +121,12 @@ def test_any_other_release_has_other_noise():
         {"client": {"backend": "loop"}},
         {"client": {"on_error": "drop"}},
     ]
-    seeds = [Plan.make(experiment(**change)).noise_seed for change in changes]
+    seeds = [resolve(experiment(**change)).noise_seed for change in changes]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 64 for seed in seeds)
 
 
 def test_other_code_versions_or_processors_have_other_noise():
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     for name in plan.platform:
         assert (
             replace(plan, platform={**plan.platform, name: "other"}).noise_seed != plan.noise_seed
@@ -140,13 +140,13 @@ def test_other_code_versions_or_processors_have_other_noise():
 def test_common_noise_is_the_seeds_and_the_guarantee_says_what_follows(tmp_path):
     common = experiment(noise={"kind": "gaussian", "multiplier": 1.0, "common": True})
     assert (
-        Plan.make(common).noise_seed
+        resolve(common).noise_seed
         == 3
-        == Plan.make(experiment(**common.to_dict() | {"rounds": 7})).noise_seed
+        == resolve(experiment(**common.to_dict() | {"rounds": 7})).noise_seed
     )
     for guarantee in run(common, tmp_path / "run").guarantees:
         assert any("no two of them may both be shown" in each for each in guarantee.exclusions)
-    assert not any("noise.common" in each for each in Plan.make(experiment()).mechanism.exclusions)
+    assert not any("noise.common" in each for each in resolve(experiment()).mechanism.exclusions)
 
 
 # ---- what the bits depend on ----
@@ -199,12 +199,12 @@ def test_the_summary_and_the_checkpoint_say_how_the_processor_computed(tmp_path)
     assert (
         provenance.capability().items() <= stored.items() and stored["torch"] == torch.__version__
     )
-    assert stored["raydpfl"] and stored["data"] == Plan.make(experiment()).shards.name
+    assert stored["raydpfl"] and stored["data"] == resolve(experiment()).shards.name
 
 
 def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
     """An actor's process compares itself with the run's as it comes up."""
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     expected = {**provenance.capability(), "cpu": "SVE256"}
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), expected)
     here = provenance.capability()["cpu"]
@@ -274,7 +274,7 @@ def begun(out, saved: int, releases: int, **sections) -> None:
     killed.
     """
     out.mkdir()
-    coordinator = Coordinator(Plan.make(experiment(**sections)), str(out))
+    coordinator = Coordinator(resolve(experiment(**sections)), str(out))
     coordinator.start()
     (out / "config.yaml").write_text(coordinator.experiment.to_yaml())
     for t in range(releases):
@@ -346,7 +346,7 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     ledger = Ledger(out / "ledger.jsonl", resume=True)
     assert ledger.segments == (Segment(0, 0, 5), Segment(1, 3, 8))
     assert len({entry["key"] for entry in ledger.entries}) == 2
-    plan = Plan.make(experiment(**sections, **LONG))
+    plan = resolve(experiment(**sections, **LONG))
     once = int(plan.composed_rounds[-1])
     spent = {
         count: epsilon(plan.mechanism, "replace_one", 1e-5, count, "pld")
@@ -372,7 +372,7 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
     out = tmp_path / "run"
     begun(out, 3, 5, **steps)
     result = run(experiment(**steps), out, resume=True, fresh_noise=True)
-    plan = Plan.make(experiment(**steps))
+    plan = resolve(experiment(**steps))
     counts = np.zeros(len(plan.population), np.int64)
     for t in (*range(5), *range(3, 8)):  # cohorts are no secret here, and stay
         counts[plan.experiment.selection.draw(3, t, plan.population).clients] += 1
@@ -383,11 +383,11 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
 
 def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_own(tmp_path):
     begun(tmp_path / "run", 3, 5, **LONG)
-    plan = Plan.make(experiment(**LONG))
+    plan = resolve(experiment(**LONG))
     restarted = plan.continued((Segment(0, 0, 5),), restart_round=3)
     assert len({plan.seed, restarted.seed, plan.noise_seed, restarted.noise_seed}) == 4
     assert restarted.cohort_seed() == restarted.seed and plan.cohort_seed() == 3
-    public = Plan.make(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued(
+    public = resolve(experiment(selection={"kind": "cyclic", "period": 2}, **LONG)).continued(
         (Segment(0, 0, 5),), restart_round=3
     )
     assert public.cohort_seed() == 3 != public.seed
@@ -455,10 +455,10 @@ def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_pa
     """Whatever they come from: two runs that differ in them alone share no noise, and no round is
     released twice under one key.
     """
-    before = Plan.make(experiment(weights=Moody(), **LONG))
+    before = resolve(experiment(weights=Moody(), **LONG))
     begun(tmp_path / "run", 3, 5, weights=Moody(), **LONG)
     monkeypatch.setattr(Moody, "mood", 1)
-    after = Plan.make(experiment(weights=Moody(), **LONG))
+    after = resolve(experiment(weights=Moody(), **LONG))
     assert before.weight == after.weight and before.noise_seed != after.noise_seed
     with pytest.raises(RunError, match="clients has changed"):
         run(experiment(weights=Moody(), **LONG), tmp_path / "run", resume=True)
@@ -556,7 +556,7 @@ def test_a_kill_before_fresh_noise_was_used_leaves_a_run_that_says_how_to_go_on(
     of = provenance.of
     monkeypatch.setattr(provenance, "of", lambda e: {**of(e), "torch": "other"})
     Coordinator(
-        Plan.make(experiment(**LONG)), str(tmp_path / "run"), resume=True, fresh_noise=True
+        resolve(experiment(**LONG)), str(tmp_path / "run"), resume=True, fresh_noise=True
     ).start()
     with pytest.raises(RunError, match=r"has key .* for round 0, .*--resume --fresh-noise goes on"):
         run(experiment(**LONG), tmp_path / "run", resume=True)
@@ -572,7 +572,7 @@ def test_an_audit_shares_no_noise_with_the_run_that_it_audits(monkeypatch):
         Coordinator, "start", lambda self: (begin(self), seen.append(self.plan.noise_seed))[0]
     )
     audit(experiment(rounds=1), canaries=50)
-    assert len(seen) == 1 and seen[0] != Plan.make(experiment(rounds=1)).noise_seed
+    assert len(seen) == 1 and seen[0] != resolve(experiment(rounds=1)).noise_seed
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -21,7 +21,8 @@ from raydpfl.methods.local import Sgd
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client_state import ClientStates
 from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 
 NET = {"kind": "test_personal_models:normed"}
@@ -43,7 +44,7 @@ def build(**keys) -> nn.Module:
 def refused(**sections) -> str:
     """The one line by which an experiment is refused."""
     with pytest.raises(ConfigError) as error:
-        Plan.make(experiment(**sections))
+        resolve(experiment(**sections))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -69,7 +70,7 @@ def test_a_batchnorm_with_frozen_statistics_keeps_samples_apart():
     assert torch.allclose(together, torch.cat([module.train()(each) for each in x.split(1)]))
     assert models.is_still(module[2]) and not models.is_still(module[1])
     # so that each sample's gradient can be clipped, as the loop does it
-    assert resolve(module, Sgd(), form((1, 28, 28)), clip=1.0) == "layerwise"
+    assert choose_backend(module, Sgd(), form((1, 28, 28)), clip=1.0) == "layerwise"
 
 
 # --- what stays with each client ---
@@ -142,7 +143,7 @@ def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
     ],
 )
 def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend):
-    plan = Plan.make(experiment(**{**PLAIN, "model": model}))
+    plan = resolve(experiment(**{**PLAIN, "model": model}))
     assert plan.experiment.client.backend == backend
     run = carried_out(plan, tmp_path)
     shared, clients, norms = by_hand(plan, own, 3)
@@ -188,7 +189,7 @@ def test_who_has_not_taken_part_is_not_scored(tmp_path):
     nobody = {"kind": "poisson", "cohort": 1}
     scored = {**SCORED, "per_client": "accuracy"}
     e = experiment(**{**PLAIN, "selection": nobody, "evaluate": scored, "model": model})
-    run = carried_out(Plan.make(e), tmp_path)
+    run = carried_out(resolve(e), tmp_path)
     table = run.record.tables["client_scores"].arrow().to_pylist()
     for t, row in enumerate(run.record.rounds.arrow().to_pylist()):
         took_part = set(np.concatenate([each["client"] for each in run.columns[: t + 1]]))
@@ -213,7 +214,7 @@ class Sick(nn.Module):
 @pytest.mark.parametrize("policy", ["fail", "drop"])
 def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path, policy):
     model = {"kind": "test_personal_models:Sick", "local": ["seen"]}
-    plan = Plan.make(experiment(**{**PLAIN, "model": model, "client": {"on_error": policy}}))
+    plan = resolve(experiment(**{**PLAIN, "model": model, "client": {"on_error": policy}}))
     if policy == "fail":
         with pytest.raises(ClientError, match=r"client \d+: its update has norm nan"):
             carried_out(plan, tmp_path)
@@ -240,7 +241,7 @@ def test_what_travels_alone_is_bounded_and_noised(tmp_path):
         "bounding": {"kind": "clip", "bound": 0.05},
         "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
     }
-    plan = Plan.make(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
+    plan = resolve(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
     run = carried_out(plan, tmp_path)
     start = models.build(plan.experiment.model, form((1, 28, 28)), plan.experiment.seed)
     initial = models.ParameterSplit.of(start).kept(models.trained(start)[None])[0].numpy()
@@ -257,7 +258,7 @@ def test_the_guarantee_says_what_stays_with_clients():
     few = {"selection": {"kind": "uniform", "cohort": 2}, "noise": {"kind": "gaussian", "std": 1.0}}
     bound = {"kind": "clip", "bound": 1.0}
     model = {"kind": "mlp", "hidden": [8], "local": ["3.*"]}
-    plan = Plan.make(experiment(**{**PLAIN, **few, "bounding": bound, "model": model}))
+    plan = resolve(experiment(**{**PLAIN, **few, "bounding": bound, "model": model}))
     hidden, *known = plan.guarantees(3, {0: 3})
     said = " ".join(hidden.exclusions)
     assert "own part of the model (model.local: 3.*)" in said and "no epsilon covers it" in said
@@ -296,7 +297,7 @@ def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
 )
 def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, sections):
     e = experiment(**{**PLAIN, "evaluate": TUNED, "rounds": 2, **sections})
-    plan = Plan.make(e)
+    plan = resolve(e)
     run = carried_out(plan, tmp_path)
     nets = []
     start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
@@ -314,7 +315,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
         assert row["validation_accuracy"] == pytest.approx(accuracy(plan, nets))
     else:  # of the model itself, which nobody has trained further
         assert row["validation_accuracy"] < row["client_accuracy_mean"] - 0.05
-        plain = Plan.make(experiment(**{**PLAIN, **sections, "rounds": 2}))
+        plain = resolve(experiment(**{**PLAIN, **sections, "rounds": 2}))
         plain = carried_out(plain, tmp_path / "plain")
         assert np.array_equal(run.state.model, plain.state.model)
 
@@ -351,9 +352,8 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
 def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path, sections):
     scored = {**SCORED, "per_client": "accuracy"}
     e = experiment(**{**PLAIN, "evaluate": scored, **sections, "personal": DITTO})
-    plan = Plan.make(e)
-    plain = Plan.make(experiment(**{**PLAIN, "evaluate": scored, **sections}))
-    assert plan.own == plan.d and plain.own == 0
+    plan = resolve(e)
+    plain = resolve(experiment(**{**PLAIN, "evaluate": scored, **sections}))
     start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
     received = [models.flatten(start)]
     for t in range(1, 3):
@@ -378,7 +378,7 @@ def test_what_ditto_keeps_is_named_and_costs_nothing():
         "selection": {"kind": "uniform", "cohort": 2},
     }
     with_it, without = (
-        Plan.make(experiment(**{**PLAIN, **noised, **more})).guarantees(3, {0: 3})
+        resolve(experiment(**{**PLAIN, **noised, **more})).guarantees(3, {0: 3})
         for more in ({"personal": DITTO}, {})
     )
     assert [each.epsilon for each in with_it] == [each.epsilon for each in without]
@@ -392,7 +392,7 @@ def test_histograms_of_other_personal_models_have_other_noise():
     scored = {**SCORED, "per_client": "accuracy", "histogram": {"std": 2.0}}
     noised = {"bounding": {"kind": "clip", "bound": 1.0}, "noise": {"kind": "gaussian", "std": 1.0}}
     plans = [
-        Plan.make(experiment(**{**PLAIN, **noised, "evaluate": {**scored, **tuned}}))
+        resolve(experiment(**{**PLAIN, **noised, "evaluate": {**scored, **tuned}}))
         for tuned in ({}, {"fine_tune": TUNE}, {"fine_tune": {**TUNE, "lr": 0.3}})
     ]
     assert len({plan.noise_seed for plan in plans}) == 1
@@ -402,7 +402,7 @@ def test_histograms_of_other_personal_models_have_other_noise():
 @pytest.mark.parametrize("policy", ["fail", "drop"])
 def test_a_model_of_its_own_that_diverges_is_its_clients_error(tmp_path, policy):
     wild = {**DITTO, "lr": 1e30, "steps": 9}
-    plan = Plan.make(experiment(**{**PLAIN, "personal": wild, "client": {"on_error": policy}}))
+    plan = resolve(experiment(**{**PLAIN, "personal": wild, "client": {"on_error": policy}}))
     if policy == "fail":
         with pytest.raises(ClientError, match=r"client \d: its personal model is not finite"):
             carried_out(plan, tmp_path)

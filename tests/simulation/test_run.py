@@ -22,7 +22,7 @@ from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.experiment import overridden
 from raydpfl.methods import bounding, noise
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import LOCK
 
 SUMMARY = """
@@ -130,7 +130,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_counts_on(placement, tmp_
             seed=seed,
             noise={"kind": "gaussian", "multiplier": 8.0, "placement": placement},
         )
-        plan = Plan.make(noisy)
+        plan = resolve(noisy)
         (tmp_path / str(seed)).mkdir()
         coordinator = Coordinator(plan, str(tmp_path / str(seed)))
         coordinator.start()
@@ -144,7 +144,7 @@ def test_the_sum_carries_the_noise_that_the_accountant_counts_on(placement, tmp_
 
 
 def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatch):
-    plan = Plan.make(experiment())
+    plan = resolve(experiment())
     coordinator = Coordinator(plan, str(tmp_path))
     coordinator.start()
     seen = []
@@ -217,7 +217,7 @@ def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
     stds = result.rounds["noise_std"].to_numpy()
     assert len(set(bounds)) == 6
     np.testing.assert_allclose(stds / bounds, 1.0 / math.sqrt(1 - 0.05), rtol=1e-12)
-    plain = privacy.epsilon(Plan.make(experiment()).mechanism, "replace_one", 1e-5, 4, "rdp")
+    plain = privacy.epsilon(resolve(experiment()).mechanism, "replace_one", 1e-5, 4, "rdp")
     # the count's share is inside z
     assert result.rounds["epsilon_rdp"].to_pylist()[3] == pytest.approx(plain, rel=1e-9)
 
@@ -263,7 +263,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
         rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
     )
     result = run(plain, tmp_path / "out")
-    plan = Plan.make(plain)
+    plan = resolve(plain)
     shards = Shards.open(plan.shards)
     cohort = plain.selection.draw(plain.seed, 0, plan.population)
     total = 0.0

@@ -37,6 +37,7 @@ from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.contribution import Explicit
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.scheduler import chunks
 from raydpfl.training.backends import BACKENDS
 
@@ -124,7 +125,7 @@ UNEQUAL = {
 def test_losses_are_those_of_chunks_that_train_alone(sections, tmp_path):
     """However soon others of the chunks that train together have made their steps."""
     data = {"kind": "synthetic", "sizes": {"kind": "spread"}, **sections["data"]}
-    plan = Plan.make(experiment(**{**sections, "data": data}))
+    plan = resolve(experiment(**{**sections, "data": data}))
     runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
     for one, *others in zip(*(watched.columns for watched in runs), strict=True):
         for other in others:
@@ -140,7 +141,7 @@ EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 @cache
 def inline_run(method: str) -> tuple[Plan, Bits, pa.Table]:
     """The plan of a method, carried out inline, and the table of its rounds."""
-    plan = Plan.make(experiment(**{"rounds": 3, **METHODS[method]}))
+    plan = resolve(experiment(**{"rounds": 3, **METHODS[method]}))
     with tempfile.TemporaryDirectory() as out:
         inline = carried_out(plan, Path(out))
         bits = Bits(inline.parameters(), inline.totals)
@@ -183,7 +184,7 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
     }
     if backend == "one_batch":
         changes["model"] = METHODS["adapters, unequal clients"]["model"]
-    plan = Plan.make(experiment(**changes))
+    plan = resolve(experiment(**changes))
     inline = carried_out(plan, tmp_path / "inline")
     assert len(set(cut)) > 1 and max(cut) <= 5
     for actors in (0, 3):
@@ -192,7 +193,7 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
 
 def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     """Whose bits depend on the chunk, though those of what is sent do not."""
-    plan = Plan.make(
+    plan = resolve(
         experiment(
             data={**LOGNORMAL, "features": 130, "classes": 17},
             personal={"steps": 2, "batch": 3, "lr": 0.2, "proximal": 0.5},
@@ -245,7 +246,7 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
 def test_columns_of_clients_are_the_same_however_chunks_are_assigned_and_after_a_resume(tmp_path):
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]
-    plan = Plan.make(experiment(measure=measured, local={"steps": 3, "batch": 4}))
+    plan = resolve(experiment(measure=measured, local={"steps": 3, "batch": 4}))
     carried_out(plan, tmp_path / "inline")
     for actors in (0, 3):
         carried_out(plan, tmp_path / str(actors), actors)
@@ -437,7 +438,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
 ):
     """What takes each client's vector in float64 is the reference."""
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
-    plan = Plan.make(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
+    plan = resolve(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
     scaled = carried_out(plan, tmp_path / "scaled")
     monkeypatch.setattr(actor, "choose", lambda state, training: Explicit)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
@@ -446,7 +447,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
 @pytest.mark.parametrize("backend", ["fused", "compiled"])
 def test_chunks_of_unequal_clients_are_joined_for_the_threads_of_compiled_code(backend):
     method = METHODS["lognormal sizes, fused"]
-    plan = Plan.make(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))
+    plan = resolve(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))
     sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
     clients = np.arange(len(sizes))
     cut = chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)

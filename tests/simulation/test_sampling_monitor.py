@@ -25,7 +25,7 @@ from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Guarantee, Sampling
 from raydpfl.privacy.sampling import SamplingScheme
 from raydpfl.simulation import sampling_monitor
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
@@ -304,7 +304,7 @@ def test_draws_with_replacement_that_repeat_a_client_are_noticed():
 def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
     member = Favouring(declares="fixed", cohort=30, few=60, odds=2.0)
     noise = {"kind": "gaussian", "multiplier": 1.0}
-    plan = Plan.make(experiment(selection=member, noise=noise, data=CLIENTS, rounds=400))
+    plan = resolve(experiment(selection=member, noise=noise, data=CLIENTS, rounds=400))
     seed = plan.cohort_seed()
     clients = plan.population
     refused = first_alarm(member, clients, 400, seed, pairs=True)
@@ -381,7 +381,7 @@ class Wavering(Liar):
 def test_a_scheme_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
     CALLS.clear()
     CALLS["lies"] = 10**9
-    Plan.make(
+    resolve(
         experiment(
             selection=Wavering(), data=CLIENTS, noise={"kind": "gaussian", "multiplier": 1.0}
         )
@@ -410,12 +410,12 @@ class SeldomAvailable(Liar):
 )
 def test_composed_rounds_that_the_scheme_cannot_have_are_refused(declared):
     with pytest.raises(ConfigError, match=r"selection\.kind = .*SeldomAvailable.*composed_rounds"):
-        Plan.make(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
+        resolve(experiment(selection=SeldomAvailable(declared=declared or []), data=CLIENTS))
     for kind in (
         {"kind": "cyclic", "period": 3, "cohort": 5},
         {"kind": "availability", "period": 7, "window": 3, "cohort": 4},
     ):
-        Plan.make(experiment(selection=kind, rounds=23))
+        resolve(experiment(selection=kind, rounds=23))
 
 
 class Restive(Selection):
@@ -522,7 +522,7 @@ def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
         SamplingMonitor, "check", lambda self, t, *rest: (seen.append(t), check(self, t, *rest))[1]
     )
     run(experiment(), tmp_path / "run")
-    assert seen == [0, 1, 2, 3] and Plan.make(experiment()).mechanism.sampling.hidden
+    assert seen == [0, 1, 2, 3] and resolve(experiment()).mechanism.sampling.hidden
 
 
 class GroupsScheme(SamplingScheme):
@@ -591,7 +591,7 @@ STEPS = {
 )
 def test_what_user_defined_classes_declare_is_not_printed_as_proved(parts, said):
     defaults = {"noise": {"kind": "gaussian", "multiplier": 1.0}, "data": CLIENTS, "rounds": 4}
-    plan = Plan.make(experiment(**{**defaults, **parts}))
+    plan = resolve(experiment(**{**defaults, **parts}))
     for one in plan.guarantees(4, plan.participations(4)):
         assert [
             words.split(" declared by test_sampling_monitor:")[0] for words in one.declared

@@ -36,8 +36,8 @@ from raydpfl.privacy import (
     guarantees,
     report_of,
 )
-from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import of_config
+from raydpfl.simulation.resolution import resolve
 
 DELTA = 1e-5
 ADD = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -141,7 +141,7 @@ def test_who_sees_single_answers_sees_each_clients_part_of_the_noise():
 
 
 def planned(**sections):
-    return Plan.make(
+    return resolve(
         experiment(**{"evaluate": ASKED, "privacy": {"accountants": ["pld"]}, **sections})
     )
 
@@ -204,7 +204,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
     rows = pq.read_table(tmp_path / "a" / "client_histogram.parquet").to_pylist()
     each = pq.read_table(tmp_path / "b" / "client_scores.parquet").to_pylist()
     histogram = Histogram(std=5.0, bins=8)
-    made = Plan.make(experiment(evaluate=evaluate))
+    made = resolve(experiment(evaluate=evaluate))
     for t in (1, 3):
         values = np.array([row["accuracy"] for row in each if row["round"] == t], float)
         drawn = made.experiment.noise.on_survey(made.survey_seed, t, 5.0, 8, 50)

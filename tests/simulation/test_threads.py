@@ -22,15 +22,16 @@ from torch import nn
 from raydpfl import models, run
 from raydpfl.core import exact_sum, hardware, native
 from raydpfl.core.messages import Broadcast, Grid, Work
+from raydpfl.data import prepare
 from raydpfl.errors import RunError
 from raydpfl.methods.bounding import FAMILY, Bounding, Clip
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
-from raydpfl.simulation import preparation, scheduler
+from raydpfl.simulation import scheduler
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.contribution import InKernel, Scaled
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -211,7 +212,7 @@ def test_a_run_has_the_same_bits_on_any_number_of_threads(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("cpus", "count"), [(3, 3), (2.5, 2), (0.5, 1)])
 def test_an_actor_has_the_threads_of_its_cores(cpus, count):
-    plan = Plan.make(experiment(client={"num_cpus": cpus}))
+    plan = resolve(experiment(client={"num_cpus": cpus}))
     actor = ClientActor()
     actor.make(plan.experiment, str(plan.shards))
     assert native.threads() == count
@@ -230,19 +231,17 @@ def test_a_process_has_a_thread_for_each_core_or_as_many_as_it_is_told(
     assert hardware.threads() == expected
 
 
-def test_whatever_command_makes_a_plan_takes_products_on_one_thread(monkeypatch):
+def test_whatever_command_makes_a_plan_takes_products_on_one_thread():
     """Components that are kept for later runs would depend on the number of cores."""
     counts = []
-    prepare = preparation.prepare_experiment
 
-    def prepared(*given):
-        blas = [each for each in threadpool_info() if each["user_api"] == "blas"]
-        counts.extend(each["num_threads"] for each in blas)
-        return prepare(*given)
+    def prepared(*arguments, **options):
+        blas = [library for library in threadpool_info() if library["user_api"] == "blas"]
+        counts.extend(library["num_threads"] for library in blas)
+        return prepare(*arguments, **options)
 
-    monkeypatch.setattr(preparation, "prepare_experiment", prepared)
     with threadpool_limits(3, user_api="blas"):
-        Plan.make(experiment())
+        resolve(experiment(), prepare=prepared)
     assert set(counts) == {1}
 
 
@@ -268,7 +267,7 @@ class Trained:
 
     def __init__(self, **sections):
         drop = {} if "per_sample_clip" in str(sections) else {"on_error": "drop"}
-        self.plan = Plan.make(experiment(client=drop, **sections))
+        self.plan = resolve(experiment(client=drop, **sections))
         self.actor = ClientActor(self.plan.experiment, str(self.plan.shards))
         self.hurt = 7 if drop else -1
         rows = self.actor.rows.chunk
@@ -344,7 +343,7 @@ def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
 
 @pytest.mark.parametrize(("backend", "sums"), [("compiled", 5), ("vmap", 1)])
 def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(backend, sums):
-    made = Plan.make(experiment(client={"backend": backend}))
+    made = resolve(experiment(client={"backend": backend}))
     actor = ClientActor(made.experiment, str(made.shards))
     native.use(5)
     work = Work(0, 1, 1, None, 0.0, Grid.of(1, None))

@@ -22,8 +22,8 @@ from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation import export
-from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import frozen_base
 from raydpfl.training.layers import adapters
 from raydpfl.training.layers.adapters import adapted
@@ -136,7 +136,7 @@ def test_a_layer_under_two_names_has_one_adapter(tmp_path):
     plain.load_state_dict(models.merged(module))
     assert torch.allclose(plain(x), module(x), atol=1e-5)
     local = Sgd(steps=2, batch=2)
-    assert resolve(module, local, images) == "one_batch"
+    assert choose_backend(module, local, images) == "one_batch"
     sent = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     save_file(sent, tmp_path / "sent.safetensors")
     again = build({**asked, "init": str(tmp_path / "sent.safetensors")}, images)
@@ -166,8 +166,8 @@ def test_a_layer_whose_weights_alone_are_used_is_no_target():
 def test_the_frozen_products_are_one_for_the_whole_chunk(monkeypatch):
     module = build({**SMALL, "lora": {**LORA, "targets": ["into"]}})
     local = Sgd(steps=3, batch=2)
-    assert resolve(module, local, TOKENS) == "one_batch"
-    assert resolve(module, local, TOKENS, clip=0.3) == "one_batch"
+    assert choose_backend(module, local, TOKENS) == "one_batch"
+    assert choose_backend(module, local, TOKENS, clip=0.3) == "one_batch"
     frozen = []
     plain = F.linear
 
@@ -286,7 +286,7 @@ class Dropping(nn.Module):
 def test_masks_of_dropout_are_those_that_the_loop_draws_for_each_client():
     module = build({"kind": f"{__name__}:Dropping", "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
-    assert resolve(module, local, TOKENS) == "one_batch"
+    assert choose_backend(module, local, TOKENS) == "one_batch"
     assert close(train("one_batch", module, local), train("loop", module, local))
 
 
@@ -298,7 +298,7 @@ class Noisy(Dropping):
 def test_a_module_that_draws_otherwise_is_left_to_the_loop_and_said(caplog):
     module = build({"kind": f"{__name__}:Noisy", "lora": LORA})
     with caplog.at_level(logging.WARNING):
-        assert resolve(module, Sgd(steps=2, batch=2), TOKENS) == "loop"
+        assert choose_backend(module, Sgd(steps=2, batch=2), TOKENS) == "loop"
     assert "one_batch does not fit the model" in caplog.text
     assert "it draws random numbers, and not by dropout" in caplog.text
 
@@ -313,7 +313,7 @@ def test_a_wrong_gradient_behind_a_matrix_of_zeros_is_noticed(monkeypatch):
         return gradients, losses
 
     monkeypatch.setattr(frozen_base.OneBatch, "_means", skewed)
-    assert resolve(module, Sgd(steps=2, batch=2), TOKENS) == "vmap"
+    assert choose_backend(module, Sgd(steps=2, batch=2), TOKENS) == "vmap"
 
 
 # --- a run ---
@@ -341,7 +341,7 @@ def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     targets = {"transformer": ["into", "6"], "gpt2": ["c_attn"]}[kind]
     model = {**MODELS[kind], "lora": {**LORA, "targets": targets}}
     none = {"kind": "none"}
-    plan = Plan.make(asked(tmp_path, model, noise=none, bounding=none))
+    plan = resolve(asked(tmp_path, model, noise=none, bounding=none))
     assert plan.experiment.client.backend == "one_batch"
     result = raydpfl.run(plan.experiment, tmp_path / "out")
     before = models.build(
@@ -354,7 +354,7 @@ def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     assert len(moved) == 2 * {"transformer": 3, "gpt2": 2}[kind]
     size = sum(state[name].numel() for name in moved)
     assert result.summary["parameters"] == plan.d == size
-    noised = Plan.make(asked(tmp_path, model, bounding={"kind": "clip", "bound": 1e-3}))
+    noised = resolve(asked(tmp_path, model, bounding={"kind": "clip", "bound": 1e-3}))
     watched = carried_out(noised, tmp_path / "noised")
     assert {len(total) for total in watched.totals} == {size}
     spread = watched.totals[0].std() / noised.sum_std(1e-3)
@@ -424,7 +424,7 @@ def test_each_samples_gradient_by_the_adapters_is_clipped_and_noised(tmp_path):
     model = {**SMALL, "lora": {**LORA, "targets": ["into"]}}
     sample = {"kind": "per_sample_clip", "bound": 0.3}
     noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3}
-    plan = Plan.make(asked(tmp_path, model, bounding=sample, noise=noise))
+    plan = resolve(asked(tmp_path, model, bounding=sample, noise=noise))
     assert (
         plan.experiment.client.backend == "one_batch" and plan.experiment.noise.placement == "step"
     )
@@ -439,7 +439,7 @@ def test_a_transformers_model_is_trained_with_its_dropout_as_the_loop_trains_it(
     pytest.importorskip("transformers")
     module = build({**GPT, "lora": {**LORA, "targets": ["c_attn", "c_proj"]}})
     local = Sgd(steps=2, batch=2, lr=0.5)
-    assert resolve(module, local, TOKENS) == "one_batch"
+    assert choose_backend(module, local, TOKENS) == "one_batch"
     assert close(train("one_batch", module, local), train("loop", module, local))
 
 

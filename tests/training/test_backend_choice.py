@@ -34,7 +34,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Adam, Scaffold, Sgd
 from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, validation
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, convolutional, fused, ghost_clipping, vmap
 from raydpfl.training.backends.convolutional import links
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
@@ -144,7 +144,7 @@ def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
         stack(module)
     local = METHODS["all"]
     x, y = rows()
-    got = train(resolve(module, local, form(SHAPE)), module, local, x, y)
+    got = train(choose_backend(module, local, form(SHAPE)), module, local, x, y)
     if kind != "dropout":
         for slot, (delta, _) in got.items():
             update, _, _ = plain_loop(module, local, x[slot], y[slot], drawn(local, slot))
@@ -170,7 +170,7 @@ def test_a_backend_that_would_train_a_module_wrongly_gives_way_to_the_loop_and_s
     module, backend, caplog
 ):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(module, Sgd(steps=1), form(SHAPE)) == "loop"
+        assert choose_backend(module, Sgd(steps=1), form(SHAPE)) == "loop"
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
         f"clients are trained by the loop, one at a time, which is slow: {backend} does not fit"
     )
@@ -178,7 +178,7 @@ def test_a_backend_that_would_train_a_module_wrongly_gives_way_to_the_loop_and_s
         with pytest.raises(
             ConfigError, match=rf"client\.backend = '{name}': expected auto or loop"
         ):
-            resolve(module, Sgd(), form(SHAPE), name)
+            choose_backend(module, Sgd(), form(SHAPE), name)
 
 
 def altered(change):
@@ -212,14 +212,14 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, fault, monkeypatch):
     regression = fault == "other targets"
     module = made(name, regression)
     of = form(SHAPE, 0, "regression") if regression else form(SHAPE)
-    taken = resolve(module, local, of)
+    taken = choose_backend(module, local, of)
     assert taken != "loop"
     kind = BACKENDS[taken]
     monkeypatch.setattr(kind, "right", kind.run, raising=False)
     monkeypatch.setattr(kind, "run", altered(change))
     if fault == "no proximal term" and taken == "convolutional":
         return  # its rule is made anew for each client
-    assert resolve(module, local, of) == "loop"
+    assert choose_backend(module, local, of) == "loop"
 
 
 class Scanned(nn.Module):
@@ -305,7 +305,7 @@ def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
     module, local, backend, why, faster, caplog
 ):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(module(), local, form(SHAPE), backend) == "loop"
+        assert choose_backend(module(), local, form(SHAPE), backend) == "loop"
     (said,) = caplog.messages
     assert re.search(rf"trained by the loop, one at a time.*{why}.*; faster: .*{faster}", said)
 
@@ -328,9 +328,9 @@ def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
 def test_the_models_of_the_papers_have_a_fast_backend(kind, local, clip, backend, caplog):
     of = form((1, 28, 28))
     module = models.build(models.parse({"kind": kind}), of, seed=0)
-    assert resolve(module, local, of, clip=clip) == backend
+    assert choose_backend(module, local, of, clip=clip) == backend
     assert not caplog.messages
-    assert resolve(module, local, of, "loop", clip) == "loop"
+    assert choose_backend(module, local, of, "loop", clip) == "loop"
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -360,7 +360,7 @@ def test_a_backend_that_cannot_do_what_is_asked_is_refused_by_name(
 ):
     expected = rf"client\.backend = '{backend}': expected auto or one of {expected}"
     with pytest.raises(ConfigError, match=expected):
-        resolve(made(name), local, form(SHAPE), backend, clip)
+        choose_backend(made(name), local, form(SHAPE), backend, clip)
     with pytest.raises(ConfigError, match=expected):
         Trainer(made(name), local, backend=backend, seed=0, clip=clip)
 
@@ -382,7 +382,7 @@ def test_regression_needs_a_module_with_an_output_for_each_target(backend):
             r"sample of outputs "
             r"\[4, 4\] \(RuntimeError",
         ):
-            resolve(made(name), Sgd(), form(SHAPE, 0, "regression"), backend)
+            choose_backend(made(name), Sgd(), form(SHAPE, 0, "regression"), backend)
     if backend != "auto":
         with pytest.raises(RuntimeError):
             train(backend, made("mlp"), Sgd(), *rows(regression=True))
@@ -398,7 +398,7 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
 
     monkeypatch.setattr(validation, "_drawn_once", beside_a_thread)
     module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    assert resolve(module, Sgd(), form((1, 28, 28))) == "compiled"
+    assert choose_backend(module, Sgd(), form((1, 28, 28))) == "compiled"
     assert asked == [None] * 2  # one try without is enough
 
 
@@ -406,7 +406,7 @@ def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
 @pytest.mark.parametrize("name", MODULES)
 def test_the_backend_follows_from_the_architecture(name, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        backend = resolve(made(name), Sgd(), form(SHAPE), clip=1.0)
+        backend = choose_backend(made(name), Sgd(), form(SHAPE), clip=1.0)
     expected = "layerwise" if name in LAYERS or name in CONVOLUTIONAL else "vmap"
     if name in STACKS:
         expected = "fused" if name in ("leaky mlp", "functional") else "compiled"
@@ -437,7 +437,7 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
         match=rf"client\.backend = 'layerwise': expected auto or loop; this backend "
         rf"does not fit the model: {reason}",
     ):
-        resolve(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
+        choose_backend(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
 
 
 class Recurrent(nn.Module):
@@ -499,7 +499,7 @@ class Unused(nn.Module):
 )
 def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(kind(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
+        assert choose_backend(kind(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     assert reason in caplog.messages[0]
 
 
@@ -517,14 +517,14 @@ class Drawing(nn.Module):
 
 def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
     module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
-    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
     module[0].dropout.p = 0.0
-    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
 
 
 def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layerwise():
     module = nn.Sequential(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
-    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
 
 
 class Shrinking(nn.Module):
@@ -546,10 +546,10 @@ def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides
         match=r"model = 'Shrinking': expected a module that mixes no samples.*its parameter "
         r"linear.weight changes",
     ):
-        resolve(Shrinking(), Sgd(), form(SHAPE), clip=1.0)
+        choose_backend(Shrinking(), Sgd(), form(SHAPE), clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
     with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
-        resolve(table, Sgd(), form(SHAPE), clip=1.0)
+        choose_backend(table, Sgd(), form(SHAPE), clip=1.0)
 
 
 class Centred(nn.Module):
@@ -578,13 +578,13 @@ class Counting(nn.Module):
 
 
 def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
-    assert resolve(Centred(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
+    assert choose_backend(Centred(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     with pytest.raises(
         ConfigError,
         match=r"model = 'Counting': expected a module that mixes no samples.*its buffer "
         r"mean changes",
     ):
-        resolve(Counting(), Sgd(), form(SHAPE), clip=1.0)
+        choose_backend(Counting(), Sgd(), form(SHAPE), clip=1.0)
     normed = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
     )
@@ -595,10 +595,10 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
             r"BatchNorm2d "
             r".*group_norm",
         ):
-            resolve(normed, Sgd(), form(SHAPE), backend, clip=1.0)
+            choose_backend(normed, Sgd(), form(SHAPE), backend, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
         Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
-    assert resolve(normed, Sgd(), form(SHAPE)) == "loop"
+    assert choose_backend(normed, Sgd(), form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize(

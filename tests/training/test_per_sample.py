@@ -32,7 +32,7 @@ from raydpfl.core import native
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import ghost_clipping, vmap
 from raydpfl.training.backends.ghost_clipping import Layerwise
 
@@ -307,7 +307,7 @@ def test_a_finite_gradient_whose_norm_overflows_is_not_dropped():
 
 def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
     module = ending(nn.Conv2d(2, 6, 3), nn.Dropout(0.5))
-    assert resolve(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
     x, y = rows()
     together = clipping("layerwise", module, METHODS["plain"], 1.0, x, y)
     torch.manual_seed(1)

@@ -17,8 +17,8 @@ from raydpfl.methods.local import Local, Sgd
 from raydpfl.methods.local.adam import Adam
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.simulation import provenance
-from raydpfl.simulation.plan import Plan
-from raydpfl.training.backend_choice import resolve
+from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.trainer import Trainer
 
 FORM = Form((1, 8, 8), Target(classes=4), Classification())
@@ -80,9 +80,9 @@ def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, made, momentum):
 
 def test_the_backend_is_one_that_has_bfloat16_and_the_log_names_another(caplog):
     local = Sgd(steps=20, batch=4)
-    assert resolve(net(), local, FORM, precision="bfloat16") == "convolutional"
+    assert choose_backend(net(), local, FORM, precision="bfloat16") == "convolutional"
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(mlp(), local, FORM, precision="bfloat16") == "vmap"
+        assert choose_backend(mlp(), local, FORM, precision="bfloat16") == "vmap"
     assert "cannot do products in bfloat16" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_a_processor_without_bfloat16_is_warned_of(monkeypatch, caplog):
         monkeypatch.setattr(hardware, "has_bfloat16", lambda has=has: has)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "raydpfl"):
-            Plan.make(experiment(client={"precision": "bfloat16"}))
+            resolve(experiment(client={"precision": "bfloat16"}))
         assert ("has no instructions for it" in caplog.text) is not has
 
 

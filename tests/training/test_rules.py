@@ -30,7 +30,7 @@ from raydpfl import models, run
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import LinearRule, Local, Scaffold, Sgd, Step
 from raydpfl.methods.local.sam import Sam
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends.base import Rule, take
 from raydpfl.training.trainer import Trainer
 
@@ -180,14 +180,14 @@ def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
 @pytest.mark.parametrize("name", USER_DEFINED)
 def test_the_backend_of_a_user_defined_rule_follows_from_model_and_clipping(name):
     local = METHODS[name].model_copy(update={"steps": 20})
-    assert resolve(made("softmax"), local, form(SHAPE)) == "fused"
-    assert resolve(made("residual"), local, form(SHAPE)) == "vmap"
-    assert resolve(made("cnn"), local, form(SHAPE)) == "convolutional"
-    assert resolve(made("cnn"), local, form(SHAPE), clip=1.0) == "layerwise"
+    assert choose_backend(made("softmax"), local, form(SHAPE)) == "fused"
+    assert choose_backend(made("residual"), local, form(SHAPE)) == "vmap"
+    assert choose_backend(made("cnn"), local, form(SHAPE)) == "convolutional"
+    assert choose_backend(made("cnn"), local, form(SHAPE), clip=1.0) == "layerwise"
     others = "fused, convolutional, one_batch, vmap, loop"
     accepted = rf"client\.backend = 'compiled': expected auto or one of {others}"
     with pytest.raises(ConfigError, match=accepted):
-        resolve(made("softmax"), local, form(SHAPE), "compiled")
+        choose_backend(made("softmax"), local, form(SHAPE), "compiled")
 
 
 def test_a_backend_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, caplog):
@@ -197,10 +197,10 @@ def test_a_backend_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, capl
         self.state = self.local.start(self.x)
         return right(self, gradient, k)
 
-    assert resolve(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "fused"
+    assert choose_backend(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "fused"
     monkeypatch.setattr(Rule, "step", forgetful)
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert resolve(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "loop"
+        assert choose_backend(made("mlp"), METHODS["nesterov"], form(SHAPE)) == "loop"
     assert "fused does not fit the model" in caplog.text
 
 
@@ -247,7 +247,7 @@ class Failing(Local):
 )
 def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
     with pytest.raises(ConfigError) as error:
-        resolve(made("mlp"), kind(), form(SHAPE))
+        choose_backend(made("mlp"), kind(), form(SHAPE))
     assert error.value.field == "local.kind" and reason in str(error.value)
 
 

@@ -20,7 +20,7 @@ from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Local, Sgd
 from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
-from raydpfl.training.backend_choice import resolve
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,10 +43,10 @@ def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(backe
 
 @pytest.mark.parametrize("rule,backend", [("plain", "fused"), ("adam", "fused"), ("sam", "vmap")])
 def test_backends_that_cannot_do_what_is_asked_give_way(rule, backend):
-    assert resolve(made("leaky mlp"), METHODS[rule], form=form(SHAPE)) == backend
+    assert choose_backend(made("leaky mlp"), METHODS[rule], form=form(SHAPE)) == backend
     if rule != "plain":
         with pytest.raises(ConfigError, match=r"client\.backend.*compiled cannot do"):
-            resolve(made("relu mlp"), METHODS[rule], form=form(SHAPE), backend="compiled")
+            choose_backend(made("relu mlp"), METHODS[rule], form=form(SHAPE), backend="compiled")
 
 
 # --- a whole loop of one's own ---
@@ -110,7 +110,7 @@ def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
     local = cls(lr=0.02)
     x, y = rows()
     given = x.nan_to_num(), y.clone()
-    assert resolve(module, local, form=form(SHAPE)) == "loop"
+    assert choose_backend(module, local, form=form(SHAPE)) == "loop"
     got = train("loop", module, local, x, y)
     assert torch.equal(x.nan_to_num(), given[0])
     assert torch.equal(y, given[1])

@@ -19,7 +19,7 @@ from raydpfl.data import Shards, prepare, shard_writer, validation_split
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.simulation import evaluation
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
 
 SPREAD = {"kind": "fashion_mnist_mini", "clients": 70, "sizes": {"kind": "spread"}}
 OVERLAPPING = {
@@ -181,7 +181,7 @@ def scored(module, rows):
 
 def test_validation_is_scored_at_every_evaluation_and_in_the_summary(tmp_path):
     result = run(experiment(rounds=5, evaluate=HALF), tmp_path / "out")
-    opened = Shards.open(Plan.make(experiment(evaluate=HALF)).shards)
+    opened = Shards.open(resolve(experiment(evaluate=HALF)).shards)
     rows = result.rounds.to_pylist()
     names = ("test_loss", "test_accuracy", "validation_loss", "validation_accuracy")
     assert {name for name in result.rounds.column_names if is_score(name)} == {*names}
@@ -218,7 +218,7 @@ def test_a_run_that_holds_rows_out_trains_as_one_that_never_had_them(tmp_path):
     synthetic = {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 50}
     asked = experiment(data=synthetic, evaluate=HALF, **plain)
     result = run(asked, tmp_path / "out")
-    opened = Shards.open(Plan.make(asked).shards)
+    opened = Shards.open(resolve(asked).shards)
     x, y, n = opened.chunk(np.arange(30), int(opened.sizes.max()))
     own = np.arange(x.shape[1]) < n[:, None]
     who = np.repeat(np.arange(30), n)
@@ -237,7 +237,7 @@ def test_the_sizes_that_are_left_are_those_that_count(tmp_path):
     samples = {"kind": "per_sample_clip", "bound": 1.0}
     noise = {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}
     asked = experiment(bounding=samples, noise=noise, weights={"kind": "data"}, evaluate=HALF)
-    plan = Plan.make(asked)
+    plan = resolve(asked)
     assert np.array_equal(plan.population.sizes, np.full(50, 90))  # of 180
     assert plan.population.samples == 4500 and len(plan.population) == 50
     assert np.array_equal(plan.mechanism.samples, np.full(50, 90))

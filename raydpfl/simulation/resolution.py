@@ -1,4 +1,9 @@
-"""The prepared experiment: data, clients, weights and backend, before any noise is calibrated."""
+"""From an experiment to the plan of its run: `resolve(experiment)`.
+
+What a config leaves open is decided here, once, before the first round: the data are prepared, the
+backend is chosen and the noise is calibrated. What the data or the accountants cannot give is
+refused here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +20,18 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.core import device, hardware
+from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment
+from raydpfl.experiment import Experiment, as_fields
+from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population, Selection
 from raydpfl.models.tasks import Form
-from raydpfl.training.backend_choice import resolve
+from raydpfl.privacy import Mechanism, Sampling
+from raydpfl.simulation import provenance
+from raydpfl.simulation.plan import SHOWS, Plan, client_weights
+from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.validation import check_counts
 
@@ -29,79 +40,96 @@ log = logging.getLogger("raydpfl")
 CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
 
 
-@dataclass(frozen=True)
-class PreparedExperiment:
-    """What a run is made of, but for what it guarantees."""
-
-    experiment: Experiment  # nothing left at auto but client.actors
-    shards: Path
-    population: Population
-    d: int  # parameters of the model that travel
-    own: int  # local parameters per client
-    weight: float  # the largest weight of any client's contribution
-    clients_left: int  # clients that the round with most dropouts keeps
-    scored: int  # clients that have a score of their own
-    # int64 [rounds]: how many of the first t + 1 rounds a guarantee composes over
-    composed_rounds: np.ndarray
-    data_root: Path | None
-
-    @property
-    def cohort(self) -> int:
-        """The nominal size of a cohort."""
-        return self.experiment.selection.sampling(self.population).cohort
-
-    def calibration_draws(self) -> list[np.ndarray]:
-        """The clients whose participations noise is sized for, round by round, with repeats; at
-        last those who are exposed and have not come up, once.
-        """
-        experiment = self.experiment
-        selection = experiment.selection
-        rounds = range(experiment.rounds)
-        exposed = [selection.exposed(experiment.seed, t, self.population) for t in rounds]
-        if selection.uncounted is None:
-            return exposed
-        assumed = [selection.assumed(experiment.seed, t, self.population) for t in rounds]
-        return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
-
-
-def prepare_experiment(
+def resolve(
     experiment: Experiment,
-    data_root: Path | None,
+    data_root: Path | None = None,
     prepare: Callable[..., Path] = prepare,
-) -> PreparedExperiment:
-    """Prepares the data and resolves what depends on them. Raises `ConfigError` for what the data
+) -> Plan:
+    """The plan of a run of `experiment`. Raises `ConfigError` for what the data or the accountants
     cannot give.
+
+    Args:
+        experiment: as it was read.
+        data_root: the folder of data sets; None: the default.
+        prepare: in place of `raydpfl.data.prepare`.
     """
-    held_out = experiment.evaluate.held_out
-    path = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
-    shards = Shards.open(path)
-    sizes = shards.sizes  # on the file's map: a copy would take 8 bytes a client
-    selection = experiment.selection
-    selection.fits(len(sizes))
-    form = shards.form(experiment.data.task)
-    module = models.build(experiment.model, form, experiment.seed)
-    d = models.parameter_count(module)
-    check_counts(experiment.local, sizes)
-    backend = _backend(experiment, module, form)
-    population = clients(experiment, sizes, d, data_root)
-    check_means(experiment, population)
-    check_measures(experiment, problem_of(experiment, shards, population))
-    cohorts = selection.sampling(population)
-    experiment = resolved(experiment, backend, cohorts.cohort, module, shards)
-    noise = experiment.noise.resolved(experiment.setting(), cohorts)
-    personal = bool(experiment.personal)
-    return PreparedExperiment(
-        experiment=experiment.model_copy(update={"noise": noise}),
+    experiment.complete()
+    with as_fields(), single_blas():
+        foreseen = preview(experiment, data_root)  # before the data are touched
+        held_out = experiment.evaluate.held_out
+        path = prepare(experiment.data, experiment.seed, data_root, validation=held_out)
+        shards = Shards.open(path)
+        sizes = shards.sizes  # on the file's map: a copy would take 8 bytes a client
+        selection = experiment.selection
+        selection.fits(len(sizes))
+        form = shards.form(experiment.data.task)
+        module = models.build(experiment.model, form, experiment.seed)
+        d = models.parameter_count(module)
+        check_counts(experiment.local, sizes)
+        backend = _backend(experiment, module, form)
+        population = clients(experiment, sizes, d, data_root)
+        check_means(experiment, population)
+        check_measures(experiment, problem_of(experiment, shards, population))
+        cohorts = selection.sampling(population)
+        experiment = resolved(experiment, backend, cohorts.cohort, module, shards)
+        noise = experiment.noise.resolved(experiment.setting(), cohorts)
+        experiment = experiment.model_copy(update={"noise": noise})
+        rounds = experiment.rounds
+        weight = float(np.abs(client_weights(experiment, population)).max(initial=0.0))
+        left = selection.clients_left(experiment.seed, rounds, population)
+        composed_rounds = composed(selection, experiment.seed, rounds, population)
+        outline = template(experiment, population, foreseen)
+        if outline and outline.survey:
+            scored = len(shards.client_rows) if experiment.evaluate.per_client else 0
+            outline = replace(outline, survey=replace(outline.survey, clients=scored))
+        first = noise.calibrated_over(rounds) or rounds
+        facts = RunFacts(
+            setting=experiment.setting(),
+            seed=experiment.seed,
+            local=experiment.local,
+            sizes=population.sizes,
+            rounds=int(composed_rounds[-1]) or rounds,
+            calibrated=int(composed_rounds[first - 1]) or first,
+            weight=weight,
+            clients_left=left,
+            draws=partial(_calibration_draws, experiment, population),
+            surveys=rounds // experiment.evaluate.every,
+            calibrated_surveys=first // experiment.evaluate.every,
+            data_root=data_root,
+        )
+        mechanism = noise.calibrated(outline, facts)
+    # the noise of a virtual cohort is scaled down to the clients that are simulated
+    stds = mechanism.sum_stds(cohorts.cohort) if mechanism else {}
+    queries = experiment.bounding.queries()
+    unseen = experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
+    plan = Plan(
+        experiment=experiment,
         shards=path,
         population=population,
         d=d,
-        own=len(models.trained(module)) if personal else models.ParameterSplit.of(module).own,
-        weight=_largest(client_weights(experiment, population)),
-        clients_left=selection.clients_left(experiment.seed, experiment.rounds, population),
-        scored=len(shards.client_rows) if experiment.evaluate.per_client else 0,
-        composed_rounds=composed(selection, experiment.seed, experiment.rounds, population),
-        data_root=data_root,
+        weight=weight,
+        clients_left=left,
+        composed_rounds=composed_rounds,
+        ratio=stds.get("updates", 0.0),
+        side_stds={query.name: stds.get(query.name, 0.0) * query.bound for query in queries},
+        mechanism=mechanism,
+        platform=provenance.of(unseen),
     )
+    plan.check_budget()
+    return plan
+
+
+def _calibration_draws(experiment: Experiment, population: Population) -> list[np.ndarray]:
+    """The clients whose participations noise is sized for, round by round, with repeats; at last
+    those who are exposed and have not come up, once.
+    """
+    selection = experiment.selection
+    rounds = range(experiment.rounds)
+    exposed = [selection.exposed(experiment.seed, t, population) for t in rounds]
+    if selection.uncounted is None:
+        return exposed
+    assumed = [selection.assumed(experiment.seed, t, population) for t in rounds]
+    return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
 
 
 def _backend(experiment: Experiment, module: nn.Module, form: Form) -> str:
@@ -112,7 +140,7 @@ def _backend(experiment: Experiment, module: nn.Module, form: Form) -> str:
             "client.precision bfloat16 is slower than float32 here: this processor has no "
             "instructions for it"
         )
-    return resolve(
+    return choose_backend(
         module,
         experiment.local,
         form,
@@ -223,39 +251,6 @@ def check_measures(experiment: Experiment, problem: Problem) -> None:
         probe.fits(problem)
 
 
-def client_weights(experiment: Experiment, population: Population) -> np.ndarray:
-    """The factor float64 [N] of every client's contribution, computed once for all clients
-    together. Raises `ConfigError` where they are not N finite numbers.
-    """
-    member = experiment.weights
-
-    def compute() -> np.ndarray:
-        count = len(population)
-        weights = np.asarray(member.of(population.sizes, population.samples, count))
-        if (
-            weights.dtype.kind not in "iuf"
-            or weights.shape != (count,)
-            or not np.isfinite(weights).all()
-        ):
-            expected = f"one whose weights are {count} finite numbers, one per client"
-            raise ConfigError("weights.kind", member.kind, expected)
-        weights = weights.astype(np.float64, copy=False)
-        largest = _largest(weights)
-        if not 1e-15 <= largest <= 1e15:
-            expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
-            raise ConfigError("weights.kind", member.kind, expected)
-        corrections = experiment.selection.corrections(population)
-        return weights if corrections is None else weights * corrections
-
-    key = member.model_dump_json(), experiment.selection.model_dump_json()
-    return population.cached(key, compute)
-
-
-def _largest(values: np.ndarray) -> float:
-    """The largest absolute value, without an array of them; 0 of none."""
-    return float(max(values.max(initial=0.0), -values.min(initial=0.0)))
-
-
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
     """`Selection.composed_rounds`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its
     scheme can come to: where cohorts are secret, each of t rounds draws among the scheme's whole
@@ -279,3 +274,36 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
         )
         raise ConfigError("selection.kind", selection.kind, expected)
     return composed_rounds.astype(np.int64)
+
+
+def preview(experiment: Experiment, data_root: Path | None) -> Mechanism | None:
+    """The template of what is released, as far as the config determines it before the data are
+    touched: of so many clients with one sample each. None where the number of clients is unknown,
+    or sums have no noise.
+
+    Raises:
+        ConfigError: the selection does not fit so many clients, or no accountant covers it.
+    """
+    count = experiment.data.clients
+    if count is None:
+        return None
+    selection = experiment.selection
+    selection.fits(count)
+    return template(experiment, Population.balanced(count, selection.table(count, data_root)))
+
+
+def template(
+    experiment: Experiment, population: Population, foreseen: Mechanism | None = None
+) -> Mechanism | None:
+    """What is released, at noise multiplier 1: `foreseen` where its cohorts are sampled as those of
+    this population. None where sums have no noise. Raises `ConfigError` where none of the rigorous
+    accountants asked for covers it.
+    """
+    noise = experiment.noise
+
+    def cohorts() -> Sampling:
+        return experiment.selection.sampling(population)
+
+    if foreseen is not None and noise.sampling(cohorts()) == foreseen.sampling:
+        return foreseen
+    return noise.outline(experiment.setting(), cohorts)
