@@ -47,7 +47,7 @@ def asked_for(value: Any) -> str:
     raise ValueError(f"{names}; or the import path of your own (package.module:Name)")
 
 
-Asked = Annotated[str, PlainValidator(asked_for)]
+Asked = Annotated[str, PlainValidator(asked_for, json_schema_input_type=str)]
 Whole = Annotated[StrictInt, BeforeValidator(whole)]
 
 

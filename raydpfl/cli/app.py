@@ -49,6 +49,7 @@ SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one
 PLACE = "Run directory, or its address (s3://BUCKET/RUN); default: a new one under runs/."
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CLUSTER = "A running Ray cluster to join; auto finds the local one."
+BEGAN = time.time()  # that is a quarter of a second after the process
 CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
 FRESH = "With --resume, where code or processor have changed: new noise, both releases count."
 
@@ -65,6 +66,14 @@ def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = (
     return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
 
 
+def _argument(text: str, metavar: str, complete: Callable[..., list[str]] | None = None) -> Any:
+    return typer.Argument(help=text, metavar=metavar, autocompletion=complete)
+
+
+def _count(text: str = "", panel: str | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
+
+
 def _whole(given: str | int) -> int:
     """A whole number, which may be written as 1e3 too; a default is one already."""
     text = str(given)
@@ -73,10 +82,6 @@ def _whole(given: str | int) -> int:
         return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _count(text: str = "", panel: str | None = None) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, parser=_whole, metavar="<int>")
 
 
 def _version(asked: bool) -> None:
@@ -92,12 +97,7 @@ def _show_frames(asked: bool) -> None:
         os.environ[DEBUG] = "1"
 
 
-def _debugged() -> bool:
-    """Whether errors show all frames."""
-    return bool(os.environ.get(DEBUG))
-
-
-DEBUG = "RAYDPFL_DEBUG"
+DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
 FRAMES = f"Show all frames of an error, as {DEBUG}=1 does; anywhere on the command line."
 Debug = Annotated[bool, typer.Option("--debug", help=FRAMES, callback=_show_frames)]
 VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
@@ -108,40 +108,15 @@ def _whole_command(version: Annotated[bool, VERSION] = False, debug: Debug = Fal
     pass
 
 
-Config = Annotated[str, typer.Argument(help=READ, metavar="CONFIG")]
-Described = Annotated[
-    list[str],
-    typer.Argument(
-        help="A config and fields to change; or data files, or a folder, and fields of data.",
-        metavar="CONFIG|FILE... [KEY=VALUE]...",
-    ),
-]
-Picture = Annotated[
-    Path | None,
-    typer.Option(help="A picture of the classes of each client: a file .svg, .png or .pdf."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Fields to change, each section.key=value: rounds=50, bounding.bound=0.5.",
-        metavar="KEY=VALUE",
-        autocompletion=completion.overrides,
-    ),
-]
-DATA = completion.of_family("data")
-FETCHED = "One of those that raydpfl data list shows."
-Kinds = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Some of them, or import paths of your own classes.",
-        metavar="KIND",
-        autocompletion=DATA,
-    ),
-]
+CHANGES = "Fields to change, each section.key=value: rounds=50, bounding.bound=0.5."
+Config = Annotated[str, _argument(READ, "CONFIG")]
+Overrides = Annotated[list[str] | None, _argument(CHANGES, "KEY=VALUE", completion.overrides)]
 DataRoot = Annotated[Path | None, _option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, _option(CLUSTER)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AGAIN = "Go on with what is in --out, or in the directory that is named."
+Resume = Annotated[bool, typer.Option("--resume", help=AGAIN)]
 TRUSTED = "Import the code that a run directory names, which runs it; else such a run is refused."
 Trust = Annotated[bool, typer.Option("--trust-code", help=TRUSTED)]
 
@@ -151,7 +126,7 @@ def run(
     config: Config,
     overrides: Overrides = None,
     out: Annotated[str | None, _option(PLACE)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Resume = False,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
     data_root: DataRoot = None,
     address: Address = None,
@@ -169,14 +144,11 @@ def run(
     ):
         experiment, folder = _read("run", config, overrides)
         if resume and out is None:
-            if folder is None:
-                expected = "a run directory: raydpfl run DIR --resume, or --out DIR"
-                raise ConfigError("--resume", config, expected)
-            out = folder
-        out = out or str(_new_folder(config))
+            out = folder or _no_folder(config, "run")
+        out = out or _new_folder(config)
         console = Console(quiet=quiet, highlight=False)
         with (
-            run_display.Display(console, experiment.rounds, _started()) as display,
+            run_display.Display(console, experiment.rounds, BEGAN) as display,
             _resumable(out),
         ):
             result = runner.run(
@@ -204,7 +176,7 @@ NEXT = """  cd {folder}
 
 @app.command()
 def new(
-    folder: Annotated[Path, typer.Argument(help=NEW, metavar="DIR")],
+    folder: Annotated[Path, _argument(NEW, "DIR")],
     family: Annotated[str, _option(FAMILY)] = "bounding",
 ) -> None:
     """Make a project to begin with: a config, a class of your own of some family, and its test."""
@@ -216,7 +188,7 @@ def new(
 
 @app.command()
 def export(
-    folder: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")],
+    folder: Annotated[str, _argument("A run directory.", "RUN")],
     out: Annotated[Path | None, _option(EXPORTED)] = None,
     merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
     trust_code: Trust = False,
@@ -234,9 +206,7 @@ def sweep(
     config: Config,
     overrides: Overrides = None,
     out: Annotated[str | None, _option(SWEPT)] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the sweep in --out.")
-    ] = False,
+    resume: Resume = False,
     data_root: DataRoot = None,
     address: Address = None,
     quiet: Quiet = False,
@@ -252,11 +222,8 @@ def sweep(
     with provenance.stored_code(out or config if resume else config, first=resume):
         asked, folder = _swept(config, overrides or (), resume)
         if resume and out is None:
-            if not folder:
-                expected = "a sweep directory: raydpfl sweep DIR --resume, or --out DIR"
-                raise ConfigError("--resume", config, expected)
-            out = config
-        out = out or str(_new_folder(config))
+            out = config if folder else _no_folder(config, "sweep")
+        out = out or _new_folder(config)
         options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
         with SweepDisplay(_console(quiet)) as display, _resumable(out, "sweep"):
             result = tune.run(asked, out, on_change=display.show, **options)
@@ -290,22 +257,15 @@ LIST = (
 SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
 SEEDS = "Final runs of every cell. Default: as the study says."
 INTO = "Study directory, or its address (of several, theirs are in it); default: under runs/."
-Studies = Annotated[
-    list[str] | None,
-    typer.Argument(help=REPRODUCED, metavar="STUDY", autocompletion=completion.studies),
-]
 SCALES = ("smoke", "small", "paper")
 
 
 @app.command()
 def reproduce(
-    studies: Studies = None,
+    studies: Annotated[list[str] | None, _argument(REPRODUCED, "STUDY", completion.studies)] = None,
     scale: Annotated[str | None, _option(f"{SCALED} Default: small.", words=SCALES)] = None,
     out: Annotated[str | None, _option(INTO)] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with the study in --out, or in the directory STUDY."),
-    ] = False,
+    resume: Resume = False,
     seeds: Annotated[int | None, _count(SEEDS)] = None,
     listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
     data_root: DataRoot = None,
@@ -320,19 +280,23 @@ def reproduce(
 
     console = _console(quiet)
     if listed:
-        _unused(out=out, resume=resume, address=address)
+        for name, value in {"out": out, "resume": resume, "address": address}.items():
+            if value:
+                raise ConfigError(f"--{name}", str(value), "none with --list, which runs nothing")
         list_studies(console, studies or (), scale, seeds, data_root)
         return
     if not studies:
         raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
-    out = out or (_begun_study(studies) if resume else None)
+    if resume and out is None:
+        there = len(studies) == 1 and (os.path.isdir(studies[0]) or storage.elsewhere(studies[0]))
+        out = studies[0] if there else _no_folder(" ".join(studies), "study", "reproduce")
     options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
-        names = [
-            _study_here(name, stack)
-            for study_name in studies
-            for name in studying.several(study_name)
-        ]
+        names = [name for study_name in studies for name in studying.several(study_name)]
+        for place, name in enumerate(names):
+            if storage.elsewhere(name):
+                folder = stack.enter_context(storage.reading(name, "study", _of_study))
+                names[place] = str(folder)
         with directed("reproduce", *studies):
             asked = [studying.Study.named(name, scale, seeds) for name in names]
         display = stack.enter_context(StudyDisplay(console, asked))
@@ -340,37 +304,16 @@ def reproduce(
         results = studying.reproduce(*asked, out=out, on_change=display.show, **options)
     for result in results:
         display.report(result)
-    problems = [
-        f"{result.study.about.id}: {result.problem}" for result in results if result.problem
-    ]
+    problems = "; ".join(
+        f"{done.study.about.id}: {done.problem}" for done in results if done.problem
+    )
     if problems:
-        raise RunError("; ".join(problems))
+        raise RunError(problems)
 
 
-def _begun_study(studies: list[str]) -> str:
-    """The one directory that is named. Raises `ConfigError`."""
-    if len(studies) > 1 or not (os.path.isdir(studies[0]) or storage.elsewhere(studies[0])):
-        expected = "a study directory: raydpfl reproduce DIR --resume, or --out DIR"
-        raise ConfigError("--resume", " ".join(studies), expected)
-    return studies[0]
-
-
-def _study_here(name: str, stack: ExitStack) -> str:
-    """What names a study here, whose directory may be elsewhere."""
-    if not storage.elsewhere(name):
-        return name
-
-    def wanted(file: str) -> bool:
-        return file == "study.yaml" or file.startswith("published/")
-
-    return str(stack.enter_context(storage.reading(name, "study", wanted)))
-
-
-def _unused(**options: Any) -> None:
-    """Raises `ConfigError` for an option of running studies that is given with --list."""
-    for name, value in options.items():
-        if value:
-            raise ConfigError(f"--{name}", str(value), "none with --list, which runs nothing")
+def _of_study(file: str) -> bool:
+    """Whether a file of a study's directory is read where the study is run."""
+    return file == "study.yaml" or file.startswith("published/")
 
 
 THERE = "The files that CONFIG names are on the cluster: send none."
@@ -388,7 +331,7 @@ RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 
 @app.command()
 def submit(
-    config: Annotated[str | None, typer.Argument(help=SENT, metavar="CONFIG")] = None,
+    config: Annotated[str | None, _argument(SENT, "CONFIG")] = None,
     overrides: Overrides = None,
     out: Annotated[str | None, _option(BACK)] = None,
     address: Annotated[str | None, _option(SERVER)] = None,
@@ -438,7 +381,7 @@ TIMED = (
 
 @app.command()
 def show(
-    config: Annotated[str, typer.Argument(help=SHOWN, metavar="CONFIG")],
+    config: Annotated[str, _argument(SHOWN, "CONFIG")],
     overrides: Overrides = None,
     timed: Annotated[bool, typer.Option("--timed", help=TIMED)] = False,
     data_root: DataRoot = None,
@@ -493,7 +436,7 @@ NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculat
 @app.command()
 def budget(
     context: typer.Context,
-    config: Annotated[str | None, typer.Argument(help=ASKED, metavar="CONFIG")] = None,
+    config: Annotated[str | None, _argument(ASKED, "CONFIG")] = None,
     overrides: Overrides = None,
     epsilon: Annotated[float | None, _option("Of the guarantee, at --delta.", GIVE)] = None,
     noise_multiplier: Annotated[float | None, _option(MULTIPLIER, GIVE)] = None,
@@ -521,35 +464,28 @@ def budget(
     from raydpfl.privacy import calculator
     from raydpfl.simulation import planned_guarantee
 
-    options = {name: value for name, value in context.params.items() if name not in NO_OPTIONS}
-    stated = {name: value for name, value in options.items() if value is not None}
+    stated = {
+        name: value
+        for name, value in context.params.items()
+        if name not in NO_OPTIONS and value is not None
+    }
     if config:
+        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+        for name in (name for name in stated if name != "data_root"):
+            raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
+        _load()
+        from raydpfl.experiment import Experiment
+
+        imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):
-            asked = _of_privacy(config, overrides, stated, trust_code)
+            asked = _read("budget", config, overrides, imports, trust_code)[0]
             answer = planned_guarantee.of_config(asked, data_root)
     else:
         answer = calculator.from_options(**stated)
     if as_json:
-        print(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
+        _print_json(answer.to_dict())
     else:
         Console(highlight=False).print(budget_display.shown(answer))
-
-
-def _of_privacy(
-    config: str, overrides: list[str] | None, options: dict[str, Any], trust_code: bool
-) -> Experiment:
-    """The experiment, whose own model and server are not imported. Raises `ConfigError` where an
-    option is `given` besides, other than where data sets lie.
-    """
-    _load()
-    from raydpfl.experiment import Experiment
-
-    for name, value in options.items():
-        if name != "data_root":
-            expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-            raise ConfigError(f"--{name.replace('_', '-')}", value, expected)
-    imports = set(Experiment.model_fields) - {"model", "server"}
-    return _read("budget", config, overrides, imports, trust_code)[0]
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
@@ -575,7 +511,7 @@ def audit(
     _load()
     from raydpfl import audit as auditor
 
-    out = out or str(_new_folder(config, "-audit"))
+    out = out or _new_folder(config, "-audit")
     console = _console()
     with _kept(config, trust_code), _bar(console, hidden=as_json) as on_round:
         experiment, _ = _read("audit", config, overrides, trust_code=trust_code)
@@ -589,7 +525,7 @@ def audit(
             on_round=on_round,
         )
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        _print_json(result.to_dict())
     else:
         console.print(result.text(), markup=False)
         following = f"Audit directory: {out}\n  its page and figures:  raydpfl report {out}"
@@ -605,18 +541,13 @@ CHECKED = (
     "An import path is code that runs."
 )
 AROUND = "Fields of the small experiment around it, or of the member's own section."
+Around = Annotated[list[str] | None, _argument(AROUND, "KEY=VALUE", completion.after_colon)]
 
 
 @app.command()
 def check(
-    member: Annotated[
-        str,
-        typer.Argument(help=CHECKED, metavar="MEMBER", autocompletion=completion.members),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help=AROUND, metavar="KEY=VALUE", autocompletion=completion.after_colon),
-    ] = None,
+    member: Annotated[str, _argument(CHECKED, "MEMBER", completion.members)],
+    overrides: Around = None,
     as_json: Json = False,
 ) -> None:
     """Whether a member keeps the contract of its family, with each of its examples. Exit code 1:
@@ -627,7 +558,7 @@ def check(
 
     clauses = contract.check(member, overrides or ())
     if as_json:
-        print(json.dumps([asdict(clause) for clause in clauses], indent=2))
+        _print_json([asdict(clause) for clause in clauses])
     else:
         console = _console()
         print(contract.render(clauses, *[console.width] * console.is_terminal))
@@ -638,17 +569,12 @@ def check(
         raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
 
 
-NAMED = (
-    "A section of the config (bounding, data.partition, ...), or one of its kinds (bounding.clip)."
-)
+NAMED = "A section of the config (bounding, data.partition, ...), or one of its kinds."
 
 
 @app.command()
 def kinds(
-    name: Annotated[
-        str | None,
-        typer.Argument(help=NAMED, metavar="FAMILY[.KIND]", autocompletion=completion.kinds),
-    ] = None,
+    name: Annotated[str | None, _argument(NAMED, "FAMILY[.KIND]", completion.kinds)] = None,
     as_json: Json = False,
     schema: Annotated[bool, _option("Print the JSON Schema of a config, for editors.")] = False,
 ) -> None:
@@ -660,13 +586,11 @@ def kinds(
     from raydpfl.cli import kinds as reference
 
     if schema:
-        print(json.dumps(config_schema.schema(), indent=2))
-        return
-    reference_kinds = reference.of(name)
-    if as_json:
-        print(json.dumps([clause.to_dict() for clause in reference_kinds], indent=2))
+        _print_json(config_schema.schema())
+    elif as_json:
+        _print_json([asdict(kind) for kind in reference.of(name)])
     else:
-        print(reference.render(reference_kinds))
+        print(reference.render(reference.of(name)))
 
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
@@ -676,7 +600,7 @@ PRINTED = "Figures for 1 column of a paper (3.5 in) or 2 (7.16 in), text of 8 pt
 
 @app.command()
 def report(
-    directories: Annotated[list[str], typer.Argument(help=REPORTED, metavar="DIR")],
+    directories: Annotated[list[str], _argument(REPORTED, "DIR")],
     out: Annotated[str | None, _option(WRITTEN)] = None,
     columns: Annotated[int | None, _option(PRINTED)] = None,
 ) -> None:
@@ -696,7 +620,7 @@ PAGE = "Where the page goes. Default: ./report-NAMES."
 
 @app.command()
 def compare(
-    directories: Annotated[list[str], typer.Argument(help=COMPARED, metavar="DIR")],
+    directories: Annotated[list[str], _argument(COMPARED, "DIR")],
     metric: Annotated[str | None, _option(SCORE)] = None,
     out: Annotated[str | None, _option(PAGE)] = None,
 ) -> None:
@@ -719,6 +643,10 @@ def _console(quiet: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
+def _print_json(values: Any) -> None:
+    print(json.dumps(values, indent=2, allow_nan=False))
+
+
 @contextmanager
 def _bar(console: Console, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar of rounds on a terminal, and what moves it: rounds done, of how many."""
@@ -731,10 +659,18 @@ def _bar(console: Console, hidden: bool) -> Iterator[Callable[[int, int], None]]
 
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
 app.add_typer(datasets, name="data")
+DATA = completion.of_family("data")
+SOME = "Some of them, or import paths of your own classes."
+FETCHED = "One of those that raydpfl data list shows."
+DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
+PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
 
 
 @datasets.command("list")
-def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
+def data_list(
+    kinds: Annotated[list[str] | None, _argument(SOME, "KIND", DATA)] = None,
+    data_root: DataRoot = None,
+) -> None:
     """All kinds of data, and where each would be read from; with kinds, these alone."""
     _load()
     from raydpfl import data
@@ -749,7 +685,7 @@ def data_list(kinds: Kinds = None, data_root: DataRoot = None) -> None:
 
 @datasets.command("fetch")
 def data_fetch(
-    kind: Annotated[str, typer.Argument(help=FETCHED, metavar="KIND", autocompletion=DATA)],
+    kind: Annotated[str, _argument(FETCHED, "KIND", DATA)],
     data_root: DataRoot = None,
 ) -> None:
     """Download a data set, unless it is there."""
@@ -761,8 +697,8 @@ def data_fetch(
 
 @datasets.command("describe")
 def data_describe(
-    files: Described,
-    out: Picture = None,
+    files: Annotated[list[str], _argument(DESCRIBED, "CONFIG|FILE... [KEY=VALUE]...")],
+    out: Annotated[Path | None, _option(PICTURE)] = None,
     data_root: DataRoot = None,
     trust_code: Trust = False,
 ) -> None:
@@ -858,21 +794,15 @@ def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
     return provenance.stored_code(config) if trust_code else nullcontext()
 
 
-def _new_folder(config: str, what: str = "") -> Path:
+def _new_folder(config: str, what: str = "") -> str:
     """A directory under runs/ for what begins now, named by the config."""
-    return Path("runs") / f"{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"runs/{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _started() -> float:
-    """When this process was started, in seconds since the epoch."""
-    if sys.platform != "linux":
-        import psutil
-
-        return psutil.Process().create_time()
-    # psutil counts from when the system was started, which Linux says in whole seconds
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+def _no_folder(asked: str, what: str, command: str = "") -> NoReturn:
+    """Raises `ConfigError` for --resume of what is no directory."""
+    expected = f"a {what} directory: raydpfl {command or what} DIR --resume, or --out DIR"
+    raise ConfigError("--resume", asked, expected)
 
 
 class _Begun:
@@ -932,7 +862,7 @@ def _carried_out() -> tuple[str, int]:
         if app(standalone_mode=False) == 130:  # how typer passes Ctrl-C on
             raise KeyboardInterrupt
     except BaseException as error:
-        if _debugged() and not isinstance(error, SystemExit):
+        if os.environ.get(DEBUG) and not isinstance(error, SystemExit):
             traceback.print_exception(error)
         ended = _ended(error)
         if ended is None:
@@ -962,8 +892,9 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
         if isinstance(error, kind):
             return say(error), code
     if isinstance(error, SystemExit):
-        if _completed(error):
-            return "", 0
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not error.code and Path(place).is_relative_to(Path(typer.__file__).parent):
+            return "", 0  # typer has completed a command for a shell
         silent = isinstance(error, _Failed) or isinstance(error.__context__, BrokenPipeError)
         return None if silent else (f"code that the config names {exited(error)}", 1)
     if isinstance(error, Exception) and frames_of_user(error):
@@ -978,18 +909,12 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def _completed(error: SystemExit) -> bool:
-    """Whether this is how typer ends once it has completed a command for a shell."""
-    place = traceback.extract_tb(error.__traceback__)[-1].filename
-    return not error.code and Path(place).is_relative_to(Path(typer.__file__).parent)
-
-
 class _Failed(SystemExit):
     """The end of the command, said by `_fail` and not by some module that a config names."""
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"raydpfl: {message if _debugged() else brief(message)}", file=sys.stderr)
+    print(f"raydpfl: {message if os.environ.get(DEBUG) else brief(message)}", file=sys.stderr)
     raise _Failed(code)
 
 

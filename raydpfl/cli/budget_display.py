@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -26,26 +27,15 @@ _PROMISED = {
 
 
 def shown(budget: Budget | PersonalBudget) -> RenderableType:
-    """A budget of sums, or of clients with noise at local steps, for a terminal."""
-    return of_personal(budget) if isinstance(budget, PersonalBudget) else of_budget(budget)
-
-
-def of_budget(budget: Budget) -> RenderableType:
-    """What is released, the answers in a table, the formulas with their conditions, and the
-    sentence.
+    """A budget of sums, or of clients with noise at local steps: what is released, the answers in
+    tables, what they rely on, and the sentence.
     """
-    parts: list[Any] = [_head(budget), "", _found(budget), ""]
-    if budget.unknown != "epsilon":
-        parts += [_held(budget), ""]
-    for answer in budget.answers:
-        if answer.guarantee.formula:
-            style = "red" if answer.overclaims else ""
-            parts.append(Text(_worth(budget, answer), style=style))
-    parts += [Text(f"- {note}") for note in [*_reasons(budget), *budget.notes]]
-    return Group(*parts, "", Text(budget.sentence(), style="bold"))
+    parts = _of_clients(budget) if isinstance(budget, PersonalBudget) else _of_sums(budget)
+    notes = [Text(f"- {note}") for note in budget.notes]
+    return Group(*parts, *notes, "", Text(budget.sentence(), style="bold"))
 
 
-def _head(budget: Budget) -> Table:
+def _of_sums(budget: Budget) -> Iterator[RenderableType]:
     mechanism = budget.mechanism
     noise = budget.noise
     head = Table.grid(padding=(0, 2))
@@ -57,12 +47,28 @@ def _head(budget: Budget) -> Table:
         for name, value in noise.items()
         if name.startswith("std_")
     ]
+    head.add_row("noise", f"std {', '.join(stds)}")
     sums = len(mechanism.sums)
     together = f", the {sums} queries of a round together" if sums > 1 else ""
-    multiplier = f"{noise['noise_multiplier']:.4g} (std of the sum / bound{together})"
-    head.add_row("noise", f"std {', '.join(stds)}")
-    head.add_row("noise multiplier", multiplier)
-    return head
+    multiplier = f"{noise['noise_multiplier']:.4g}"
+    head.add_row("noise multiplier", f"{multiplier} (std of the sum / bound{together})")
+    yield from (head, "", _found(budget), "")
+    guarantees = budget.guarantees
+    if budget.unknown != "epsilon":  # the epsilons at the noise and rounds of the first answer
+        which = f"noise multiplier {multiplier}"
+        if budget.unknown == "rounds":
+            which = f"{budget.rounds} {budget.repeated}"
+        title = f"Epsilon at delta {budget.delta:g} with {which}"
+        yield guarantee_table.table([(one, _spent(one)) for one in guarantees], title)
+        yield ""
+    for answer in budget.answers:
+        if answer.guarantee.formula:
+            yield Text(_worth(budget, answer), style="red" if answer.overclaims else "")
+    known = [one.sampling.participations for one in guarantees if one.sampling.participations]
+    notes = [f"cohort known: {participations}" for participations in known]
+    rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
+    notes += [f"{one.accountant}: {why}" for one in rigorous for why in one.conditions_failed]
+    yield from (Text(f"- {note}") for note in dict.fromkeys(notes))
 
 
 def _found(budget: Budget) -> Table:
@@ -77,65 +83,29 @@ def _found(budget: Budget) -> Table:
     return guarantee_table.table(cells, title)
 
 
-def _held(budget: Budget) -> Table:
-    """The epsilons at the noise and rounds of the first answer."""
-    which = f"noise multiplier {budget.noise['noise_multiplier']:.4g}"
-    if budget.unknown == "rounds":
-        which = f"{budget.rounds} {budget.repeated}"
-    title = f"Epsilon at delta {budget.delta:g} with {which}"
-    return guarantee_table.table(
-        [(guarantee, _spent(guarantee)) for guarantee in budget.guarantees], title
-    )
-
-
-def _reasons(budget: Budget) -> list[str]:
-    """What is known of cohorts, and why accountants have no number."""
-    participations = [guarantee.sampling.participations for guarantee in budget.guarantees]
-    notes = [
-        f"cohort known: {participation}"
-        for participation in dict.fromkeys(participations)
-        if participation
-    ]
-    rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
-    failed = [
-        f"{guarantee.accountant}: {reason}"
-        for guarantee in rigorous
-        for reason in guarantee.conditions_failed
-    ]
-    return [*notes, *dict.fromkeys(failed)]
-
-
-def of_personal(budget: PersonalBudget) -> RenderableType:
-    """Quantiles over the clients, those that spend most, broken guarantees, and the sentence."""
-    names = _columns(budget)
-    parts: list[Any] = [_personal_head(budget), "", _spread(budget, names), ""]
-    parts += [_worst(budget, names), ""]
-    if budget.broken:
-        broken = f"{budget.broken[0].upper()}{budget.broken[1:]}."
-        parts += [Text(broken, style="red"), ""]
-    for guarantee in budget.guarantees:
-        if guarantee.formula and guarantee.conditions_failed:
-            failed = "; ".join(guarantee.conditions_failed)
-            of = "conditions that fail for the client it finds worst"
-            parts.append(Text(f"- {guarantee.accountant}: {of}: {failed}"))
-    parts += [Text(f"- {note}") for note in budget.notes]
-    return Group(*parts, "", Text(budget.sentence(), style="bold"))
-
-
-def _personal_head(budget: PersonalBudget) -> Table:
+def _of_clients(budget: PersonalBudget) -> Iterator[RenderableType]:
+    """Quantiles over the clients, those that spend most, and broken guarantees."""
     mechanism = budget.mechanism
     head = Table.grid(padding=(0, 2))
     head.add_row("released", budget.released)
     moves = f"replacing one moves the mean over B by {2 * mechanism.bound:.4g} / B"
     head.add_row("bound", f"{mechanism.bound:.4g} for each sample's gradient; {moves}")
     calibration = mechanism.calibration
-    promised = _PROMISED[calibration.method] if calibration else "as given"
-    head.add_row("noise", f"at each step, {promised}")
+    head.add_row(
+        "noise", f"at each step, {_PROMISED[calibration.method] if calibration else 'as given'}"
+    )
     query = mechanism.side_query
     if query:
         noise = f"with noise of std {query.std:.4g}"
         head.add_row("also", f"the {query.name} of a client in each of its rounds, {noise}")
-    return head
+    names = _columns(budget)
+    yield from (head, "", _spread(budget, names), "", _worst(budget, names), "")
+    if budget.broken:
+        yield from (Text(f"{budget.broken[0].upper()}{budget.broken[1:]}.", style="red"), "")
+    for one in budget.guarantees:
+        if one.formula and one.conditions_failed:
+            of = "conditions that fail for the client it finds worst"
+            yield Text(f"- {one.accountant}: {of}: {'; '.join(one.conditions_failed)}")
 
 
 def _columns(budget: PersonalBudget) -> dict[str, str]:
@@ -156,7 +126,7 @@ def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
         (f"{share:.0%}", [column[place] for column in quantiles.values()])
         for place, share in enumerate(SHARES)
     ]
-    return _of_clients(title, "share", names, lines if budget.rows else [])
+    return _client_table(title, "share", names, lines if budget.rows else [])
 
 
 def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
@@ -165,10 +135,10 @@ def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
     key = next(spent, "noise_std")
     worst = sorted(budget.protected, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
     lines = [(str(row["client"]), [row[name] for name in names]) for row in worst]
-    return _of_clients(f"The {len(worst)} clients that spend most", "client", names, lines)
+    return _client_table(f"The {len(worst)} clients that spend most", "client", names, lines)
 
 
-def _of_clients(
+def _client_table(
     title: str, first: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
 ) -> Table:
     table = guarantee_table.plain(title)
@@ -180,28 +150,25 @@ def _of_clients(
     return table
 
 
-def _mark(guarantee: Guarantee) -> str:
-    return "*" if guarantee.conditions_failed else ""
-
-
 def _spent(guarantee: Guarantee) -> str:
-    if guarantee.kind == "rigorous" and guarantee.conditions_failed:
+    failed = guarantee.conditions_failed
+    if guarantee.kind == "rigorous" and failed:
         return "-"
-    return f"{guarantee.epsilon:.4g}{_mark(guarantee)}"
+    return f"{guarantee.epsilon:.4g}{'*' if failed else ''}"
 
 
 def _cell(budget: Budget, answer: Answer) -> str:
     """What was found, in print."""
-    text = _spent(answer.guarantee)
-    if budget.unknown == "epsilon" or text == "-":
-        return text
+    spent = _spent(answer.guarantee)
+    if budget.unknown == "epsilon" or spent == "-":
+        return spent
     found = f"{answer.rounds}"
     if (answer.rounds + 1) * budget.steps > MOST_ROUNDS:
         found = f">= {found}"
     if budget.unknown == "noise":
         z = answer.noise_multiplier
         found = f"{z:.4g}" if math.isfinite(z) else "none"
-    return f"{found}{_mark(answer.guarantee)}"
+    return found + "*" * spent.endswith("*")
 
 
 def _worth(budget: Budget, answer: Answer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
@@ -14,18 +15,13 @@ from raydpfl.privacy.accountants import ACCOUNTANTS
 Cells = Sequence[tuple[Guarantee, str]]
 
 
+@dataclass
 class Row:
     """What holds against one observer: `against` and `relation` in words, `cells` by column."""
 
-    def __init__(self, first: Guarantee):
-        self.against = against(first)
-        self.relation = first.relation
-        self.cells: dict[str, tuple[Guarantee, str]] = {}
-
-    def takes(self, one: Guarantee) -> bool:
-        """Whether this guarantee has a free cell here."""
-        same = one.relation in (self.relation, "unstated")
-        return same and self.against == against(one) and label(one) not in self.cells
+    against: str
+    relation: str
+    cells: dict[str, tuple[Guarantee, str]] = field(default_factory=dict)
 
 
 def against(one: Guarantee) -> str:
@@ -43,9 +39,10 @@ def by_observer(cells: Cells) -> list[Row]:
     """The rows, in the order of their first guarantees."""
     rows: list[Row] = []
     for one, text in cells:
-        row = next((row for row in rows if row.takes(one)), None)
+        free = [row for row in rows if row.against == against(one) and label(one) not in row.cells]
+        row = next((row for row in free if one.relation in (row.relation, "unstated")), None)
         if row is None:
-            row = Row(one)
+            row = Row(against(one), one.relation)
             rows.append(row)
         row.cells[label(one)] = (one, text)
     return rows
@@ -80,14 +77,10 @@ def table(
         here = marked in [one for one, _ in row.cells.values()]
         mark = [">" if here else ""] if marked else []
         relation = [row.relation] if several else []
-        numbers = [_cell(row.cells[name], bold) if name in row.cells else "" for name in names]
+        found = (row.cells.get(name, (None, "")) for name in names)
+        numbers = [Text(text, style="bold" if one in bold else "") for one, text in found]
         made.add_row(*mark, row.against, *relation, *numbers)
     return made
-
-
-def _cell(cell: tuple[Guarantee, str], bold: Sequence[Guarantee]) -> Text:
-    one, text = cell
-    return Text(text, style="bold" if one in bold else "")
 
 
 def plain(title: str | None = None) -> Table:

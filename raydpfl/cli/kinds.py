@@ -1,7 +1,6 @@
 """Every choice that a config has, read from the classes themselves (`raydpfl kinds`).
 
-A key's type, bounds, default and description are those of its pydantic field; what is said of a
-member is its docstring, with its paper.
+They are those of its JSON Schema (`raydpfl.cli.config_schema`), in words.
 
 >>> print(of("bounding.clip")[0].render())
 bounding.clip
@@ -19,35 +18,38 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-import annotated_types
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from dataclasses import dataclass
+from typing import Any
 
 from raydpfl import experiment
+from raydpfl.cli import config_schema
 from raydpfl.config.hints import suggestion
-from raydpfl.config.registry import fields_of
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.papers import cited
 from raydpfl.privacy.sampling import SCHEMES
 
 WIDTH = 80
-BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-PLAIN = {
-    bool: "true | false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    type(None): "null",
-    dict: "mapping",
-    Any: "any value",
+BOUNDS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+    "minItems": "at least",
+    "minLength": "at least",
 }
+PLAIN = {
+    "boolean": "true | false",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "null": "null",
+    "object": "mapping",
+    "array": "list",
+    None: "any value",
+}
+BASES = {spec.base.__name__ for spec in experiment.SECTIONS.values() if spec.family is not None}
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,6 @@ class KindReference:
             lines += key.lines()
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """In JSON types."""
-        return {**asdict(self), "keys": [asdict(key) for key in self.keys]}
-
 
 def of(name: str | None = None) -> list[KindReference]:
     """The members of all families, of one (`bounding`), or one of them (`bounding.clip`).
@@ -129,63 +127,44 @@ def _ends(full: str, name: str) -> bool:
 
 
 def _every() -> list[KindReference]:
-    whole = {
-        name: experiment.Experiment.model_fields[name] for name in ("seed", "rounds", "personal")
-    }
-    about = "What stands outside of all sections."
-    top = KindReference("config", "", _path(experiment.Experiment), about, _keys(whole))
-    kinds = [top]
+    top = config_schema.section(experiment.Experiment)
+    top["description"] = "What stands outside of all sections."
+    keys = ("seed", "rounds", "personal")
+    top["properties"] = {key: top["properties"][key] for key in keys}
+    kinds = [_kind("config", "", experiment.Experiment, top)]
     sections = experiment.SECTIONS.items()
     for name, spec in sections:
         if spec.family and not spec.usual:  # a rule of local, wherever else it may stand
             kinds += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
     kinds += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
-    kinds += [
-        _kind("privacy.accountants", kind, type(accountant))
-        for kind, accountant in ACCOUNTANTS.items()
-    ]
+    others: dict[str, Mapping[str, Any]] = {
+        "privacy.accountants": ACCOUNTANTS,
+        "selection.sampling": SCHEMES,
+    }
     return kinds + [
-        _kind("selection.sampling", kind, type(scheme)) for kind, scheme in SCHEMES.items()
+        _kind(family, kind, type(member), {"description": cited(inspect.getdoc(member) or "")})
+        for family, members in others.items()
+        for kind, member in members.items()
     ]
 
 
-def _kind(family: str, kind: str, cls: type) -> KindReference:
-    about = cited(inspect.cleandoc(cls.__doc__ or "").strip())
-    fields = cls.model_fields if issubclass(cls, BaseModel) else {}
-    keys = _keys({name: field for name, field in fields.items() if name != "kind"})
-    return KindReference(family, kind, _path(cls), about, keys)
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _keys(fields: Mapping[str, FieldInfo]) -> tuple[KeyReference, ...]:
-    return tuple(
+def _kind(
+    family: str, kind: str, cls: type, schema: Mapping[str, Any] | None = None
+) -> KindReference:
+    schema = config_schema.section(cls) if schema is None else schema
+    keys = tuple(
         KeyReference(
             name,
-            _type(field),
-            field.is_required(),
-            _default(field),
-            cited(_sentence(field.description or "")),
+            _words(key, schema.get("$defs", {})),
+            name in schema.get("required", ()),
+            key.get("default"),
+            re.sub(r"(?<=[^.:])$", ".", key.get("description", "")),
         )
-        for name, field in fields.items()
+        for name, key in schema.get("properties", {}).items()
+        if name != "kind"
     )
-
-
-def _default(field: FieldInfo) -> Any:
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return None
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    return KindReference(family, kind, path, schema.get("description", ""), keys)
 
 
 def _yaml(value: Any) -> str:
@@ -198,49 +177,27 @@ def _yaml(value: Any) -> str:
     return " ".join(text.removeprefix("- ").split()) if "\n" not in text else str(value)
 
 
-def _type(field: FieldInfo) -> str:
-    return _with_bounds(_words(field.annotation), field.metadata)
-
-
-def _with_bounds(words: str, metadata: Iterable[Any]) -> str:
-    """A type with the bounds of an annotation, as in `number, > 0`."""
-    limits: list[Any] = []
-    for bound in metadata:
-        limits += bound.metadata if isinstance(bound, FieldInfo) else [bound]
-    for limit in limits:
-        if isinstance(limit, annotated_types.MinLen):
-            words += f", at least {limit.min_length}"
-        for name, sign in BOUNDS:
-            value = getattr(limit, name, None)
-            if value is not None:
-                words += f", {sign} {value:g}" if abs(value) >= 1e5 else f", {sign} {value}"
+def _words(schema: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
+    """A type of JSON Schema in words with its bounds, as in `number, > 0`; `sections` are those
+    that it refers to.
+    """
+    if "anyOf" in schema:
+        return " | ".join(_words(branch, sections) for branch in schema["anyOf"])
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        keys = ", ".join(sections[name]["properties"])
+        return "a section with a kind" if name in BASES else f"{{{keys}}}"
+    if "const" in schema or "enum" in schema:
+        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
+    words = PLAIN[schema.get("type")]
+    if words == "list":
+        items = schema.get("prefixItems") or filter(None, [schema.get("items")])
+        words += " of " + (" and ".join(_words(item, sections) for item in items) or "values")
+    for name, sign in BOUNDS.items():
+        if name in schema and not (name == "minItems" and "prefixItems" in schema):
+            value = schema[name]
+            words += f", {sign} {value:g}" if abs(value) >= 1e5 else f", {sign} {value}"
     return words
-
-
-def _words(annotation: Any) -> str:
-    """A type in words."""
-    origin = get_origin(annotation)
-    inner = get_args(annotation)
-    if origin is Annotated:
-        return _with_bounds(_words(inner[0]), inner[1:])
-    if origin is Literal:
-        return " | ".join(str(argument) for argument in inner)
-    if origin in (Union, types.UnionType):
-        return " | ".join(_words(argument) for argument in inner)
-    if origin in (tuple, list):
-        texts = [_words(one) for one in inner if one is not Ellipsis]
-        return "list of " + (" and ".join(texts) if texts else "values")
-    if fields_of(annotation) is not None:
-        return "a section with a kind"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "{" + ", ".join(annotation.model_fields) + "}"
-    named = getattr(annotation, "__name__", str(annotation))
-    return str(PLAIN.get(origin or annotation, named))
-
-
-def _sentence(text: str) -> str:
-    """With a full stop."""
-    return text if not text or text.endswith((".", ":")) else f"{text}."
 
 
 def _wrapped(text: str, first: str, rest: str | None = None) -> list[str]:

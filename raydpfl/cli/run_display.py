@@ -72,6 +72,7 @@ class Display:
             self.milestone(what)
         if what == FIRST:
             self._first = time.time()
+        self.changed()
 
     def start(self, plan: Plan) -> None:
         """Says what is run."""
@@ -104,6 +105,7 @@ class Display:
             self._state = "  ".join(part for part in parts if part)
             if metric_columns.evaluated(row):
                 self.milestone(f"round {self._done}/{self._rounds}  {self._state}")
+        self.changed()
 
     def measure(self, done: int, of: int) -> None:
         """Shows how many of how many steps of measuring after the last round are done."""
@@ -112,6 +114,10 @@ class Display:
         if done == of or part >= self._said + 0.1:
             self._said = part
             self.milestone(self._stage)
+        self.changed()
+
+    def changed(self) -> None:
+        """What is shown is another: a terminal looks for itself."""
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
