@@ -24,7 +24,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,8 @@ from torch import nn
 from raydpfl.check import (
     accountants,
     bounding,
+    claims,
+    formulas,
     local,
     measure,
     members,
@@ -40,6 +42,7 @@ from raydpfl.check import (
     noise,
     rounds,
     sampling,
+    scales,
     selection,
     server,
     sources,
@@ -47,7 +50,8 @@ from raydpfl.check import (
     track,
     weights,
 )
-from raydpfl.check.contract import Clause, Look, looked_at
+from raydpfl.check.claims import Claims
+from raydpfl.check.contract import Clause, Look, clauses_of, looked_at
 from raydpfl.check.example import AROUND, SECTIONS, Example, arounds, examples_of
 from raydpfl.config import user_classes
 from raydpfl.config.registry import home, load, user_class
@@ -60,24 +64,25 @@ from raydpfl.privacy import Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula
 from raydpfl.privacy.sampling import SCHEMES, SamplingScheme
 
-__all__ = ["CONTRACT", "Clause", "check", "members_of", "render"]
+__all__ = ["Clause", "check", "members_of", "render"]
 
-# The contract of each family, next to that of all that take part in a round.
-CONTRACT: dict[str, tuple[Look, ...]] = {
-    "bounding": bounding.CONTRACT,
-    "local": local.CONTRACT,
-    "noise": noise.CONTRACT,
-    "weights": weights.CONTRACT,
-    "server": server.CONTRACT,
-    "selection": selection.CONTRACT,
-    "measure": measure.CONTRACT,
-    "task": tasks.CONTRACT,
-}
-# The contracts of members that are no part of a round.
-WHOLE: dict[str, tuple[Look, ...]] = {
-    "model": models.CONTRACT,
-    "data": sources.CONTRACT,
-    "track": (*members.CONTRACT, *track.CONTRACT),
+# The modules with the clauses of each family.
+CONTRACT: dict[str, tuple[ModuleType, ...]] = {
+    "bounding": (bounding, scales),
+    "local": (local,),
+    "noise": (noise,),
+    "weights": (weights,),
+    "server": (server,),
+    "selection": (selection,),
+    "measure": (measure,),
+    "task": (tasks,),
+    "model": (models,),
+    "data": (sources,),
+    "track": (track,),
+    "metric": (metrics,),
+    "sampling": (sampling, claims),
+    "accountant": (accountants, claims),
+    "formula": (formulas,),
 }
 BUILT_IN: dict[str, Mapping[str, Any]] = {
     **{section: spec.family or {} for section, spec in SECTIONS.items()},
@@ -194,56 +199,46 @@ def _built_in(name: str) -> tuple[str, type, str] | None:
 
 
 def _looks(
-    section: str, cls: type, path: str, overrides: tuple[str, ...]
+    section: str, cls: Any, path: str, overrides: tuple[str, ...]
 ) -> Iterator[tuple[Look, Any, str]]:
     """Every clause, the case that it is looked at in, and the case in words."""
+    modules = CONTRACT[section]
+    cases: list[tuple[Any, Mapping[str, Any]]]
     if section in SECTIONS:
-        yield from _of_members(section, cls, path, overrides)
-        return
-    if overrides:
+        modules = (members, *modules, *([] if section == "track" else [rounds]))
+        cases = [(case, case.fields) for case in _examples(section, cls, path, overrides)]
+    elif overrides:
         expected = f"none: no experiment is around {path}"
         raise ConfigError("overrides", list(overrides), expected)
-    if section == "sampling":
-        for numbers in cls.examples:  # type: ignore[attr-defined]
-            case = sampling.SchemeCase(Sampling(cls(), **numbers))
-            yield from ((clause, case, _shown(numbers)) for clause in sampling.CONTRACT)
-        return
-    if section == "metric":
-        for example in cls.examples:  # type: ignore[attr-defined]
-            made = metrics.MetricCase({"kind": path, **example})
-            yield from ((clause, made, _shown(example)) for clause in metrics.CONTRACT)
-        return
-    clauses = accountants.FORMULA if section == "formula" else accountants.CONTRACT
-    yield from ((clause, cls(), "") for clause in clauses)
+    elif section == "sampling":
+        cases = [(Claims((Sampling(cls(), **numbers),)), numbers) for numbers in cls.examples]
+    elif section == "metric":
+        cases = [(metrics.MetricCase({"kind": path, **fields}), fields) for fields in cls.examples]
+    elif section == "accountant":
+        cases = [(Claims(accountants.SAMPLINGS, (cls(),)), {})]
+    else:
+        cases = [(cls(), {})]
+    for case, fields in cases:
+        words = ", ".join(f"{name}={value}" for name, value in fields.items())
+        yield from ((clause, case, words) for clause in clauses_of(*modules))
 
 
-def _of_members(
-    section: str, cls: type, path: str, overrides: tuple[str, ...]
-) -> Iterator[tuple[Look, Any, str]]:
-    mine = tuple(text for text in overrides if text.startswith(f"{section}."))
+def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) -> list[Example]:
+    """The examples of a member, each valid, in the experiments around it. Raises `ConfigError`."""
+    mine = [text for text in overrides if text.startswith(f"{section}.")]
     around = tuple(text for text in overrides if text not in mine)
     _possible(around, section)
-    cases = []
-    for example in examples_of(cls, section, path):
-        case = Example(section, overridden({section: example}, mine)[section], around)
-        _valid(case, section, path)
-        cases.append(case)
+    cases = [
+        Example(section, overridden({section: example}, mine)[section], around)
+        for example in examples_of(cls, section, path)
+    ]
     for case in cases:
-        shown = _shown({name: value for name, value in case.values.items() if name != "kind"})
-        clauses = WHOLE.get(section)
-        if clauses is None:
-            clauses = (*members.CONTRACT, *CONTRACT[section], *rounds.CONTRACT)
-        yield from ((clause, case, shown) for clause in clauses)
-
-
-def _valid(case: Example, section: str, path: str) -> None:
-    """Raises `ConfigError` for an example that is no setting of the member."""
-    try:
-        case.member  # noqa: B018 - made when asked for
-    except ConfigError as error:
-        expected = f"settings of {path} in its class variable examples, each valid; {error}"
-        shown = {name: value for name, value in case.values.items() if name != "kind"}
-        raise ConfigError(f"{section}.examples", shown, expected) from None
+        try:
+            case.member  # noqa: B018 - made when asked for
+        except ConfigError as error:
+            expected = f"settings of {path} in its class variable examples, each valid; {error}"
+            raise ConfigError(f"{section}.examples", case.fields, expected) from None
+    return cases
 
 
 def _possible(overrides: tuple[str, ...], section: str) -> None:
@@ -257,10 +252,6 @@ def _possible(overrides: tuple[str, ...], section: str) -> None:
             first = first or error
     assert first is not None
     raise first
-
-
-def _shown(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def render(clauses: Sequence[Clause], columns: int = 1 << 20) -> str:

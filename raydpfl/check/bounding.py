@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.contract import close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.check.example import Example
-from raydpfl.check.scales import scales
 from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
@@ -300,17 +299,3 @@ def needs_a_bound(case: Example) -> str:
             continue
         hold(False, f"bound={wrong:g} is taken; give it as Field(gt=0)")
     return "0 and -1 are refused"
-
-
-CONTRACT: tuple[Look, ...] = (
-    bound,
-    each_alone,
-    no_hidden_state,
-    inverse,
-    memory,
-    receive,
-    answers,
-    adapt,
-    needs_a_bound,
-    scales,
-)

@@ -15,8 +15,10 @@ Clause(name='even', kept=True, finding='2 is', example='')
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,6 +62,19 @@ class Untaken(Exception):
 
 
 Look: TypeAlias = Callable[[Any], str]
+
+
+def clauses_of(*modules: ModuleType) -> tuple[Look, ...]:
+    """The public functions of a `case` in these modules, in the order in which they stand."""
+    return tuple(
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if isinstance(function, FunctionType)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+        and [*inspect.signature(function).parameters] == ["case"]
+    )
 
 
 def hold(condition: object, otherwise: str) -> None:

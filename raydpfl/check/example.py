@@ -142,6 +142,11 @@ class Example:
         spec = SECTIONS[self.section]
         return choose(self.section, self.values, spec.family or {}, spec.base)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its settings without its kind."""
+        return {name: value for name, value in self.values.items() if name != "kind"}
+
     def tree(self, **around: Any) -> dict[str, Any]:
         """A config with the member in it."""
         tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}

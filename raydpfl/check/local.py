@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.contract import Look, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.contract import close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.check.example import Example
 from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
@@ -176,14 +176,3 @@ def receive(case: Example) -> str:
     for name in start:
         hold(np.array_equal(states[0][name], states[1][name]), f"asked twice, {name} is another")
     return f"keeps {', '.join(start) or 'nothing'}"
-
-
-CONTRACT: tuple[Look, ...] = (
-    rule,
-    no_hidden_state,
-    training,
-    every_backend,
-    numbers,
-    memory,
-    receive,
-)

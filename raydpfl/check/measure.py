@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow.parquet as pq
 
-from raydpfl.check.contract import Look, hold
+from raydpfl.check.contract import hold
 from raydpfl.check.example import Example
 from raydpfl.check.runs import carried_out
 from raydpfl.simulation.recorder import CLIENT_COLUMNS
@@ -48,6 +48,3 @@ def values(case: Example) -> str:
     for name in tables:
         hold((case.whole.out / f"{name}.parquet").exists(), f"it writes no {name}.parquet")
     return ", ".join([*declared, *(f"{name}.parquet" for name in tables)]) or "none"
-
-
-CONTRACT: tuple[Look, ...] = (no_bit_changed, columns, values)

@@ -6,7 +6,7 @@ import json
 import pickle
 from typing import Any
 
-from raydpfl.check.contract import Broken, Look, Untaken, hold
+from raydpfl.check.contract import Broken, Untaken, hold
 from raydpfl.check.example import Example
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
@@ -77,6 +77,3 @@ def pickles(case: Example) -> str:
     hold(second == member, "unpickled, it is not equal")
     hold(hash(second) == hash(member), "unpickled, it has another hash")
     return "equal, with the same hash"
-
-
-CONTRACT: tuple[Look, ...] = (example, fits, config_round_trip, refusals, pickles)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydpfl.check.contract import SEED, Look, hold
+from raydpfl.check.contract import SEED, hold
 from raydpfl.config.registry import choose
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
@@ -157,6 +157,3 @@ def cells(case: MetricCase) -> str:
         hold(len({len(column) for column in cells.values()}) <= 1, "its columns differ in length")
         hold(all(column.dtype == np.int64 for column in cells.values()), "its cells are not int64")
     return ", ".join(case.metric.columns()) or "none"
-
-
-CONTRACT: tuple[Look, ...] = (setting, tasks, batches, untouched, better, cells)

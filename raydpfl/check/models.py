@@ -20,8 +20,7 @@ from pydantic import Field
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check import members, rounds
-from raydpfl.check.contract import Look, hold
+from raydpfl.check.contract import hold
 from raydpfl.check.example import Example
 from raydpfl.check.tasks import random_split
 from raydpfl.core.prng import Purpose, keyed_globals, stream
@@ -243,25 +242,3 @@ def _difference(module: nn.Module, steps: FirstSteps, backend: str) -> float | s
     far = float((off / (models.flatten(module) + theirs).norm(dim=1)).max())
     fits = far <= CLOSE or float((off / theirs.norm(dim=1)).max()) <= TOLERANCE
     return far if fits else f"off by {far:.0e}"
-
-
-CONTRACT: tuple[Look, ...] = (
-    members.example,
-    members.fits,
-    members.config_round_trip,
-    members.refusals,
-    shapes,
-    each_row_alone,
-    initial_parameters,
-    same_bits_twice,
-    every_parameter,
-    copies,
-    every_backend,
-    every_backend_with_clipping,
-    rounds.runs,
-    rounds.same_bits_twice,
-    rounds.same_bits_pooled,
-    rounds.same_bits_per_client,
-    rounds.same_bits_resumed,
-    rounds.epsilon,
-)

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import chi2, kstest
 
-from raydpfl.check.contract import FALSE_ALARM, Look, hold
+from raydpfl.check.contract import FALSE_ALARM, hold
 from raydpfl.check.example import Example
 from raydpfl.methods.noise import SideQuery, Whitening
 from raydpfl.simulation.noise_monitor import products
@@ -194,15 +194,3 @@ def on_queries(case: Example) -> str:
     tail = 2 * min(chi2.cdf(square, D), chi2.sf(square, D))
     hold(tail >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")
     return f"{math.sqrt(square / D):.4f} of it"
-
-
-CONTRACT: tuple[Look, ...] = (
-    on_clients,
-    on_sums,
-    std,
-    gaussian,
-    independent,
-    late_rounds,
-    as_accounted,
-    on_queries,
-)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from scipy.stats import chi2
 
-from raydpfl.check.contract import FALSE_ALARM, Look, equal, hold
+from raydpfl.check.contract import FALSE_ALARM, equal, hold
 from raydpfl.check.example import Example
 from raydpfl.check.runs import Watched
 from raydpfl.methods.noise import Whitening
@@ -132,15 +132,3 @@ def noise_on_sums(case: Example) -> str:
     worst = min(tails) * 2 * len(tails)
     hold(worst >= FALSE_ALARM, f"its size has a chance of {worst:.2g} by chi-squared")
     return f"chi-squared p = {min(1.0, worst):.2g}"
-
-
-CONTRACT: tuple[Look, ...] = (
-    runs,
-    same_bits_twice,
-    same_bits_pooled,
-    same_bits_per_client,
-    same_bits_resumed,
-    bound_held,
-    epsilon,
-    noise_on_sums,
-)

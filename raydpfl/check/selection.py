@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from raydpfl.check import claims
 from raydpfl.check import sampling as schemes
-from raydpfl.check.contract import FALSE_ALARM, Look, hold, made_up
+from raydpfl.check.claims import Claims
+from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, made_up
 from raydpfl.check.example import Example
 from raydpfl.errors import RAISED
 from raydpfl.methods.selection import Cohort, Population, Selection
@@ -184,7 +186,4 @@ def numbers(case: Example) -> str:
 def accounted(case: Example) -> str:
     """The sampling scheme that it declares is sound."""
     sampling = case.plan.experiment.selection.sampling(case.plan.population)
-    return "; ".join(clause(schemes.SchemeCase(sampling)) for clause in schemes.CONTRACT)
-
-
-CONTRACT: tuple[Look, ...] = (cohorts, follows_sampling, composed_rounds, numbers, accounted)
+    return "; ".join(clause(Claims((sampling,))) for clause in clauses_of(schemes, claims))

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 
-from raydpfl.check.contract import Look, copied, equal, hold, made_up, same_shapes
+from raydpfl.check.contract import copied, equal, hold, made_up, same_shapes
 from raydpfl.check.example import Example
 
 D = 50
@@ -67,6 +67,3 @@ def persistence(case: Example) -> str:
     persistence = case.member.persistence()
     hold(0 <= persistence < 1, f"it says {persistence}")
     return f"{persistence:g}"
-
-
-CONTRACT: tuple[Look, ...] = (finite, state, no_hidden_state, persistence)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raydpfl.check import members, rounds
-from raydpfl.check.contract import Look, hold
+from raydpfl.check.contract import hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards, Split, prepare
@@ -160,22 +159,3 @@ def held_out(case: Example) -> str:
     detail = "rows that are held out and those that are left are not all"
     hold(np.array_equal(np.asarray(shards.sizes) + held_out, split.sizes), detail)
     return f"{int(held_out.sum())} of {int(np.sum(split.sizes))} at 40 %"
-
-
-CONTRACT: tuple[Look, ...] = (
-    *members.CONTRACT,
-    sizes,
-    types,
-    values,
-    same_rows_twice,
-    any_clients,
-    made,
-    prepared,
-    held_out,
-    rounds.runs,
-    rounds.same_bits_twice,
-    rounds.same_bits_pooled,
-    rounds.same_bits_per_client,
-    rounds.same_bits_resumed,
-    rounds.epsilon,
-)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.contract import Look, close, hold
+from raydpfl.check.contract import close, hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
@@ -79,7 +79,7 @@ class LinearNet(Model):
         return nn.Sequential(nn.Flatten(), nn.Linear(prod(form.shape), form.outputs[0]))
 
 
-def module_of(case: Example) -> tuple[Form, nn.Module]:
+def _module_of(case: Example) -> tuple[Form, nn.Module]:
     """Samples for the task, and a module for them."""
     form = made_up(case.member)
     with torch.random.fork_rng(devices=[]):
@@ -89,7 +89,7 @@ def module_of(case: Example) -> tuple[Form, nn.Module]:
 
 def loss(case: Example) -> str:
     """A finite loss for each sample, which does not depend on the others, with finite gradients."""
-    form, module = module_of(case)
+    form, module = _module_of(case)
     check_loss(module, form)
     generator = stream(0, Purpose.DATA)
     y = form.task.made_up(generator, 5, form.outputs)
@@ -109,7 +109,7 @@ def loss(case: Example) -> str:
 
 def same_twice(case: Example) -> str:
     """It keeps nothing: asked twice, the loss is the same to the last bit."""
-    form, module = module_of(case)
+    form, module = _module_of(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
     y = form.task.made_up(stream(0, Purpose.DATA), 5, form.outputs)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def same_twice(case: Example) -> str:
 
 def right(case: Example) -> str:
     """What is met is no more than what counts, and adds up over batches."""
-    form, module = module_of(case)
+    form, module = _module_of(case)
     x = form.inputs(9, stream(0, Purpose.DATA))
     y = form.task.made_up(stream(0, Purpose.DATA), 9, form.outputs)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def right(case: Example) -> str:
 
 def written_out(case: Example) -> str:
     """The closed form that backends go by is that of the loss."""
-    form, _ = module_of(case)
+    form, _ = _module_of(case)
     closed = form.task.closed()
     if closed is None:
         return "none: backends differentiate the loss"
@@ -157,7 +157,7 @@ def written_out(case: Example) -> str:
 
 def every_backend(case: Example) -> str:
     """Every backend that takes the task has the same first steps."""
-    form, module = module_of(case)
+    form, module = _module_of(case)
     done = []
     for clip in (None, 1.0):
         for backend in BACKENDS:
@@ -168,6 +168,3 @@ def every_backend(case: Example) -> str:
             done += [] if wrong else [backend]
     hold("vmap" in done, "vmap cannot carry it out")
     return f"{', '.join(dict.fromkeys(done))} as the loop"
-
-
-CONTRACT: tuple[Look, ...] = (loss, same_twice, right, written_out, every_backend)

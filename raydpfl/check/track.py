@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from raydpfl.check.contract import Look, Untried, hold
+from raydpfl.check.contract import Untried, hold
 from raydpfl.check.example import Example
 from raydpfl.config.overrides import flat
 from raydpfl.errors import ConfigError
@@ -73,6 +73,3 @@ def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int
         sender.close(SUMMARY)
     hold(not recorder.said, "; ".join(recorder.said))
     return Book(folder).entry(tracker.kind)
-
-
-CONTRACT: tuple[Look, ...] = (every_round, gone_on_with)

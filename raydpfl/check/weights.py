@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raydpfl.check.contract import Look, hold
+from raydpfl.check.contract import hold
 from raydpfl.check.example import Example
 
 POPULATIONS = (
@@ -60,6 +60,3 @@ def largest(case: Example) -> str:
         f"a client counts {largest:g}, and {stated:g} is accounted for",
     )
     return f"{stated:.4g}"
-
-
-CONTRACT: tuple[Look, ...] = (numbers, mean, no_hidden_state, largest)

@@ -1,0 +1,153 @@
+"""What accountants claim of sampling schemes: clauses of the contracts of both.
+
+A scheme claims that a secret cohort amplifies privacy, and by how much. None may claim more than
+what holds for a client whose data alone move the sum: it is in the cohort with probability q, and
+everyone else sends 0. One round then shows a mixture of two Gaussians, whose privacy loss is an
+integral over a line. No sound scheme claims less than this loss for a round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import get_args
+
+import numpy as np
+from scipy.stats import binom, norm
+
+from raydpfl.check.contract import hold
+from raydpfl.privacy import Mechanism, Query, Relation, Sampling
+from raydpfl.privacy.accountants import ACCOUNTANTS, Accountant
+
+RELATIONS: tuple[Relation, ...] = get_args(Relation)
+NOISE = (1.0, 3.0)  # std over bound
+EPSILONS = (0.0, 0.3, 1.0)
+DELTA = 1e-3
+POINTS = 40_001
+ROUNDS = 5
+V = 4.0  # what 000 Theorem 3.2 leaves open
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What accountants claim of sampling schemes, each asked about the same numbers."""
+
+    samplings: tuple[Sampling, ...]
+    accountants: tuple[Accountant, ...] = tuple(
+        accountant for accountant in ACCOUNTANTS.values() if accountant.rigorous
+    )
+
+    @property
+    def sampling(self) -> Sampling:
+        """The first of them."""
+        return self.samplings[0]
+
+    def mechanisms(self, z: float = 1.0) -> Iterator[Mechanism]:
+        """Rounds of each with this noise multiplier."""
+        for sampling in self.samplings:
+            yield Mechanism(sampling, (Query("updates", 1.0, z),), rounds=ROUNDS)
+
+    def covered(self, z: float = 1.0) -> Iterator[tuple[Accountant, Mechanism, Relation, str]]:
+        """Each accountant with a mechanism and a relation that it covers, and these in words."""
+        for mechanism, relation in product(self.mechanisms(z), RELATIONS):
+            for accountant in self.accountants:
+                if accountant.covers(mechanism, relation) is None:
+                    words = f"{accountant.name}: {mechanism.sampling} under {relation}"
+                    yield accountant, mechanism, relation, words
+
+
+@dataclass(frozen=True)
+class Lone:
+    """One round in which a single client alone moves the sum: two densities on a line."""
+
+    p: np.ndarray  # float64 [points], with the client's data
+    q: np.ndarray  # float64 [points], with other data, or none
+    step: float
+
+    @classmethod
+    def of(cls, sampling: Sampling, relation: Relation, mu: float) -> Lone:
+        """Under a relation; `mu` is sensitivity over std."""
+        times, chances = _times(sampling)
+        x = np.linspace(-mu * times[-1] - 9, mu * times[-1] + 9, POINTS)
+
+        def seen(move: float) -> np.ndarray:
+            pairs = zip(times, chances, strict=True)
+            return np.sum([chance * norm.pdf(x - move * k) for k, chance in pairs], axis=0)
+
+        if relation == "replace_one":
+            return cls(seen(mu / 2), seen(-mu / 2), float(x[1] - x[0]))
+        return cls(seen(mu), norm.pdf(x), float(x[1] - x[0]))
+
+    def delta(self, epsilon: float) -> float:
+        """At this epsilon, in the worse direction."""
+        e = math.exp(epsilon)
+        backends = ((self.p, self.q), (self.q, self.p))
+        return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in backends)
+
+    def renyi(self, order: float) -> float:
+        """The divergence at an order above 1, in the worse direction."""
+        p, q = self._logs
+        curves = []
+        for a, b in ((p, q), (q, p)):
+            logs = order * a + (1 - order) * b
+            curves.append(math.log(float(np.exp(logs).sum() * self.step)) / (order - 1))
+        return max(curves)
+
+    @cached_property
+    def _logs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of both densities, where there is something of both."""
+        here = (self.p > 1e-280) & (self.q > 1e-280)
+        return np.log(self.p[here]), np.log(self.q[here])
+
+
+def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """How often a client may be in a cohort, and the probability of each number."""
+    if not sampling.hidden:
+        return np.array([1]), np.array([1.0])
+    if not sampling.repeats:
+        return np.array([0, 1]), np.array([1 - sampling.q, sampling.q])
+    chance = sampling.p_max or 1 / sampling.population
+    times = np.arange(min(sampling.cohort, 12) + 1)
+    return times, binom.pmf(times, sampling.cohort, chance)
+
+
+def no_more_private_than_a_lone_client(case: Claims) -> str:
+    """No delta that is claimed is below that of a client who alone moves the sum."""
+    looked = 0
+    for z in NOISE:
+        for accountant, mechanism, relation, words in case.covered(z):
+            lone = Lone.of(mechanism.sampling, relation, mechanism.mu(relation))
+            for epsilon in EPSILONS if accountant.rigorous else ():
+                claimed = accountant.delta(mechanism, relation, epsilon, 1, V)
+                least = lone.delta(epsilon)
+                wrong = f"{words} with noise {z:g}: delta {claimed:.4g} at epsilon {epsilon:g}"
+                wrong += f" for a round; a lone client has {least:.4g}"
+                hold(claimed >= least * (1 - 1e-4) - 1e-9, wrong)
+                looked += 1
+    return f"{looked} values of delta held against an integral"
+
+
+def monotone(case: Claims) -> str:
+    """Epsilon rises with the rounds, and falls with the noise."""
+    for few, much in zip(*map(case.covered, NOISE), strict=True):
+        curves = []
+        for accountant, mechanism, relation, words in (few, much):
+            curves.append(accountant.epsilons(mechanism, relation, DELTA, 1, ROUNDS, V))
+            hold(curves[-1].shape == (ROUNDS,), f"{words}: {list(curves[-1].shape)} epsilons")
+            hold((np.diff(curves[-1]) >= -1e-9).all(), f"{words}: it falls with the rounds")
+            hold(np.isfinite(curves[-1]).all(), f"{words}: it is not finite")
+        hold((curves[1] <= curves[0] + 1e-9).all(), f"{words}: it rises with the noise")
+    return "in rounds and in noise"
+
+
+def inverse(case: Claims) -> str:
+    """Delta at the epsilon of a delta is that delta, at most."""
+    for accountant, mechanism, relation, words in case.covered(NOISE[0]):
+        epsilons = accountant.epsilons(mechanism, relation, DELTA, ROUNDS, ROUNDS, V)
+        back = accountant.delta(mechanism, relation, float(epsilons[0]), ROUNDS, V)
+        wrong = f"{words}: epsilon {epsilons[0]:.6g} at {DELTA:g}, delta {back:.6g} there"
+        hold(back <= DELTA * 1.001, wrong)
+    return f"at delta {DELTA:g}"
