@@ -35,6 +35,9 @@ from raydpfl.errors import RAISED, ConfigError, in_line, know
 from raydpfl.storage.files import digest
 
 
+Examples = tuple[dict[str, Any], ...]
+
+
 class Section(BaseModel):
     """A part of a config: frozen and typed; it refuses other keys."""
 
@@ -49,7 +52,7 @@ class Member(Section):
     # other sections that the privacy it spends depends on
     accounted_with: ClassVar[tuple[str, ...]] = ()
     # settings worth running, each a mapping of fields: `raydpfl check` runs each of them
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    examples: ClassVar[Examples] = ({},)
     named: ClassVar[frozenset[str]] = frozenset()  # fields that name files
     newer: ClassVar[frozenset[str]] = frozenset()  # fields added later: see `meaning`
 

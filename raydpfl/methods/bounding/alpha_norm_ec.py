@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 import torch
 from pydantic import Field
@@ -26,10 +24,7 @@ class AlphaNormEC(SmoothNormalize):
     sensitivity is that of `smooth_normalize`.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"bound": 1.0},
-        {"bound": 0.5, "beta": 0.5, "scaling": "gradient"},
-    )
+    examples = ({"bound": 1.0}, {"bound": 0.5, "beta": 0.5, "scaling": "gradient"})
     kind: str = "alpha_norm_ec"
     beta: float = Field(default=0.1, gt=0, le=1)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
+from raydpfl.config.registry import Examples
 from raydpfl.methods.bounding.base import Bound, ClosedForm
 
 
 class Clip(ClosedForm):
     """u min(1, c / ||u||) (000 eq. 3, 001 eq. 4)."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"bound": 1.0},
-        {"bound": 0.05, "scaling": "gradient"},
-    )
+    examples: ClassVar[Examples] = ({"bound": 1.0}, {"bound": 0.05, "scaling": "gradient"})
     kind: str = "clip"
     bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
 

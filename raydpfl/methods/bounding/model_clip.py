@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ class ModelClip(Clip):
     sent (000 sec. 2.1).
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
+    examples = ({"bound": 1.0},)
     kind: str = "model_clip"
     scaling: Literal["update"] = "update"
 

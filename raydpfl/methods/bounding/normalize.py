@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from pydantic import Field
 
 from raydpfl.methods.bounding.base import Bound, ClosedForm
@@ -12,10 +10,7 @@ from raydpfl.methods.bounding.base import Bound, ClosedForm
 class Normalize(ClosedForm):
     """c u / ||u||, and 0 for u = 0 (001 eq. 12)."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"bound": 1.0},
-        {"bound": 0.1, "scaling": "gradient"},
-    )
+    examples = ({"bound": 1.0}, {"bound": 0.1, "scaling": "gradient"})
     kind: str = "normalize"
     bound: Bound = Field(description="c: the L2 norm of what every client sends")
 

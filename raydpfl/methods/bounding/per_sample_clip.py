@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 from pydantic import Field
 
@@ -24,7 +22,7 @@ class PerSampleClip(Unbounded):
     other clients.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0},)
+    examples = ({"bound": 1.0},)
     kind: str = "per_sample_clip"
     bound: Bound = Field(description="C: the largest L2 norm of one sample's gradient")
 

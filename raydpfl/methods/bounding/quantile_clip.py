@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -32,10 +31,7 @@ class QuantileClip(Clip):
     of that round.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"bound": 1.0},
-        {"bound": 0.2, "quantile": 0.9, "lr": 0.5, "share": 0.2},
-    )
+    examples = ({"bound": 1.0}, {"bound": 0.2, "quantile": 0.9, "lr": 0.5, "share": 0.2})
     kind: str = "quantile_clip"
     quantile: float = Field(
         default=0.5,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
+from raydpfl.config.registry import Examples
 from raydpfl.core.messages import BOUNDS
 from raydpfl.methods.bounding.base import Bound, ClosedForm
 
@@ -13,7 +14,7 @@ from raydpfl.methods.bounding.base import Bound, ClosedForm
 class SmoothNormalize(ClosedForm):
     """c u / (a + ||u||): normalisation without its jump at 0 (alpha-NormEC, 2025)."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
+    examples: ClassVar[Examples] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
     kind: str = "smooth_normalize"
     bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
     a: float = Field(default=0.01, ge=BOUNDS[0], le=BOUNDS[1])

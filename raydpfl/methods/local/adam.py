@@ -10,7 +10,7 @@ tensor([[-0.1000,  0.1000]])
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -31,7 +31,7 @@ class Adam(Local):
     does it.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"steps": 4, "batch": 5, "lr": 0.01},
         {"epochs": 1, "batch": 5, "lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.9]},
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -16,7 +16,7 @@ class AdamW(Adam):
     (Loshchilov and Hutter 2019, Alg. 2).
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"steps": 4, "batch": 5, "lr": 0.01, "weight_decay": 0.1},
         {"steps": 4, "batch": 5, "lr": 0.01, "within": {"lr_warmup": 2}},
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -142,9 +142,7 @@ class Local(Schedule, Member):
             [-0.5000, -0.5000,  0.5000]])
     """
 
-    newer: ClassVar[frozenset[str]] = frozenset(
-        {"epochs", "lr_period", "lr_last", "lr_warmup", "within"}
-    )
+    newer = frozenset({"epochs", "lr_period", "lr_last", "lr_warmup", "within"})
 
     steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Q, of every client; or `epochs` in its place, and none here"

@@ -8,7 +8,7 @@ tensor([[1.3000, 1.4000]])
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -25,7 +25,7 @@ class Sam(Sgd):
     The norm is over all parameters. A gradient of 0 moves nothing.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"steps": 4, "batch": 5, "rho": 0.1},
         {"epochs": 1, "batch": 5, "momentum": 0.5, "rho": 0.05},
     )

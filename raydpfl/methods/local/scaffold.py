@@ -16,7 +16,7 @@ array([3.5])
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,10 +52,7 @@ class Scaffold(Sgd):
     c is float64; a c_i is rounded to float32 where it is stored.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"steps": 4, "batch": 5},
-        {"steps": 4, "batch": 5, "weight_decay": 0.01},
-    )
+    examples = ({"steps": 4, "batch": 5}, {"steps": 4, "batch": 5, "weight_decay": 0.01})
     kind: str = "scaffold"
 
     def check(self, setting: Setting) -> None:

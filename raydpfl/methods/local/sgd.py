@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
+from raydpfl.config.registry import Examples
 from raydpfl.methods.local.base import LinearRule, Local, Step
 
 
@@ -28,7 +29,7 @@ class Sgd(Local):
     mu of FedProx (Li et al. 2020, Alg. 2), where a client minimises its loss + mu/2 ||x - x_t||^2.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples: ClassVar[Examples] = (
         {"steps": 4, "batch": 5},
         {"steps": 2, "batch": "full", "momentum": 0.5, "weight_decay": 0.01, "proximal": 0.1},
         {"steps": 4, "batch": 5, "sampling": "epochs", "schedule": "inverse_sqrt"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -28,8 +28,8 @@ class BandedGaussian(Gaussian):
     least error; `resolved` fills them in, so that a resumed run cannot come to others.
     """
 
-    accounted_with: ClassVar[tuple[str, ...]] = ("server",)  # its coefficients are fitted to it
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    accounted_with = ("server",)  # its coefficients are fitted to it
+    examples = (
         {"bands": 1, "multiplier": 1.0},
         {"bands": 3, "multiplier": 1.0, "coefficients": [1.0, 0.5, 0.25]},
     )

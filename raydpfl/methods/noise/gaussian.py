@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from raydpfl import privacy
+from raydpfl.config.registry import Examples
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
@@ -47,7 +48,7 @@ class Gaussian(Noise):
     (`raydpfl.privacy.budgets`), which gives every client its own.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples: ClassVar[Examples] = (
         {"multiplier": 1.0},
         {"epsilon": 8.0, "delta": 1e-5},
         {"std": 0.05},

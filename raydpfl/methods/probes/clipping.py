@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class BoundingProbe(Probe):
     2, 5-11), and the sums of clipping's bias.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"repeats": 2})
+    examples = ({}, {"repeats": 2})
     kind: str = "bounding"
     repeats: int = Field(default=0, ge=0)
 

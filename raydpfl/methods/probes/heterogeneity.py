@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -17,7 +17,7 @@ class HeterogeneityProbe(Probe):
     `left_out` in the summary counts them. It may take longer than the run.
     """
 
-    of_all: ClassVar[bool] = True
+    of_all = True
     kind: str = "heterogeneity"
 
     def afterwards(self, run: Finished) -> Afterwards | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ class StationaryProbe(Probe):
     `exact_x`, the one of those nearest to `final_x`; `optimum_x`, the minimum of the mean loss.
     """
 
-    of_all: ClassVar[bool] = True
+    of_all = True
     kind: str = "stationary"
 
     def check(self, setting: Setting) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -38,8 +37,8 @@ class SuboptimalityProbe(Probe):
     optimum.bin, float64 [d], the one of least norm.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
-    of_all: ClassVar[bool] = True
+    examples = ({}, {"every": 3})
+    of_all = True
     kind: str = "suboptimality"
     every: int = Field(default=1, ge=1)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -29,7 +28,7 @@ class TrajectoryProbe(Probe):
     one after another (001 Fig. 3).
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"every": 3})
+    examples = ({}, {"every": 3})
     kind: str = "trajectory"
     every: int = Field(default=1, ge=1)
 

@@ -15,8 +15,6 @@ fixed size 2 of 4 (those available, each in 2 rounds of 5) [1 2 2 2 2 3]
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 from pydantic import Field, model_validator
 
@@ -73,7 +71,7 @@ class Availability(Periodic):
     or while they charge: client k in the rounds t with (t - k) mod period < window.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"period": 6, "window": 2, "cohort": 5},)
+    examples = ({"period": 6, "window": 2, "cohort": 5},)
     kind: str = "availability"
     period: int = Field(ge=1, description="rounds of a day")
     window: int = Field(ge=1, description="rounds of a day in which a client is available")

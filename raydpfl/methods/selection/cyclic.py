@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,7 +26,7 @@ class Cyclic(Periodic):
     smallest group.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"period": 4},
         {"period": 4, "cohort": 5},
         {"period": 4, "cohort": 5, "scheme": "poisson"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Population
@@ -18,7 +16,7 @@ class FedAvgStale(Uniform):
     moves r/N as far.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+    examples = ({"cohort": 6},)
     kind: str = "fedavg_stale"
 
     def check(self, setting: Setting) -> None:

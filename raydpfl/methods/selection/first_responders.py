@@ -13,7 +13,7 @@ public cohorts of 3 of 10 (the first to respond, some always faster than others)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
@@ -43,7 +43,7 @@ class FirstResponders(Sized):
     no weights undo the bias.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"cohort": 6},
         {"cohort": 6, "spread": 0.3, "response": {"kind": "lognormal", "sigma": 2.0}},
     )

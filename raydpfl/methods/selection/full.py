@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 
 from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
@@ -13,7 +11,7 @@ from raydpfl.privacy import Sampling
 class Full(Selection):
     """Every client in every round (001 sec. 5.3)."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"dropout": 0.2})
+    examples = ({}, {"dropout": 0.2})
     kind: str = "full"
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:

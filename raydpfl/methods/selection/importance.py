@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import model_validator
@@ -25,9 +24,9 @@ class Importance(WithReplacement):
     what it can add to the sum.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"path"})
+    named = frozenset({"path"})
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6, "power": 0.5},)
+    examples = ({"cohort": 6, "power": 0.5},)
     kind: str = "importance"
     power: float | None = None
     path: str | None = None

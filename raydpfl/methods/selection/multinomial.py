@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 
 from raydpfl.methods.selection.base import Population
@@ -17,7 +15,7 @@ class Multinomial(WithReplacement):
     The mean of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+    examples = ({"cohort": 6},)
     kind: str = "multinomial"
 
     def draw_probabilities(self, population: Population) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.selection.base import Ask, Cohort, Population
 from raydpfl.methods.selection.fixed_size import Sized, distinct
@@ -15,7 +13,7 @@ class Poisson(Sized):
     `cohort`, so it reveals nothing.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
+    examples = ({"cohort": 6},)
     kind: str = "poisson"
 
     def hides_size(self) -> bool:

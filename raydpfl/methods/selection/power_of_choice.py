@@ -16,7 +16,7 @@ Query(name='losses', bound=2.0, std=0.5, per_client=True)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -56,12 +56,12 @@ class PowerOfChoice(Sized):
     budgets; epsilons that count the chosen alone stand next to them, and are not called rigorous.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+    examples = (
         {"cohort": 5, "pool": 12},
         {"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},
         {"cohort": 5, "pool": 12, "accounted": "chosen"},
     )
-    newer: ClassVar[frozenset[str]] = frozenset({"accounted"})
+    newer = frozenset({"accounted"})
     kind: str = "power_of_choice"
     pool: int = Field(ge=1)
     loss_bound: float | None = Field(default=None, gt=0, le=1e15)

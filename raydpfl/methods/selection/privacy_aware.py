@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,9 +24,9 @@ class PrivacyAware(WithReplacement):
     since Problem 1 accounts for the bias. A client without data is never drawn.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
+    examples = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
     kind: str = "privacy_aware"
-    accounted_with: ClassVar[tuple[str, ...]] = ("model",)  # a cost grows with its parameters
+    accounted_with = ("model",)  # a cost grows with its parameters
     scale: float = Field(default=1.0, gt=0, le=1e15)
     solver: Literal["exact", "cvxpy"] = "exact"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 from pydantic import Field
 
@@ -30,7 +28,7 @@ class Exponential(Response):
 class Lognormal(Response):
     """exp(sigma Z), Z standard normal: many small delays multiplied."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"sigma": 2.0})
+    examples = ({}, {"sigma": 2.0})
     kind: str = "lognormal"
     sigma: float = Field(default=1.0, gt=0)
 
@@ -41,7 +39,7 @@ class Lognormal(Response):
 class Pareto(Response):
     """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"alpha": 0.8})
+    examples = ({}, {"alpha": 0.8})
     kind: str = "pareto"
     alpha: float = Field(default=1.5, gt=0)
 

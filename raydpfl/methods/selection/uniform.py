@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from raydpfl.config.registry import Examples
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.selection.base import Ask, Cohort, Population
 from raydpfl.methods.selection.fixed_size import Sized, distinct
@@ -16,7 +17,7 @@ class Uniform(Sized):
     With weights N p_k the sum divided by r is unbiased for sum p_k Delta_k (002 Lemma 5).
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6}, {"cohort": 6, "dropout": 0.2})
+    examples: ClassVar[Examples] = ({"cohort": 6}, {"cohort": 6, "dropout": 0.2})
     kind: str = "uniform"
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:

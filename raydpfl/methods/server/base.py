@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic import Field
 
@@ -19,7 +17,7 @@ class Server(Schedule, Member):
     `lr` is the server's learning rate eta_g, by round as `raydpfl.methods.schedules.Schedule` says.
     """
 
-    newer: ClassVar[frozenset[str]] = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
+    newer = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
 
     lr: float = Field(default=1.0, gt=0, description="eta_g of round 0")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import numpy as np
 from pydantic import Field
 
@@ -13,10 +11,7 @@ from raydpfl.methods.server.base import Server, State
 class Momentum(Server):
     """v = momentum v + u; x + lr v (001 App. G, with 0.8)."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"momentum": 0.8},
-        {"momentum": 0.5, "schedule": "inverse_sqrt"},
-    )
+    examples = ({"momentum": 0.8}, {"momentum": 0.5, "schedule": "inverse_sqrt"})
     kind: str = "momentum"
     momentum: float = Field(default=0.8, ge=0, lt=1, description="beta")
 
