@@ -177,7 +177,7 @@ class ObservedSteps(Contribution):
         correction = self.experiment.local.correction(state.view("local", slots))
         if correction is None:
             correction = torch.zeros_like(actor.model)[None]
-        moved = self.bounding.moved(sent, state.view("bounding", slots))[0]
+        moved = self.bounding.invert(sent, state.view("bounding", slots))[0]
         steps = -moved.cpu() / (float(chunk.weights[slot]) * actor.lr)
         who = (state.work.t, int(chunk.clients[slot]), int(chunk.draws[slot]))
         update = StepUpdate(*who, actor.model.cpu(), correction[0].cpu().double(), steps)

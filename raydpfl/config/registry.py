@@ -20,7 +20,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,7 +33,6 @@ from raydpfl.config.setting import Setting
 from raydpfl.config.validation import M, validate
 from raydpfl.errors import RAISED, ConfigError, in_line, know
 from raydpfl.storage.files import digest
-
 
 Examples = tuple[dict[str, Any], ...]
 
@@ -106,6 +105,18 @@ class Member(Section):
         without defaults.
         """
         return cls.__name__ == "Unread"
+
+
+def overrides(hook: Callable[..., Any]) -> property:
+    """Of a base of a family: whether a member's class has another hook than this one.
+
+    >>> class Base:
+    ...     def send(self): return None
+    ...     sends = overrides(send)
+    >>> Base().sends, type("Mine", (Base,), {"send": None})().sends
+    (False, True)
+    """
+    return property(lambda member: getattr(type(member), hook.__name__) is not hook)
 
 
 K = TypeVar("K", bound="Member")

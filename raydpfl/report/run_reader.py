@@ -219,7 +219,9 @@ class Run:
     @property
     def sends_updates(self) -> bool:
         """Whether what clients would send unbounded are their updates, of which the mean is one."""
-        return self.experiment is not None and self.experiment.bounding.sends_updates
+        if self.experiment is None or self.experiment.bounding.unread():
+            return False
+        return self.experiment.bounding.scales
 
 
 @dataclass(frozen=True, eq=False)

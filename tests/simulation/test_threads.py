@@ -24,7 +24,7 @@ from raydpfl.core import exact_sum, hardware, native
 from raydpfl.core.messages import Broadcast, Grid, Work
 from raydpfl.data import prepare
 from raydpfl.errors import RunError
-from raydpfl.methods.bounding import FAMILY, Bounding, Clip
+from raydpfl.methods.bounding import FAMILY, Bounding
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import scheduler
@@ -367,11 +367,3 @@ def test_the_closed_form_of_factors_is_theirs_to_the_bit(kind):
         found = np.where(norms <= most, 1.0, beyond)
         expected = member.factors(torch.from_numpy(norms), bound).numpy()
         np.testing.assert_array_equal(found, expected)
-
-
-def test_factors_of_ones_own_have_no_closed_form():
-    class Halved(Clip):
-        def factor(self, norm, bound):
-            return super().factor(norm, bound) / 2
-
-    assert Halved(bound=1.0).closed(1.0) is None

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import overrides
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import BOUNDS, Columns, Facts, State, View, check_bound
 from raydpfl.errors import ConfigError
+from raydpfl.methods.server_state import WithServerState
 
 Bound = Annotated[float, Field(ge=BOUNDS[0], le=BOUNDS[1])]  # an L2 norm
 
@@ -35,7 +36,7 @@ class BoundingQuery:
     share: float
 
 
-class Bounding(Member):
+class Bounding(WithServerState):
     """Base of the family. A member gives `factor` (or `factors`), and of the other hooks what it
     needs.
 
@@ -65,13 +66,9 @@ class Bounding(Member):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """A class with another `factor`, or other `factors`, has neither the other nor the closed
-        form of its base.
-        """
+        """A class with another `factor`, or other `factors`, does not inherit the other."""
         super().__pydantic_init_subclass__(**options)
         overridden = {"factor", "factors"} & vars(cls).keys()
-        if overridden and "closed" not in vars(cls):
-            cls.closed = Bounding.closed  # type: ignore[method-assign]
         if overridden == {"factor"}:
             cls.factors = Bounding.factors  # type: ignore[method-assign]
         if overridden == {"factors"}:
@@ -118,26 +115,9 @@ class Bounding(Member):
         """Whether clients send their updates as they are, times the factors."""
         return type(self).send is Bounding.send and self.scaling == "update"
 
-    @property
-    def stateful(self) -> bool:
-        """Whether clients keep a vector from one round to their next."""
-        return type(self).next_state is not Bounding.next_state
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the bound may change from round to round."""
-        return type(self).adapt is not Bounding.adapt
-
     def sends_model(self) -> bool:
         """Whether the mean of what is sent is the new model itself, not a change of it."""
         return False
-
-    @property
-    def sends_updates(self) -> bool:
-        """Whether `send` gives the update itself: no model, gradient or difference to a state.
-        False of a class that was not imported.
-        """
-        return self.scales and not self.unread()
 
     @property
     def far(self) -> float:
@@ -158,7 +138,7 @@ class Bounding(Member):
         return updates
 
     def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
-        """The updates from which `send` makes these vectors, float [k, d] both; for audits."""
+        """The updates from which `send` makes these vectors, float [k, d] both."""
         return vectors * view.lr if self.scaling == "gradient" else vectors
 
     def factor(self, norm: float, bound: float) -> float:
@@ -180,11 +160,11 @@ class Bounding(Member):
         return None
 
     def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """The column `clipped` of clients.parquet, float64 [k]: by default 1 for a factor below 1,
-        else 0, of `factors` float64 [k]; `samples` float64 [k] is the share of each client's
-        (sample, step) pairs whose gradient was clipped.
+        """The column `clipped` of clients.parquet, float64 [k]: 1 for a factor below 1, else 0, of
+        `factors` float64 [k]; or `samples` float64 [k], the share of each client's (sample, step)
+        pairs whose gradient was clipped.
         """
-        return (factors < 1.0).astype(np.float64)
+        return samples if self.sample_bound is not None else (factors < 1.0).astype(np.float64)
 
     def next_state(
         self, vectors: torch.Tensor, sent: torch.Tensor, view: View
@@ -195,21 +175,9 @@ class Bounding(Member):
         """
         return None
 
-    def moved(self, sent: torch.Tensor, view: View) -> torch.Tensor:
-        """What was sent in units of updates, float64 [k, d] both."""
-        return sent * view.lr if self.scaling == "gradient" else sent
+    stateful = overrides(next_state)  # whether clients keep a vector from one round to their next
 
     # --- what the server does ---
-
-    def start(self, d: int) -> State:
-        """The server's state before the first round, float64 arrays by name, for a model of `d`
-        parameters. It is in the checkpoint, under the member's name.
-        """
-        return {}
-
-    def broadcast_state(self, state: State) -> State:
-        """What of it every round broadcasts, float32 arrays by name (`View.broadcast`)."""
-        return {}
 
     def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
         """The mean update, in units of updates, float64 [d], of the sum of the contributions with
@@ -242,31 +210,20 @@ class Bounding(Member):
         """
         return bound
 
+    adapts = overrides(adapt)  # whether the bound may change from round to round
+
 
 def _of_one(self: Bounding, norm: float, bound: float) -> float:
     return float(self.factors(torch.tensor([norm], dtype=torch.float64), bound)[0])
 
 
 class ClosedForm(Bounding):
-    """Base of the members with a closed form, which give it by `form`; `closed` is none of a
-    subclass with other factors.
-    """
-
-    def form(self, bound: float) -> tuple[float, float, float]:
-        """See `Bounding.closed`."""
-        raise NotImplementedError
-
-    def closed(self, bound: float) -> tuple[float, float, float] | None:
-        return self.form(bound)
-
-    def factor(self, norm: float, bound: float) -> float:
-        most, above, offset = self.form(bound)
-        if norm <= most:
-            return 1.0
-        return above / (offset + norm) if offset + norm > 0 else 0.0
+    """Base of the members with a closed form, which give `closed`."""
 
     def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        most, above, offset = self.form(bound)
+        form = self.closed(bound)
+        assert form is not None  # of these members
+        most, above, offset = form
         divisors = offset + norms
         beyond = torch.where(divisors > 0, above / divisors, 0.0)
         return torch.where(norms <= most, 1.0, beyond)

@@ -14,5 +14,5 @@ class Unbounded(ClosedForm):
     kind: str = "none"
     scaling: Literal["update"] = "update"
 
-    def form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return math.inf, 0.0, 0.0

@@ -14,5 +14,5 @@ class Normalize(ClosedForm):
     kind: str = "normalize"
     bound: Bound = Field(description="c: the L2 norm of what every client sends")
 
-    def form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, 0.0

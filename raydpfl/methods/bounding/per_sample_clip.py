@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from pydantic import Field
 
 from raydpfl.methods.bounding.base import Bound
@@ -33,6 +32,3 @@ class PerSampleClip(Unbounded):
     @property
     def sample_bound(self) -> float | None:
         return self.bound
-
-    def clipped(self, factors: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        return samples

@@ -23,5 +23,5 @@ class SmoothNormalize(ClosedForm):
     def far(self) -> float:
         return 1000 * self.a
 
-    def form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, self.a

@@ -13,11 +13,12 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import nn
 
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import overrides
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.errors import ConfigError
 from raydpfl.methods.schedules import Schedule
+from raydpfl.methods.server_state import WithServerState
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ EITHER = "none with local.steps {0}: a client makes either; local.steps=null tak
 Shared = Annotated[Share, BeforeValidator(_a_mapping)]
 
 
-class Local(Schedule, Member):
+class Local(Schedule, WithServerState):
     """Base of the family: steps, each on a batch of the client's rows.
 
     `step` is the rule of a step, here plain gradient descent. A user-defined member gives another,
@@ -268,10 +269,7 @@ class Local(Schedule, Member):
         """
         return x
 
-    @property
-    def perturbs(self) -> bool:
-        """Whether its steps take two gradients."""
-        return type(self).perturb is not Local.perturb
+    perturbs = overrides(perturb)  # whether its steps take two gradients
 
     def train(
         self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, generator: torch.Generator
@@ -289,10 +287,7 @@ class Local(Schedule, Member):
         """
         raise TypeError(f"{self.kind} trains by steps")
 
-    @property
-    def trains(self) -> bool:
-        """Whether it has a `train`."""
-        return type(self).train is not Local.train
+    trains = overrides(train)
 
     def linear(self) -> LinearRule | None:
         """The coefficients of `step` where it is as `LinearRule` says, with one learning rate in
@@ -332,27 +327,11 @@ class Local(Schedule, Member):
 
     # --- states of clients and server between rounds; vectors are torch's, [d] or [k, d] ---
 
-    @property
-    def stateful(self) -> bool:
-        """Whether clients keep a vector from one of their rounds to the next."""
-        return type(self).next_state is not Local.next_state
-
-    @property
-    def corrects(self) -> bool:
-        """Whether something is added to the gradients."""
-        return type(self).correction is not Local.correction
-
-    def start(self, d: int) -> State:
-        """The server's state before the first round, float64 arrays by name."""
-        return {}
-
-    def broadcast_state(self, state: State) -> State:
-        """What of it every round broadcasts, float32 arrays by name (`View.broadcast`)."""
-        return {}
-
     def correction(self, view: View) -> torch.Tensor | None:
         """What is added to every gradient of these k clients, float32 [k, d]; None: nothing."""
         return None
+
+    corrects = overrides(correction)
 
     def idle(self, view: View) -> torch.Tensor:
         """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
@@ -363,6 +342,8 @@ class Local(Schedule, Member):
         `moved` float64 [k, d] is what each sent, bounded and noisy, in units of updates.
         """
         return None
+
+    stateful = overrides(next_state)  # whether clients keep a vector from one round to their next
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """Adds the mean update of a round, float64 [d], to the server's `state`, in place."""

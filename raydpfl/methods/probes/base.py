@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raydpfl import models
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import overrides
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Columns, State
 from raydpfl.data import Shards
@@ -20,6 +20,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.local import Local
 from raydpfl.methods.selection import Population, Selection
+from raydpfl.methods.server_state import WithServerState
 from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Release
@@ -119,7 +120,7 @@ class Done:
 Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
 
-class Probe(Member):
+class Probe(WithServerState):
     """Base of the family. Nothing that a probe does changes the model, and none of its values is
     noisy: they are for those who may see all data.
     """
@@ -134,11 +135,6 @@ class Probe(Member):
 
     # --- of a chunk, where the clients are ---
 
-    @property
-    def looks(self) -> bool:
-        """Whether it looks at what clients send."""
-        return type(self).chunk is not Probe.chunk
-
     def columns(self, client_noise: bool) -> tuple[str, ...]:
         """The names of what `chunk` gives. `client_noise`: clients draw noise on what they send."""
         return ()
@@ -147,15 +143,9 @@ class Probe(Member):
         """A number for each client, float64 [k] by name."""
         return {}
 
+    looks = overrides(chunk)  # whether it looks at what clients send
+
     # --- of a round, where the server is ---
-
-    def start(self, d: int) -> State:
-        """The probe's state before the first round; arrays by name."""
-        return {}
-
-    def broadcast_state(self, state: State) -> State:
-        """What of it every round broadcasts, float32 arrays by name (`Sent.broadcast`)."""
-        return {}
 
     def values(self) -> tuple[str, ...]:
         """The names of what `round` and `assess` give."""
@@ -192,7 +182,4 @@ class Probe(Member):
         """What is computed when all rounds are done, under the probe's name in the summary."""
         return None
 
-    @property
-    def lasting(self) -> bool:
-        """Whether there is something to compute `afterwards`."""
-        return type(self).afterwards is not Probe.afterwards
+    lasting = overrides(afterwards)  # whether there is something to compute then

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import Member, overrides
 from raydpfl.core.prng import Purpose, bit_streams
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Query, Sampling
@@ -173,10 +173,7 @@ class Selection(Member):
         """
         return None
 
-    @property
-    def asks(self) -> bool:
-        """Whether clients are exposed that do not take part."""
-        return type(self).exposed is not Selection.exposed
+    asks = overrides(exposed)  # whether clients are exposed that do not take part
 
     def fits(self, count: int) -> None:
         """Raises `ConfigError` if a population of `count` clients cannot give such cohorts."""

@@ -212,7 +212,7 @@ class Explicit(Contribution):
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local_state = None
         if local.stateful:
-            moved = bounding.moved(vectors.clone() if self._user_defined else vectors, view)
+            moved = bounding.invert(vectors.clone() if self._user_defined else vectors, view)
             local_state = local.next_state(moved, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short
         state.record(slots, norms, factors, block.losses)
