@@ -1,17 +1,14 @@
 """A run on a cluster elsewhere, through Ray's job server: `raydpfl submit`.
 
 The cluster must have a job server with an HTTP address, and a `python` with raydpfl's dependencies
-on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. This package,
-the config, the user's modules and the files that the config names are sent along (see
-`raydpfl.jobs.packaging`). The job is an ordinary `raydpfl run` or `raydpfl sweep` on the head,
-which goes on when this process ends. It writes to an address (`--out s3://bucket/run`), or to its
-own folder under RAYDPFL_CACHE/runs. From there a second, short job packs it into the head's log
-folder, whose files the job server gives out: its port is often the only one that a firewall lets
-through.
+on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. The job is an
+ordinary `raydpfl run` or `raydpfl sweep` on the head, with what `raydpfl.jobs.packaging` sends; it
+goes on when this process ends. It writes to an address (`--out s3://bucket/run`), or to its own
+folder under RAYDPFL_CACHE/runs. From there a second, short job packs it into the head's log folder,
+whose files the job server gives out: its port is often the only one that a firewall lets through.
 
 The head is not trusted with this machine. A run directory comes back to where its user says, or to
-where this machine has it on record; archives and printouts are read as
-`raydpfl.jobs.archive` says.
+where this machine has it on record; archives and printouts are read as `raydpfl.jobs.archive` says.
 
 >>> entrypoint("run", "mnist-1", address=True).replace(RUNS, "RUNS")
 'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
@@ -21,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import logging
 import os
@@ -34,25 +30,20 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import requests
 from aiohttp import ClientError
 
-import raydpfl
 from raydpfl import storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.jobs.archive import SIZE, ArchiveError, plain, unpack
 from raydpfl.storage.files import cache_root, keep_json, kept_json
-
-if TYPE_CHECKING:
-    from raydpfl.experiment import Experiment
 
 ADDRESS = "http://127.0.0.1:8265"
 # of the head: cache_root of raydpfl.storage.files, said in shell
@@ -64,7 +55,6 @@ NOTE = "job.json"  # in the run directory here: whose it is
 # the job is given up
 PATIENCE = 60.0
 NONE = 3  # exit code of a job that finds no run directory
-PIECE = 1 << 20
 AGENT = (
     "where another Ray of that machine has its agent's port, "
     "start the head with --dashboard-agent-listen-port 52366"
@@ -74,16 +64,12 @@ TOKEN = (
     "the file with the token that the cluster was started with"
 )
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+LOCAL = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that no network lies before
 log = logging.getLogger("raydpfl")
 
 
 def entrypoint(
-    command: str,
-    run: str,
-    *,
-    address: bool,
-    resume: bool = False,
-    out: str | None = None,
+    command: str, run: str, *, address: bool, resume: bool = False, out: str | None = None
 ) -> str:
     """The command line for the head's shell.
 
@@ -116,10 +102,9 @@ class JobServer:
         self.address = address if "://" in address else f"http://{address}"
         # which Ray heeds before its own argument
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address
-        _use_token()
         with self._refusals():
-            _greet(self.address)
-            self._client = _client(self.address)
+            self._headers = _headers(self.address)
+            self._client = _client(self.address, self._headers)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -158,61 +143,39 @@ class JobServer:
         Raises:
             ConfigError: for what can be refused without the data; the job refuses the rest.
         """
-        from raydpfl.simulation import (
-            provenance,  # loads torch, which following a job can do without
-        )
+        # they load torch, which following a job can do without
+        from raydpfl.jobs import packaging
+        from raydpfl.simulation import provenance
 
         with provenance.stored_code(config, first=resume is not None) as kept:
-            submission = _read(config, overrides)
-            tree, files = submission.packed(kept, there)
-        run = self._run(resume) if resume else None
-        job = _new_id(submission.path, run)
+            asked = packaging.read(config, overrides)
+            here = Path.cwd()
+            sent = packaging.packed(asked.tree, asked.experiments, here, kept=kept, there=there)
+        run, known = self._recorded(resume, strict=False) if resume else ("", None)
+        job = _new_id(asked.path, run)
         run = run or job
-        address = self._address(resume, out)
-        folder = None if address else self._folder(resume or job, run, out)
-        about = _about(submission, job, run, address, resume is not None)
-        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
-            environment = _staged(tree, files, Path(stage))
-            with self._refusals():
-                self._start(runtime_env=environment, **about)
-        self._write_record(run, job, address)
-        if folder:
-            self._mark(folder, run, job)
+        place = out or known or Path("runs") / (resume or job)
+        address = str(place) if storage.elsewhere(place) else None
+        folder = Path(place).absolute()
+        if not address:
+            _check(folder, run)
+            folder.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {"address": not asked.inline, "resume": resume is not None}
+        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage, self._refusals():
+            self._start(
+                runtime_env=packaging.staged(*sent, Path(stage)),
+                submission_id=job,
+                entrypoint=entrypoint(asked.command, run, out=address, **options),
+                metadata={"run": run} | ({"out": address} if address else {}),
+            )
+        self._record(run, job, address or folder)
         return job
-
-    def _folder(self, job: str, run: str, out: str | Path | None) -> Path:
-        """Where the run directory of a job comes back to. Raises `ConfigError`."""
-        folder = Path(out or self._local_record(job).get("out") or Path("runs") / job).absolute()
-        _check(folder, run)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _address(self, job: str | None, out: str | Path | None = None) -> str | None:
-        """The address that a run is written to: of this job, or of an earlier one."""
-        if out is not None:
-            return str(out) if storage.elsewhere(out) else None
-        if job is None:
-            return None
-        found = self._local_record(job).get("out") or (self._metadata(job) or {}).get("out")
-        return found if isinstance(found, str) and storage.elsewhere(found) else None
 
     def run_of(self, job: str) -> str:
         """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
         does not know.
         """
-        self._check_known(job)
-        return self._run(job)
-
-    def _run(self, job: str) -> str:
-        """The run that a job belongs to: by this machine's record, else by the cluster, where it
-        only names a folder there.
-        """
-        _check_id(job)
-        found = self._local_record(job).get("run") or (self._metadata(job) or {}).get("run", job)
-        if not isinstance(found, str) or not ID.fullmatch(found):
-            what = f"names the run of {job} as no run of ours is named: {plain(found)[:100]!r}"
-            raise RunError(f"the cluster at {self.address} {what}")
-        return found
+        return self._recorded(job)[0]
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
         """Waits for a job to end. A broken connection is made again.
@@ -258,7 +221,7 @@ class JobServer:
         """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
         once.
         """
-        self._check_known(job)
+        self.run_of(job)
         with self._refusals():
             self._client.stop_job(job)
 
@@ -275,38 +238,30 @@ class JobServer:
         Raises:
             RunError: it did not come back complete; what is in `out` stays as it is.
         """
-        self._check_known(job)
-        run = self._run(job)
-        address = self._address(job)
-        if address:
-            here = None if out in (None, address) else Path(out or "")
-            return self._copied(address, here, job) if here else address
-        folder = Path(out or self._local_record(job).get("out") or Path("runs") / job)
+        run, place = self._recorded(job)
+        address = place if place and storage.elsewhere(place) else None
+        if address and out in (None, address):
+            return address
+        folder = Path(out or place or Path("runs") / job)
         _check(folder, run)
         try:
-            if not self._fetch(run, folder):
+            if address:
+                with storage.reading(address) as there:
+                    shutil.copytree(there, folder, dirs_exist_ok=True)
+            elif not self._fetch(run, folder):
                 return None
-            self._mark(folder, run, job)
-            return folder
         except ArchiveError as error:  # it would be the same another time
             raise RunError(f"the run directory is not brought back: {_line(error)}") from None
         except (OSError, EOFError, RuntimeError, tarfile.TarError, zlib.error) as error:
             hint = f"try again with {self.command('--follow', job)}, or take it from"
-            hint += f" RAYDPFL_CACHE/runs/{run} there"
+            hint += f" {address or f'RAYDPFL_CACHE/runs/{run} there'}"
             what = f"the run directory did not come back ({_line(error)})"
             raise RunError(f"{what}; {hint}") from None
-
-    def _copied(self, address: str, folder: Path, job: str) -> Path:
-        """A copy of the run directory at an address."""
-        run = self._run(job)
-        _check(folder, run)
-        with storage.reading(address) as found:
-            shutil.copytree(found, folder, dirs_exist_ok=True)
-        self._mark(folder, run, job)
+        self._record(run, job, folder)
         return folder
 
     def _fetch(self, run: str, folder: Path) -> bool:
-        """Brings the run directory back; False: there is none."""
+        """Brings the run directory back from the head; False: there is none."""
         job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         archive = f"raydpfl-{run}.tar.gz"
@@ -335,14 +290,14 @@ class JobServer:
         with requests.get(
             f"{self.address}/api/v0/logs/file",
             params=query,
-            headers=self._client._headers,
+            headers=self._headers,
             timeout=PATIENCE,
             stream=True,
             allow_redirects=False,
         ) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"the job server answers {answer.status_code}")
-            for piece in answer.iter_content(PIECE):
+            for piece in answer.iter_content(1 << 20):
                 into.write(piece)
                 if into.tell() > SIZE:
                     raise ArchiveError(f"it is larger than {SIZE / 1e9:g} GB")
@@ -367,31 +322,44 @@ class JobServer:
                     raise ConfigError("--address", self.address, expected) from None
                 time.sleep(1)
 
-    def _mark(self, folder: Path, run: str, job: str) -> None:
-        """Notes in the folder which run it is for, and on this machine where the run directory
-        goes.
+    def _record(self, run: str, job: str, place: str | Path) -> None:
+        """Records on this machine where the run directory of a job goes, and in a folder, which run
+        it is for.
         """
-        text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
-        self._write_record(run, job, str(folder.absolute()))
-        (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
-        (folder / NOTE).write_text(text)
-
-    def _write_record(self, run: str, job: str, out: str | None) -> None:
-        """Records on this machine where the run directory of a job goes."""
-        keep_json(self._record_path(job), {"run": run, "out": out})
+        keep_json(self._record_path(job), {"run": run, "out": str(place)})
+        if isinstance(place, Path):
+            text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
+            (place / NOTE).unlink(missing_ok=True)  # a link is not followed
+            (place / NOTE).write_text(text)
 
     def _record_path(self, job: str) -> Path:
         """The file with this machine's record of a job of the cluster."""
         name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
         return cache_root() / "jobs" / f"{name}.json"
 
-    def _local_record(self, job: str) -> dict[str, str]:
-        """This machine's record of a job; empty if it was submitted from elsewhere."""
+    def _recorded(self, job: str, strict: bool = True) -> tuple[str, str | None]:
+        """The run that a job belongs to, and where its directory goes, None if nobody says: by this
+        machine's record, else by the cluster, which can name an address, but no folder here.
+
+        Raises `ConfigError` for what is no id and, if `strict`, for a job that the cluster does not
+        know; `RunError` where the cluster names a run as none of ours is named.
+        """
+        if not ID.fullmatch(job):
+            raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
+        metadata = self._metadata(job)
+        if strict and metadata is None:
+            raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
         try:
-            found = kept_json(self._record_path(job))
+            record = kept_json(self._record_path(job))
         except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            record = {}
+        told = metadata or {}
+        run = record.get("run") or told.get("run", job)
+        if not isinstance(run, str) or not ID.fullmatch(run):
+            what = f"names the run of {job} as no run of ours is named: {plain(run)[:100]!r}"
+            raise RunError(f"the cluster at {self.address} {what}")
+        address = str(told.get("out"))
+        return run, record.get("out") or (address if storage.elsewhere(address) else None)
 
     def _metadata(self, job: str) -> dict[str, str] | None:
         """What `submit` gave the cluster with the job; None if this cluster does not know it."""
@@ -402,12 +370,6 @@ class JobServer:
                 if "404" in str(error):
                     return None
                 raise
-
-    def _check_known(self, job: str) -> None:
-        """Raises `ConfigError` for a job that the cluster does not know."""
-        _check_id(job)
-        if self._metadata(job) is None:
-            raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
 
     def _output(self, job: str) -> Iterator[str]:
         """What the job prints, from its beginning until it ends or is silent for `PATIENCE`."""
@@ -425,11 +387,6 @@ class JobServer:
                 runner.run(pieces.aclose())
 
 
-def _check_id(job: str) -> None:
-    if not ID.fullmatch(job):
-        raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
-
-
 def _check(folder: Path, run: str) -> None:
     """Raises `ConfigError` unless `folder` is free, or noted to be for `run`."""
     try:
@@ -445,7 +402,7 @@ def _check(folder: Path, run: str) -> None:
         raise ConfigError("--out", str(folder), expected)
 
 
-def _new_id(path: Path, run: str | None) -> str:
+def _new_id(path: Path, run: str) -> str:
     """The id of a new job for the config at `path`, or for the run that it continues."""
     user_named = path.name not in ("config.yaml", "sweep.yaml")
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if user_named else path.parent.name)
@@ -454,86 +411,10 @@ def _new_id(path: Path, run: str | None) -> str:
     return f"{named}-{uuid.uuid4().hex[:4]}"
 
 
-def _about(
-    submission: _Submission, job: str, run: str, address: str | None, resume: bool
-) -> dict[str, Any]:
-    """The id, the command line and the metadata of a job, whose run is at the `address`, or on the
-    head (None).
-    """
-    words = entrypoint(
-        submission.command, run, address=not submission.inline, resume=resume, out=address
-    )
-    metadata = {"run": run} | ({"out": address} if address else {})
-    return {"submission_id": job, "entrypoint": words, "metadata": metadata}
+def _headers(address: str) -> dict[str, str]:
+    """The headers of requests: the token that Ray would find for a cluster, if there is one.
 
-
-def _staged(tree: Mapping[str, Any], files: Mapping[str, Path], stage: Path) -> dict[str, Any]:
-    """Ray's runtime environment of a job: the config, the files to send, and this package, copied
-    into the folder `stage`.
-    """
-    from raydpfl.config.yaml import dump
-    from raydpfl.jobs import packaging
-
-    work = stage / "work"
-    package = stage / "raydpfl"
-    packaging.copy(dict(files), work)
-    (work / "config.yaml").write_text(dump(tree))
-    packaging.copy(packaging.package(Path(raydpfl.__file__).parent), package)
-    return {
-        "working_dir": str(work),
-        "py_modules": [str(package)],
-        # for the current round and a checkpoint
-        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
-    }
-
-
-@dataclass(frozen=True)
-class _Submission:
-    """A config that is to be submitted."""
-
-    path: Path  # the config's file
-    command: str  # that runs it: run or sweep
-    inline: bool  # it does without Ray
-    experiments: list[Experiment]  # all that the config describes
-    tree: dict[str, Any]  # the config with the overrides in it
-
-    def packed(self, kept: Path | None, there: bool) -> tuple[dict[str, Any], dict[str, Path]]:
-        """As `raydpfl.jobs.packaging.packed`, from the folder where the command is run."""
-        from raydpfl.jobs import packaging
-
-        return packaging.packed(self.tree, self.experiments, Path.cwd(), kept=kept, there=there)
-
-
-def _read(config: str | Path, overrides: Sequence[str]) -> _Submission:
-    """Reads a config with overrides. Raises `ConfigError`."""
-    # they load torch, which following a job can do without
-    from raydpfl.config.yaml import read
-    from raydpfl.experiment import Experiment, overridden
-    from raydpfl.sweep import Sweep
-    from raydpfl.sweep.spaces import find
-
-    path = Path(config).absolute()
-    if path.is_dir():
-        path = next(
-            (path / name for name in ("config.yaml", "sweep.yaml") if (path / name).exists()),
-            path / "config.yaml",
-        )
-    tree = overridden(read(path), overrides)
-    if "sweep" in tree or find(tree):
-        return _Submission(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
-    experiment = Experiment.from_dict(tree)
-    return _Submission(path, "run", experiment.client.actors == 0, [experiment], tree)
-
-
-def _use_token() -> None:
-    """Makes Ray use a token that it finds for job servers too, which it does for clusters only."""
-    named = any(os.environ.get(f"RAY_AUTH_TOKEN{where}") for where in ("", "_PATH"))
-    if named or (Path.home() / ".ray" / "auth_token").exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
-def _greet(address: str) -> None:
-    """Raises ValueError or OSError if nothing listens at `address`, or could; warns of a token that
+    Raises ValueError or OSError if nothing listens at `address`, or could; warns of a token that
     others could read.
     """
     url = urlsplit(address)
@@ -541,32 +422,33 @@ def _greet(address: str) -> None:
         raise ValueError("it begins with http:// or https://")
     port = url.port or (443 if url.scheme == "https" else 80)
     socket.create_connection((url.hostname, port), timeout=5).close()
-    warning = _open_token(url.scheme, url.hostname)
-    if warning:
-        log.warning(warning)
+    token = _token()
+    if token and url.scheme == "http" and not LOCAL.fullmatch(url.hostname):
+        risk = "where anyone in between can read it; use https, or a tunnel to localhost"
+        log.warning("the cluster's token goes to %s over http, %s", url.hostname, risk)
+    return {"authorization": f"Bearer {token}"} if token else {}
 
 
-def _open_token(scheme: str, host: str) -> str | None:
-    """A warning if a token would go over the network for all to read."""
-    token = os.environ.get("RAY_AUTH_MODE") == "token"
-    if scheme == "https" or not token or host == "localhost":
+def _token() -> str | None:
+    """RAY_AUTH_TOKEN, or what the file has that RAY_AUTH_TOKEN_PATH names, or that lies where Ray
+    puts it. Raises OSError for a file that cannot be read.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token") not in ("", "token"):
         return None
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return None
-    except ValueError:
-        pass
-    risk = "where anyone in between can read it; use https, or a tunnel to localhost"
-    return f"the cluster's token goes to {host} over http, {risk}"
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named or Path.home() / ".ray" / "auth_token")
+    return os.environ.get("RAY_AUTH_TOKEN") or (
+        path.read_text().strip() if named or path.exists() else None
+    )
 
 
-def _client(address: str) -> Any:
+def _client(address: str, headers: dict[str, str]) -> Any:
     """Ray's client of a job server, which sends no token to where that redirects."""
     from ray.job_submission import JobSubmissionClient
 
     for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return JobSubmissionClient(address)
+    return JobSubmissionClient(address, headers=headers)
 
 
 def _line(error: object) -> str:

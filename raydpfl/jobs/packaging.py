@@ -4,9 +4,8 @@ config names.
 Sent are, of the folder where the command is run,
 
 - the modules and packages that reading the config has imported: their Python files (.py, .pyi) and
-  compiled modules, whether a
-  package has an `__init__.py` or not, and the data that `[tool.setuptools.package-data]` of
-  `pyproject.toml` declares for them;
+  compiled modules, whether a package has an `__init__.py` or not, and the data that
+  `[tool.setuptools.package-data]` of `pyproject.toml` declares for them;
 - of a run directory, the modules that it keeps and that are not in that folder;
 - every file that the config names, and every folder (of images, of a data set) with its files,
   under a name of its contents, which the config that is sent has in its place. (Another file of the
@@ -20,24 +19,55 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+import raydpfl
 from raydpfl.config.overrides import SPACES
+from raydpfl.config.yaml import dump
+from raydpfl.config.yaml import read as read_yaml
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment
+from raydpfl.experiment import Experiment, overridden
 from raydpfl.storage.files import check, data_root, digest
+from raydpfl.sweep import Sweep
+from raydpfl.sweep.spaces import find
 
 LIMIT = 100 * 10**6  # bytes
 COUNT = 10_000
 CODE = (".py", ".pyi", *EXTENSION_SUFFIXES)
 Files = dict[str, Path]  # where each goes, relative -> where it is
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A config that is to be submitted."""
+
+    path: Path  # the config's file
+    command: str  # that runs it: run or sweep
+    inline: bool  # it does without Ray
+    experiments: list[Experiment]  # all that the config describes
+    tree: dict[str, Any]  # the config with the overrides in it
+
+
+def read(config: str | Path, overrides: Sequence[str] = ()) -> Submission:
+    """The config of a file, or of the directory of a run or a sweep, with `overrides`. Raises
+    `ConfigError`.
+    """
+    path = Path(config).absolute()
+    if path.is_dir():
+        named = [path / name for name in ("config.yaml", "sweep.yaml")]
+        path = next((file for file in named if file.exists()), named[0])
+    tree = overridden(read_yaml(path), overrides)
+    if "sweep" in tree or find(tree):
+        return Submission(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
+    experiment = Experiment.from_dict(tree)
+    return Submission(path, "run", experiment.client.actors == 0, [experiment], tree)
 
 
 def packed(
@@ -50,22 +80,45 @@ def packed(
 ) -> tuple[dict[str, Any], Files]:
     """The config to send in the place of `tree`, and the files to send with it.
 
-    `experiments`: all that the config describes, imported from the folder `here`, or from what a
-    run directory has kept in the folder `kept`. `there`: the files that it names lie on the cluster
-    and are not sent. Raises `ConfigError` for a file that is not here, or that is not sent.
+    Args:
+        tree: the config.
+        experiments: all that it describes.
+        here: the folder that the config's classes were imported from.
+        kept: a folder in which a run directory has kept such modules.
+        there: the files that the config names lie on the cluster and are not sent.
+
+    Raises:
+        ConfigError: for a file that is not here, or that is not sent.
     """
     files = user_modules(here, *([kept] if kept else []))
-    _checked(files)
+    _check_size(files)
     named = set() if there else {file for one in experiments for file in one.named_files()}
     found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
     inside = {path: _inside(path) for path in found.values()}
-    _checked(files | {str(each): each for held in inside.values() for each in held.values()})
+    _check_size(files | {str(each): each for held in inside.values() for each in held.values()})
     renamed: dict[tuple[str, str], str] = {}
     for (field, name), path in found.items():
         new = f"files/{_contents(inside[path])}/{path.name}"
         renamed[field.rpartition(".")[2], name] = new
         files |= {f"{new}/{held}" if held else new: each for held, each in inside[path].items()}
     return _renamed(tree, renamed), files
+
+
+def staged(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]:
+    """Ray's runtime environment of a job: the config `tree`, the files to send, and this package,
+    copied into the folder `stage`.
+    """
+    work, package = stage / "work", stage / "raydpfl"
+    copy(files, work)
+    (work / "config.yaml").write_text(dump(tree))
+    whole = Path(raydpfl.__file__).parent
+    copy({path.relative_to(whole).as_posix(): path for path in _walk(whole)}, package)
+    return {
+        "working_dir": str(work),
+        "py_modules": [str(package)],
+        # for the current round and a checkpoint
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
+    }
 
 
 def _inside(path: Path) -> Files:
@@ -90,11 +143,6 @@ def copy(files: Files, stage: Path) -> None:
         shutil.copyfile(path, stage / name, follow_symlinks=False)
 
 
-def package(folder: Path) -> Files:
-    """All files of a package that is whole as it stands, without hidden ones, links and caches."""
-    return {path.relative_to(folder).as_posix(): path for path in _walk(folder)}
-
-
 def user_modules(*folders: Path) -> Files:
     """The files of the modules and packages of these folders that have been imported."""
     files: Files = {}
@@ -107,20 +155,33 @@ def user_modules(*folders: Path) -> Files:
 
 def _modules_of(here: Path) -> Files:
     files: Files = {}
-    declared = _declared(here)
+    try:
+        project = tomllib.loads((here / "pyproject.toml").read_text())
+        declared = project.get("tool", {}).get("setuptools", {}).get("package-data", {})
+    except (OSError, ValueError):
+        declared = {}
     for name in sorted({name.partition(".")[0] for name in sys.modules} - {"raydpfl"}):
         module = sys.modules.get(name)
-        places = [Path(each) for each in getattr(module, "__path__", ())]
         source = getattr(module, "__file__", None)
-        if any(_same(place, here / name) for place in places):
+        places = map(os.path.realpath, getattr(module, "__path__", ()))
+        if os.path.realpath(here / name) in places:
             for path in _walk(here / name):
-                inside = path.relative_to(here / name).as_posix()
-                data = any(fnmatch(inside, each) for each in declared(path.parent))
-                if path.name.endswith(CODE) or data:
-                    files[path.relative_to(here).as_posix()] = path
-        elif source and _same(Path(source).parent, here) and _plain(Path(source)):
-            files[Path(source).name] = Path(source)
+                inside = path.relative_to(here)
+                if path.name.endswith(CODE) or _is_data(inside, declared):
+                    files[inside.as_posix()] = path
+        elif source and os.path.realpath(Path(source).parent) == os.path.realpath(here):
+            files |= {path.name: path for path in [Path(source)] if _plain(path)}
     return files
+
+
+def _is_data(path: Path, declared: Mapping[str, Sequence[str]]) -> bool:
+    """Whether patterns `declared` by package, or for all (*), have a file of a package."""
+    packages = {".".join(path.parts[:depth]): depth for depth in range(1, len(path.parts))}
+    return any(
+        fnmatch("/".join(path.parts[depth:]), pattern)
+        for package, depth in packages.items()
+        for pattern in (*declared.get(package, ()), *declared.get("*", ()))
+    )
 
 
 def _all_there(here: Path, files: Files) -> None:
@@ -143,56 +204,17 @@ def _all_there(here: Path, files: Files) -> None:
             raise ConfigError("submit", place, f"{expected}; {name} is not sent")
 
 
-def _declared(here: Path) -> Callable[[Path], list[str]]:
-    """Of a folder of a package, the patterns of the data that pyproject.toml declares for it or for
-    all.
-    """
-    try:
-        project = tomllib.loads((here / "pyproject.toml").read_text())
-        package_data = project.get("tool", {}).get("setuptools", {}).get("package-data", {})
-    except (OSError, ValueError):
-        package_data = {}
-
-    def patterns(folder: Path) -> list[str]:
-        parts = folder.relative_to(here).parts
-        wanted = list(package_data.get("*", []))
-        for depth in range(1, len(parts) + 1):  # those of a package are relative to it
-            inside = "/".join(parts[1:depth])
-            own = package_data.get(".".join(parts[:depth]), [])
-            wanted += [f"{inside}/{pattern}" if inside else pattern for pattern in own]
-        wanted += ["/".join((*parts[1:], pattern)) for pattern in package_data.get("*", [])]
-        return wanted
-
-    return patterns
-
-
 def _walk(folder: Path) -> Iterator[Path]:
     """The regular files under a folder, without hidden ones, links and caches."""
-    if not _plain(folder, folder=True):
-        return
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name == "__pycache__":
-            continue
-        if _plain(path, folder=True):
-            yield from _walk(path)
-        elif _plain(path):
-            yield path
+    for place, folders, names in os.walk(folder) if not folder.is_symlink() else ():
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n != "__pycache__")
+        paths = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+        yield from filter(_plain, paths)
 
 
-def _plain(path: Path, folder: bool = False) -> bool:
-    """Whether it is a regular file, or a folder, and no link."""
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)
-
-
-def _same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:
-        return False
+def _plain(path: Path) -> bool:
+    """Whether it is a regular file or a folder, and no link."""
+    return not path.is_symlink() and (path.is_file() or path.is_dir())
 
 
 def _found(field: str, name: str, here: Path) -> Path:
@@ -207,12 +229,12 @@ def _found(field: str, name: str, here: Path) -> Path:
     within = next((each for each in (here, data_root(None)) if whole.is_relative_to(each)), None)
     if any(part.startswith(".") for part in (whole.relative_to(within) if within else whole).parts):
         raise ConfigError(field, name, "a file that is not hidden: none such is sent")
-    if not _plain(path, folder=path.is_dir()):
+    if not _plain(path):
         raise ConfigError(field, name, "a regular file or folder, no link: none such is sent")
     return path
 
 
-def _checked(files: Files) -> None:
+def _check_size(files: Files) -> None:
     """Raises `ConfigError` for more than is sent."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if sum(sizes.values()) > LIMIT:

@@ -19,7 +19,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import yaml
@@ -32,6 +31,7 @@ from raydpfl.cli import app
 from raydpfl.cli.wrong_command import directed
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.jobs import client as submit
+from raydpfl.jobs import packaging
 from raydpfl.storage.files import cache_root
 
 pytestmark = pytest.mark.slow
@@ -261,7 +261,7 @@ def test_the_run_directory_of_a_job_lies_in_the_cache_of_the_head(names, monkeyp
 def test_a_config_with_search_spaces_is_a_sweep_and_is_checked_here(tmp_path):
     def read(tree, *overrides):
         (tmp_path / "tried.yaml").write_text(yaml.safe_dump(tree))
-        asked = submit._read(tmp_path / "tried.yaml", overrides)
+        asked = packaging.read(tmp_path / "tried.yaml", overrides)
         return asked.command, asked.inline
 
     plain = experiment(client={"actors": 2}).to_dict()
@@ -281,7 +281,7 @@ def test_the_directory_of_a_run_or_of_a_sweep_is_its_config(tmp_path):
     for name in ("config.yaml", "sweep.yaml"):
         (tmp_path / name).write_text("rounds: 2\n")
         assert (
-            submit._read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else []).path
+            packaging.read(tmp_path, ["sweep.repeats=2"] if name == "sweep.yaml" else []).path
             == tmp_path / name
         )
         (tmp_path / name).unlink()
@@ -303,8 +303,6 @@ class Client:
     it breaks, by an error, or ends; `fetched`: the archive of its run directory, None: there is
     none. It runs until the last connection has ended, and ends with `code`.
     """
-
-    _headers: ClassVar[dict] = {}
 
     # how many jobs were handed in, and how many of them came too early
     asked = 0
@@ -335,7 +333,7 @@ class Client:
         pass
 
     def get_job_info(self, job):
-        if not job.startswith("job"):
+        if job == "other":
             raise RuntimeError("Request failed with status code 404: it does not exist.")
         status = (
             JobStatus.RUNNING
@@ -461,4 +459,4 @@ def test_of_a_study_it_is_said_what_runs_it_on_a_cluster(tmp_path):
     study.write_text("study: {id: mine}\n")
     said = r"this is a study: raydpfl reproduce .*mine\.yaml \(--address auto, on a node"
     with pytest.raises(ConfigError, match=said), directed("submit", str(study)):
-        submit._read(study, [])
+        packaging.read(study, [])
