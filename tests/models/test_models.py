@@ -107,6 +107,7 @@ def user_module(monkeypatch):
         ("softmax", GREY, 7_850),
         ("softmax", (60,), 610),
         ("linear", (200,), 2_000),
+        ("softmax", (512,), 5_130),
         ("mlp", GREY, 159_010),
         ("cnn", GREY, 833_322),
         ("cnn", COLOUR, 1_079_882),
