@@ -80,50 +80,6 @@ def test_a_chunk_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, complain)
     assert said.startswith("not enough memory: Unable to allocate 7.11 PiB")
 
 
-def test_a_config_that_is_not_there(tmp_path, complain):
-    assert complain(["run", tmp_path / "no.yaml"]).endswith(
-        "a file that can be read (No such file or directory)"
-    )
-
-
-def test_a_config_that_is_no_yaml(tmp_path, complain):
-    (tmp_path / "bad.yaml").write_text("rounds: [1")
-    assert "a YAML file (" in complain(["show", tmp_path / "bad.yaml"])
-
-
-def test_a_config_that_is_a_list(tmp_path, complain):
-    (tmp_path / "bad.yaml").write_text("- rounds")
-    assert (
-        complain(["show", tmp_path / "bad.yaml"])
-        == "config = ['rounds']: expected a mapping of sections"
-    )
-
-
-def test_a_directory_that_holds_something_else(tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path])
-    assert said.endswith("a new or empty directory, or --resume to go on with the run in it")
-
-
-@pytest.mark.parametrize("command", ["run", "audit", "sweep"])
-def test_a_directory_that_cannot_be_made(command, tmp_path, complain):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "small.yaml").write_text(
-        yaml.safe_dump(SMALL | ({"sweep": {"repeats": 2}} if command == "sweep" else {}))
-    )
-    said = complain([command, tmp_path / "small.yaml", "--out", tmp_path / "file" / "out"])
-    assert (
-        said
-        == f"--out = '{tmp_path}/file/out': expected a directory that can be made (Not a directory)"
-    )
-
-
-def test_resuming_what_is_no_run(tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--out", tmp_path / "new", "--resume"])
-    assert said.endswith("the directory of a run; it has no config.yaml")
-
-
 def test_resuming_another_experiment(tmp_path, complain):
     from conftest import experiment
 
@@ -139,15 +95,6 @@ def test_resuming_another_experiment(tmp_path, complain):
         assert complain(given) == refused
 
 
-def test_an_address_for_a_run_without_ray(tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", tmp_path / "small.yaml", "--address", "auto"])
-    assert (
-        said == "--address = 'auto': expected client.actors auto or above 0; "
-        "0 runs in this process, without Ray"
-    )
-
-
 def test_an_address_where_nothing_answers(tmp_path, monkeypatch, complain):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
@@ -158,10 +105,6 @@ def test_an_address_where_nothing_answers(tmp_path, monkeypatch, complain):
         "--address = '127.0.0.1:1': expected the address of a running Ray cluster (if it "
         "asks for a token,"
     )
-
-
-def test_an_unknown_option_of_the_command(complain):
-    assert "No such option" in complain(["run", "a.yaml", "--fast"])
 
 
 SAID = messages("overrides")
@@ -202,19 +145,6 @@ def test_whole_numbers_may_be_written_with_an_exponent_and_one_accountant_withou
 def test_text_that_looks_like_a_number_is_read_back_as_text():
     tree = {"a": "1e1", "b": "1e-05", "c": 1e-05, "d": 10.0, "e": "-.5e+3", "f": "1e", "g": "e1"}
     assert parse_yaml(dump(tree)) == tree
-
-
-@pytest.mark.parametrize("command", ["run", "audit", "budget"])
-def test_a_sweep_is_told_from_a_run(command, tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    config = tmp_path / "small.yaml"
-    for override in ("sweep.repeats=3", "local.lr={grid: [0.1, 0.2]}", "bounding={choice: [a, b]}"):
-        said = complain([command, config, override])
-        assert said.startswith(override.split("=")[0].split(".r")[0]) and "raydpfl sweep" in said
-    (tmp_path / "swept").mkdir()
-    (tmp_path / "swept" / "sweep.yaml").write_text("sweep: {repeats: 2}")
-    said = complain([command, tmp_path / "swept"])
-    assert f"raydpfl sweep {tmp_path / 'swept'} --resume" in said
 
 
 @pytest.mark.slow
