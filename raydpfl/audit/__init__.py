@@ -28,8 +28,6 @@ in every verdict (`Audit.unseen`).
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -40,17 +38,15 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl import storage
-from raydpfl.audit import checks, local_step_canaries, observers
+from raydpfl.audit import checks, client_canaries, local_step_canaries, observers
 from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
-from raydpfl.audit.canaries import Canaries, CanaryRecord, PlantedCoordinator, on_sums
 from raydpfl.audit.checks import Check
 from raydpfl.audit.observers import ObserverAudit
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
-from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.resolution import composed, resolve
+from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import write_table
 
@@ -270,91 +266,50 @@ def _of_clients(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
     """By as many runs as are needed, in which some or all clients are canaries."""
-    records = _runs(plan, canaries, on_round)
-    views = observers.of_runs(plan, records, delta, confidence)
-    held = observers.least_deltas(records, views)
-    results = checks.of_runs(records)
-    results += filter(None, [checks.curve(held)])
-    unseen = (TRAINING, *_unseen(plan, views, held, results))
-    notes = _notes(records, views)
-    return Audit(views, results, len(records), plan.experiment.seed, unseen, notes)
-
-
-def _unseen(
-    plan: Plan,
-    views: Sequence[ObserverAudit],
-    held: Sequence[observers.Held],
-    results: Sequence[Check],
-) -> tuple[str, ...]:
-    """What no view and no check of an audit looks at, in words."""
-    assert plan.mechanism is not None  # else nothing is claimed; see `_check`
-    names = {check.name for check in results}
-    unseen = [SECRETS, PLACES]
-    if any(least is None for _, least in held):
-        unseen.append("the epsilons that a user-defined sampling scheme is given")
-    if not plan.mechanism.by_draws and "cohorts" not in names:
-        unseen.append("how cohorts are drawn")
-    elif not plan.mechanism.by_draws and plan.mechanism.hidden:
-        unseen.append("how cohorts are drawn, but for their sizes and how often each client is in")
-    if any(view.claimed.kind == "unproven" for view in views):
-        unseen.append("what its guarantees call not proved")
-    return (
-        *unseen,
-        *dict.fromkeys(exclusion for view in views for exclusion in view.claimed.exclusions),
-    )
-
-
-def _runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> list[CanaryRecord]:
-    population = len(plan.population)
-    rounds = plan.experiment.rounds
-    count = min(canaries, population)
-    runs = math.ceil(canaries / count)
-    records = []
-    for run in range(runs):
-        seeded = _seeded(plan, (plan.experiment.seed + run) % (1 << 64))
-        e = seeded.experiment
-        mirrored = e.relation == "replace_one"
-        planted = Canaries.among(e.seed, population, count, plan.d, mirrored)
-        with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
-            coordinator = PlantedCoordinator(seeded, scratch, planted)
-            _play(coordinator, on_round, run * rounds, runs * rounds)
-            records.append(coordinator.finished())
-    return records
-
-
-def _play(
-    coordinator: Coordinator, on_round: Callable[[int, int], None], done: int, of: int
-) -> None:
-    """Runs all rounds, after `done` rounds of earlier runs."""
-    coordinator.start()
-    for t in range(coordinator.experiment.rounds):
-        coordinator.round()
-        on_round(done + t + 1, of)
+    runs = client_canaries.runs(plan, canaries, on_round)
+    views = observers.of_runs(plan, runs, delta, confidence)
+    held = observers.least_deltas(runs, views)
+    crowd = max(share for run in runs for share in run.crowds)
+    return _audit(plan, len(runs), views, checks.of_runs(runs), held, (TRAINING,), crowd)
 
 
 def _of_samples(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
-    """By one run, which holds enough canaries: every sample of some clients is one."""
-    e = plan.experiment
-    planted = local_step_canaries.plant(plan, canaries, delta)
-    with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as scratch:
-        coordinator = local_step_canaries.StepCoordinator(plan, scratch, planted)
-        _play(coordinator, on_round, 0, e.rounds)
-        results = coordinator.seen.checks(coordinator.written)
-        printed = coordinator.accounts.guarantees(e.rounds, coordinator.state.participations)
-    views = [coordinator.seen.view(delta, confidence)]
-    held = coordinator.seen.least_deltas([views[0].claimed, *printed])
+    """By one run, in which every sample of some clients is a canary."""
+    run = local_step_canaries.run(plan, canaries, delta, on_round)
+    view = run.view(delta, confidence)
+    held = run.least_deltas([view.claimed, *run.printed])
+    return _audit(plan, 1, [view], [checks.ledger([run]), run.check_steps()], held, run.unseen())
+
+
+def _audit(
+    plan: Plan,
+    runs: int,
+    views: list[ObserverAudit],
+    results: list[Check],
+    held: Sequence[observers.Held],
+    unseen: tuple[str, ...],
+    crowd: float = 0.0,
+) -> Audit:
+    """The audit with the check of `held`, and in words what no view and no check looked at, and
+    what weakens it. `crowd`: energy of a round's canaries over that of its noise.
+    """
+    assert plan.mechanism is not None  # else nothing is claimed; see `_check`
     results += filter(None, [checks.curve(held)])
-    unseen = (*coordinator.seen.unseen(), *_unseen(plan, views, held, results))
-    return Audit(views, results, 1, e.seed, unseen, _notes([], views))
-
-
-def _notes(records: list[CanaryRecord], views: list[ObserverAudit]) -> tuple[str, ...]:
+    unseen = (*unseen, SECRETS, PLACES)
+    if any(least is None for _, least in held):
+        unseen += ("the epsilons that a user-defined sampling scheme is given",)
+    if not plan.mechanism.by_draws and "cohorts" not in {check.name for check in results}:
+        unseen += ("how cohorts are drawn",)
+    elif not plan.mechanism.by_draws and plan.mechanism.hidden:
+        unseen += ("how cohorts are drawn, but for their sizes and how often each client is in",)
+    if any(view.claimed.kind == "unproven" for view in views):
+        unseen += ("what its guarantees call not proved",)
+    excluded = (exclusion for view in views for exclusion in view.claimed.exclusions)
     notes = []
     if views[0].canaries < WORTH_HAVING:
         notes.append(f"{views[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")
-    crowd = max((share for record in records for share in record.crowds), default=0.0)
     if crowd > CROWD:
         notes.append(
             f"the canaries of a round carry {crowd:.2g} of the energy of its noise and hide one "
@@ -365,19 +320,5 @@ def _notes(records: list[CanaryRecord], views: list[ObserverAudit]) -> tuple[str
             f"at delta {views[0].claimed.delta:g} so many guesses may come true for free that "
             "bounds are weak; a smaller --delta helps"
         )
-    return tuple(notes)
-
-
-def _seeded(plan: Plan, seed: int) -> Plan:
-    """The same mechanism on the same data, with all that is random of another seed."""
-    e = plan.experiment.model_copy(update={"seed": seed})
-    composed_rounds = composed(e.selection, seed, e.rounds, plan.population)
-    clients_left = e.selection.clients_left(seed, e.rounds, plan.population)
-    mechanism = replace(on_sums(plan), rounds=int(composed_rounds[-1]))
-    return replace(
-        plan,
-        experiment=e,
-        composed_rounds=composed_rounds,
-        clients_left=clients_left,
-        mechanism=mechanism,
-    )
+    every = (*unseen, *dict.fromkeys(excluded))
+    return Audit(views, results, runs, plan.experiment.seed, every, tuple(notes))

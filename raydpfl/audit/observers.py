@@ -14,17 +14,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
+from scipy.signal import lfilter
 
 from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
-from raydpfl.audit.canaries import CanaryRecord, on_sums
+from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
 from raydpfl.privacy.guarantee import Observer
-from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
@@ -37,12 +36,57 @@ FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
 
 @dataclass(frozen=True)
 class Scores:
-    """What one observer knows about m canaries over all runs: float64 [m], `inside` bool [m]."""
+    """What one observer knows about m canaries: float64 [m], `inside` bool [m]."""
 
     inside: np.ndarray
     evidence: np.ndarray  # log-likelihood ratio, inside against outside
     statistics: np.ndarray  # N(0, 1) for a canary that is not there
     shifts: np.ndarray  # by how much one that is there should move it
+    imagined: np.ndarray  # the evidence on as many canaries that are simulated by the claim
+
+
+def visible(
+    inside: np.ndarray, product: np.ndarray, power: np.ndarray, mirrored: bool, seed: int
+) -> Scores:
+    """Where the observer knows when canaries take part: from the products of scores with what a
+    canary adds to them, N(power, power), float64 [m] both.
+    """
+    shifts = np.sqrt(power)
+    generator, signs = _worlds(seed, len(inside), mirrored)
+    imagined = shifts * generator.standard_normal(len(signs)) + signs * power
+    evidence, simulated = (
+        2 * seen if mirrored else seen - shifts**2 / 2 for seen in (product, imagined)
+    )
+    statistics = np.divide(product, shifts, out=np.zeros_like(product), where=shifts > 0)
+    return Scores(inside, evidence, statistics, shifts, simulated)
+
+
+def hidden(
+    inside: np.ndarray, scores: np.ndarray, a: np.ndarray, q: float, mirrored: bool, seed: int
+) -> Scores:
+    """Where the cohort is a secret: from the scores of rounds, N(a, 1) with probability `q` for a
+    canary that is inside, float64 [m, T] both.
+    """
+
+    def evidence(scores: np.ndarray) -> np.ndarray:
+        def ratio(sign: float) -> np.ndarray:
+            there = sign * a * scores - a**2 / 2
+            return np.logaddexp(math.log1p(-q), math.log(q) + there) if q < 1 else there
+
+        return (ratio(1.0) - (ratio(-1.0) if mirrored else 0.0)).sum(1)
+
+    generator, signs = _worlds(seed, len(inside), mirrored)
+    there = signs[:, None] * (generator.random(a.shape) < q)
+    imagined = generator.standard_normal(a.shape) + there * a
+    power = np.sqrt((a**2).sum(1))
+    statistics = (a * scores).sum(1) / power
+    return Scores(inside, evidence(scores), statistics, q * power, evidence(imagined))
+
+
+def _worlds(seed: int, m: int, mirrored: bool) -> tuple[np.random.Generator, np.ndarray]:
+    """What simulates m canaries, and their signs."""
+    generator = stream(seed, Purpose.CANARY, step=3)
+    return generator, np.where(generator.random(m) < 0.5, 1.0, -1.0 if mirrored else 0.0)
 
 
 @dataclass(frozen=True)
@@ -89,54 +133,61 @@ class ObserverAudit:
 
 
 def of_runs(
-    plan: Plan, records: Sequence[CanaryRecord], delta: float, confidence: float
+    plan: Plan, runs: Sequence[ClientCanaryRun], delta: float, confidence: float
 ) -> list[ObserverAudit]:
     """A view for every rigorous guarantee of a run, of the smallest epsilon at `delta`."""
-    e = plan.experiment
-    names = rigorous(e.privacy.accountants)
-    rounds = max(int(record.plan.composed_rounds[-1]) for record in records)
-    most = max((times for record in records for times in record.counts.values()), default=0)
+    names = rigorous(plan.experiment.privacy.accountants)
+    relation = plan.experiment.relation
     views = []
-    for seen in observers(on_sums(plan), e.relation, rounds, most):
-        claimed = _claimed(seen, names, delta)
-        if claimed is None:
+    for seen in observers(on_sums(plan), relation, *_most(runs)):
+        # none where no accountant covers it
+        spent = {
+            name: epsilon(seen.mechanism, seen.relation, delta, seen.rounds, name)
+            for name in names
+            if seen.rounds and not covers(name, seen.mechanism, seen.relation)
+        }
+        if not spent:
             continue
+        name = min(spent, key=spent.__getitem__)
         mechanism = seen.mechanism
         q = mechanism.sampling.q if mechanism.sampling.hidden else None
-        single = seen.observer is Observer.UPDATES
-        parts, imagined = zip(*(_scores(record, q, single) for record in records), strict=True)
+        parts = [_scores(run, q, seen.observer is Observer.UPDATES) for run in runs]
         columns = ([getattr(part, field.name) for part in parts] for field in fields(Scores))
+        # by how much the client of the claim should move its statistic
+        updates = mechanism.queries[0]
+        worst = (1.0 if q is None else q) * math.sqrt(seen.rounds) * updates.bound / updates.std
         scores = Scores(*map(np.concatenate, columns))
-        worst = _worst(mechanism, seen.rounds)
-        mirrored = seen.relation == "replace_one"
-        everything = np.concatenate(imagined)
-        views.append(view(scores, everything, claimed, worst, mirrored, confidence))
+        claimed = seen.guarantee(name, spent[name], delta)
+        views.append(view(scores, claimed, worst, seen.relation == "replace_one", confidence))
     return views
 
 
-def least_deltas(records: Sequence[CanaryRecord], views: Sequence[ObserverAudit]) -> list[Held]:
+def least_deltas(runs: Sequence[ClientCanaryRun], views: Sequence[ObserverAudit]) -> list[Held]:
     """What views claim of all runs, and what single runs print, with the least deltas."""
-    claimed = [view.claimed for view in views]
     held = []
-    printed = [(list(record.printed), [record]) for record in records]
-    for claims, runs in [(claimed, list(records)), *printed]:
-        most = max((times for run in runs for times in run.counts.values()), default=0)
-        rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
+    printed = [(list(run.printed), [run]) for run in runs]
+    for claims, some in [([view.claimed for view in views], list(runs)), *printed]:
+        rounds, most = _most(some)
         for claim in smallest(claims):
             times = most if claim.sampling.participations else rounds
-            held.append((claim, _least(runs[0].plan, claim, times)))
+            held.append((claim, _least(some[0].plan, claim, times)))
     return held
+
+
+def _most(runs: Sequence[ClientCanaryRun]) -> tuple[int, int]:
+    """The most rounds that any run composes, and that any client was in."""
+    rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
+    return rounds, max((times for run in runs for times in run.counts.values()), default=0)
 
 
 def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
     """Of claims that differ in their epsilons alone the smallest; formulas are left out."""
     alike: dict[tuple, Guarantee] = {}
-    for claim in claims:
-        key = (claim.observer, claim.sampling, claim.relation, claim.delta)
-        before = alike.setdefault(key, claim)
-        if not claim.formula and (before.formula or claim.epsilon < before.epsilon):
-            alike[key] = claim
-    return [one for one in alike.values() if not one.formula and math.isfinite(one.epsilon)]
+    for claim in sorted(claims, key=lambda claim: claim.epsilon):
+        if not claim.formula and math.isfinite(claim.epsilon):
+            key = (claim.observer, claim.sampling, claim.relation, claim.delta)
+            alike.setdefault(key, claim)
+    return list(alike.values())
 
 
 def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
@@ -162,34 +213,14 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     return least_delta(claimed.epsilon, mu, drawn, times)
 
 
-def _claimed(seen: ObserverView, names: Sequence[str], delta: float) -> Guarantee | None:
-    """The smallest epsilon guaranteed against an observer; None: no accountant covers it."""
-    if not seen.rounds:
-        return None
-    spent = {
-        name: epsilon(seen.mechanism, seen.relation, delta, seen.rounds, name)
-        for name in names
-        if not covers(name, seen.mechanism, seen.relation)
-    }
-    if not spent:
-        return None
-    name = min(spent, key=spent.__getitem__)
-    return seen.guarantee(name, spent[name], delta)
-
-
 def view(
-    scores: Scores,
-    imagined: np.ndarray,
-    claimed: Guarantee,
-    worst: float,
-    mirrored: bool,
-    confidence: float,
+    scores: Scores, claimed: Guarantee, worst: float, mirrored: bool, confidence: float
 ) -> ObserverAudit:
-    """The finding for one observer. `imagined` is the evidence on simulated canaries, `worst` the
-    exposure of the canary that the claim is about.
+    """The finding for one observer. `worst` is the exposure of the canary that the claim is about.
+    Raises `ConfigError` where no canary took part.
     """
     m = len(scores.inside)
-    guesses = guesses_for(imagined, m, claimed.delta, confidence)
+    guesses = guesses_for(scores.imagined, m, claimed.delta, confidence)
     order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
     right = int(((scores.evidence > 0) == scores.inside)[order].sum())
     lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
@@ -205,81 +236,31 @@ def view(
     )
 
 
-def _worst(mechanism: Mechanism, times: int) -> float:
-    """By how much the client of the claim should move its statistic: q sqrt(rounds) c / std."""
-    updates = mechanism.queries[0]
-    share = mechanism.sampling.q if mechanism.sampling.hidden else 1.0
-    return share * math.sqrt(times) * updates.bound / updates.std
-
-
-def _scores(record: CanaryRecord, q: float | None, single: bool) -> tuple[Scores, np.ndarray]:
-    """The scores of one run, and the evidence on as many canaries simulated by the claim, float64
-    [k].
-
-    `q` is the probability of being in a round's cohort; None: the observer knows it.
+def _scores(run: ClientCanaryRun, q: float | None, single: bool) -> Scores:
+    """The scores of one run. `q` is the probability of being in a round's cohort; None: the
+    observer knows it. `single`: it sees every single update.
     """
-    canaries = record.canaries
-    made_up = stream(canaries.seed, Purpose.CANARY, step=3)
-    signs = np.where(
-        made_up.random(len(canaries.clients)) < 0.5, 1.0, -1.0 if canaries.mirrored else 0.0
-    )
+    canaries = run.canaries
+    worlds = canaries.mirrored, canaries.seed
     if q is not None:
-        a = record.amplitudes * _available(record)
-        there = signs[:, None] * (made_up.random(a.shape) < q)
-        return _hidden(record, _whitened(record, record.scores, adjoint=True), a, q), _hidden(
-            record, made_up.standard_normal(a.shape) + there * a, a, q
-        ).evidence
+        # where it is public that a canary can be in the cohort
+        selection = run.experiment.selection
+        rounds = range(run.experiment.rounds)
+        open_to = [selection.open_to(canaries.clients, t) for t in rounds]
+        a = run.amplitudes * np.stack(open_to, axis=1)
+        return hidden(canaries.inside, _whitened(run, run.scores, True), a, q, *worlds)
     if single:
-        product = record.single
-        power = record.single_power
-    else:
-        pattern = _whitened(record, record.times * record.amplitudes)
-        product = (pattern * record.scores).sum(1)
-        power = (pattern**2).sum(1)
-    shifts = np.sqrt(power)
-    imagined = shifts * made_up.standard_normal(len(signs)) + signs * power
-    return _visible(record, product, shifts), _visible(record, imagined, shifts).evidence
+        return visible(canaries.inside, run.single, run.single_power, *worlds)
+    pattern = _whitened(run, run.times * run.amplitudes)
+    product = (pattern * run.scores).sum(1)
+    return visible(canaries.inside, product, (pattern**2).sum(1), *worlds)
 
 
-def _visible(record: CanaryRecord, product: np.ndarray, shifts: np.ndarray) -> Scores:
-    """From the products of scores with what a canary adds to them: N(shifts^2, shifts^2)."""
-    evidence = 2 * product if record.canaries.mirrored else product - shifts**2 / 2
-    return Scores(
-        record.canaries.inside,
-        evidence,
-        np.divide(product, shifts, out=np.zeros_like(product), where=shifts > 0),
-        shifts,
-    )
-
-
-def _hidden(record: CanaryRecord, scores: np.ndarray, a: np.ndarray, q: float) -> Scores:
-    """From the scores of rounds, N(a, 1) with probability `q` for a canary that is inside."""
-
-    def ratio(sign: float) -> np.ndarray:
-        there = sign * a * scores - a**2 / 2
-        return np.logaddexp(math.log1p(-q), math.log(q) + there) if q < 1 else there
-
-    evidence = (ratio(1.0) - (ratio(-1.0) if record.canaries.mirrored else 0.0)).sum(1)
-    power = np.sqrt((a**2).sum(1))
-    return Scores(record.canaries.inside, evidence, (a * scores).sum(1) / power, q * power)
-
-
-def _available(record: CanaryRecord) -> np.ndarray:
-    """Bool [k, T]: the rounds in which it is public that a canary can be in the cohort."""
-    e = record.plan.experiment
-    clients = record.canaries.clients
-    return np.stack([e.selection.open_to(clients, t) for t in range(e.rounds)], axis=1)
-
-
-def _whitened(record: CanaryRecord, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:
+def _whitened(run: ClientCanaryRun, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:
     """C x for every row x of float64 [k, T]: what a participation adds to the whitened sums of its
     round and those after it. `adjoint`: C^T x, all that whitened sums x say about a participation.
     """
-    rounds = rows.shape[1]
-    total = np.zeros_like(rows)
-    for j, c in enumerate(record.plan.experiment.noise.whitening()):
-        if adjoint:
-            total = total + c * np.pad(rows, ((0, 0), (0, j)))[:, j : j + rounds]
-        else:
-            total = total + c * np.pad(rows, ((0, 0), (j, 0)))[:, :rounds]
-    return total
+    whitening = run.experiment.noise.whitening()
+    if adjoint:
+        return lfilter(whitening, 1.0, rows[:, ::-1])[:, ::-1]
+    return lfilter(whitening, 1.0, rows)

@@ -58,8 +58,6 @@ class ClientActor:
     (`raydpfl.runtime.worker.ready`).
     """
 
-    training_class: type[ChunkTraining] = ChunkTraining  # an audit has another
-
     def __init__(self, experiment: Experiment | None = None, shards: str = ""):
         self.in_process = experiment is not None
         self.progress = ClientProgress(shared=not self.in_process)
@@ -98,7 +96,7 @@ class ClientActor:
             precision=client.precision,
         )
         parts = (self.trainer, self.personal, self.progress)
-        self.training = self.training_class(experiment, self.shards, self.rows, *parts)
+        self.training = ChunkTraining(experiment, self.shards, self.rows, *parts)
         self._contributions: dict[type[Contribution], Contribution]
         self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None

@@ -99,15 +99,16 @@ class ChunkTraining:
         """The update of a client that has not trained, float32 [d]."""
         return self.local.idle(actor.view(chunk, "local", slots))
 
-    def blocks(self, state: ChunkRound) -> Iterator[Block]:
-        """The updates of the chunk's clients, in its order. If training raises, every client is
-        trained alone to find those that fail: their updates are NaN, and the others train again.
+    def blocks(self, state: ChunkRound, members: np.ndarray) -> Iterator[Block]:
+        """The updates of the chunk's clients `members` (int64 [C], -1 for all other slots), in its
+        order. If training raises, every client is trained alone to find those that fail: their
+        updates are NaN, and the others train again.
         """
         actor = state.actor
         chunk = state.chunk
         done = 0
         try:
-            for block in self._within_memory(state, chunk.members):
+            for block in self._within_memory(state, members):
                 if self.trainer.user_defined and actor.sample is None:
                     actor.sample = chunk, int(block.slots[0]), block.updates[0].clone()
                 yield block
@@ -120,18 +121,18 @@ class ChunkTraining:
             clear_frames(error.__traceback__)  # which hold the tensors of the chunk
             raised = error
         # not in the clause above, where the chunk would stay in memory
-        details = self._failures(actor, chunk)
+        details = self._failures(actor, chunk, members)
         if not details:
             raise raised
         for slot, detail in details.items():
             actor.failed.add((int(chunk.clients[slot]), int(chunk.draws[slot])))
             actor.drop(int(chunk.clients[slot]), detail)
-        others = chunk.members
+        others = members.copy()
         others[list(details)] = -1
         trained = (
             single for block in self._within_memory(state, others) for single in block.singles()
         )
-        for slot in state.members.tolist():
+        for slot in np.flatnonzero(members >= 0).tolist():
             if slot in details:
                 update = torch.full_like(actor.model, math.nan)[None]
                 block = Block(np.array([slot]), update, np.full(1, math.nan))
@@ -140,10 +141,10 @@ class ChunkTraining:
             if slot >= done:
                 yield block
 
-    def _failures(self, actor: ActorRound, chunk: Chunk) -> dict[int, str]:
-        """Trains the clients of a chunk one by one; the tracebacks of failures, by slot."""
+    def _failures(self, actor: ActorRound, chunk: Chunk, members: np.ndarray) -> dict[int, str]:
+        """Trains these clients of a chunk one by one; the tracebacks of failures, by slot."""
         details = {}
-        for slot in np.flatnonzero(chunk.members >= 0).tolist():
+        for slot in np.flatnonzero(members >= 0).tolist():
             alone = replace(chunk, slot=slot)
             try:
                 for _ in self.train(actor, alone, alone.members):

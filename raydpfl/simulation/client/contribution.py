@@ -18,6 +18,7 @@ takes a chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
@@ -51,12 +52,16 @@ class Contribution:
 
     def add_chunk(self, state: ChunkRound) -> None:
         """Trains the clients of a chunk and adds what they send to the actor's total."""
-        for trained in self.training.blocks(state):
+        for trained in self.blocks(state):
             if trained.local is not None:
                 state.local_parameters[state.index(trained.slots)] = trained.local
             # what user-defined code computes or draws for a client must not depend on others
             for block in trained.singles() if self.bounding.is_user_defined else (trained,):
                 self.add(state, block, state.actor.total)
+
+    def blocks(self, state: ChunkRound) -> Iterator[Block]:
+        """The updates of the chunk's clients; an audit has others."""
+        return self.training.blocks(state, state.chunk.members)
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
         """Adds what the clients of a block send to `total`, float64 [d]."""
