@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit, ndtr
+from scipy.special import expit
 from scipy.stats import binom
 
 from raydpfl.privacy import gaussian_epsilon
@@ -162,37 +162,14 @@ def gaussian_pair_epsilon(p: tuple[float, float], q: tuple[float, float], delta:
     >>> round(gaussian_pair_epsilon((1.0, 1.0), (0.0, 1.0), 1e-5), 3)
     4.377
     """
-    if _pair_delta(p, q, 0.0) <= delta:
+    (m, s), (n, t) = p, q
+    z = np.linspace(-14.0, 14.0, 1 << 16)
+    losses = (((m + s * z - n) / t) ** 2 - z**2) / 2 + math.log(t / s)
+    masses = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+
+    def excess(epsilon: float) -> float:
+        return float(masses @ -np.expm1(np.minimum(epsilon - losses, 0.0))) - delta
+
+    if excess(0.0) <= 0:
         return 0.0
-    if _pair_delta(p, q, _MOST) > delta:
-        return _MOST
-    return safe_end(lambda epsilon: _pair_delta(p, q, epsilon) - delta, 0.0, _MOST, xtol=1e-9)
-
-
-def _pair_delta(p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
-    """P(A) - e^epsilon Q(A) on A = {x: log p(x) / q(x) > epsilon} = {a x^2 + 2 b x + c > 0}."""
-    m, s = p
-    n, t = q
-    a = (1 / t**2 - 1 / s**2) / 2
-    b = (m / s**2 - n / t**2) / 2
-    c = ((n / t) ** 2 - (m / s) ** 2) / 2 + math.log(t / s) - epsilon
-
-    def mass(low: float, high: float, normal: tuple[float, float]) -> float:
-        z = (low - normal[0]) / normal[1]
-        w = (high - normal[0]) / normal[1]
-        return float(ndtr(w) - ndtr(z) if z + w < 0 else ndtr(-z) - ndtr(-w))
-
-    everywhere = [(-math.inf, math.inf)]
-    if abs(a) < 1e-12 and b:
-        root = -c / (2 * b)
-        pieces = [(root, math.inf)] if b > 0 else [(-math.inf, root)]
-    elif abs(a) < 1e-12:
-        pieces = everywhere if c > 0 else []
-    elif b * b <= a * c:
-        pieces = everywhere if a > 0 else []
-    else:
-        half_width = math.sqrt(b * b - a * c)
-        low, high = sorted([(-b - half_width) / a, (-b + half_width) / a])
-        pieces = [(-math.inf, low), (high, math.inf)] if a > 0 else [(low, high)]
-    there, other = (sum(mass(*piece, normal) for piece in pieces) for normal in (p, q))
-    return there - (math.exp(epsilon + math.log(other)) if other > 0 else 0.0)
+    return safe_end(excess, 0.0, _MOST, xtol=1e-9) if excess(_MOST) <= 0 else _MOST
