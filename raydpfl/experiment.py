@@ -35,10 +35,12 @@ from raydpfl.config.registry import Member, Section, importing, is_path, unread,
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
+from raydpfl.data import Shards
 from raydpfl.data.features import Features
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.methods.local import Local
+from raydpfl.methods.selection import Population
 from raydpfl.methods.selection.response_times import Response
 from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric, with_defaults
@@ -282,6 +284,27 @@ class Experiment(Section):
         if metrics == "auto":
             metrics = parse_metrics(self.data.task.scores())
         return with_defaults(metrics)
+
+    @property
+    def scored_by(self) -> tuple[Metric, ...]:
+        """All that a model is scored by, by every client's own rows included."""
+        metric = self.evaluate.per_client
+        return (*self.metrics, *((metric,) if metric else ()))
+
+    def problem(self, shards: Shards, population: Population) -> probes.Problem:
+        """What the run is to solve, as probes are shown it."""
+        return probes.Problem(
+            seed=self.seed,
+            rounds=self.rounds,
+            model=self.model,
+            task=self.data.task,
+            selection=self.selection,
+            local=self.local,
+            bounding=self.bounding,
+            weights=self.weights,
+            shards=shards,
+            population=population,
+        )
 
     @property
     def scores(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from raydpfl.simulation.client.contribution import Contribution, Explicit
 from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.provenance import check_node, differences, of, of_capability, of_device
+from raydpfl.simulation.provenance import check_node, differences, of
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training import trainer as engine
 from raydpfl.training.backend_choice import choose_backend
@@ -710,14 +710,9 @@ def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
     assert not {"device", "cuda"} & of(experiment()).keys()
     said = differences(stored, {**stored, "device": "NVIDIA H200", "cudnn": "1"})
     assert "device was Pretended, compute 9.0, 1 multiprocessors, now NVIDIA H200" in said
-    check_node("here", of_run(plan), device.facts(1))
+    check_node("here", plan.platform, device.facts(1))
     with pytest.raises(RunError, match=r"node here computes otherwise .*device NVIDIA A100"):
-        check_node("here", of_run(plan), {**device.facts(1), "device": "NVIDIA A100"})
-
-
-def of_run(plan: Plan) -> dict[str, str]:
-    """What the actors of a run are told of how it computes."""
-    return of_capability(plan.platform) | of_device(plan.platform)
+        check_node("here", plan.platform, {**device.facts(1), "device": "NVIDIA A100"})
 
 
 def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
@@ -725,15 +720,16 @@ def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkey
     client = CLUSTER.model_copy(update={"chunk": 4})
     asked = plan.experiment.model_copy(update={"client": client})
     plan = replace(plan, experiment=asked)
-    starting = launcher.Launcher(asked, "auto")
+    monkeypatch.setattr(launcher, "Session", lambda address: None)
+    starting = launcher.Launcher(asked.client, "auto")
     facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
     monkeypatch.setattr(starting, "_nodes", lambda: [{"CPU": 8, "GPU": 8}])
-    monkeypatch.setattr(starting, "_gpu_facts", lambda: facts)
-    assert starting.resolve(plan).origin() == {**plan.origin(), **facts}
-    assert starting.resolve(plan).noise_seed != plan.noise_seed
-    monkeypatch.setattr(starting, "_gpu_facts", dict)
+    monkeypatch.setattr(starting, "_gpu_facts", lambda gpus: facts)
+    assert starting.placed(plan).origin() == {**plan.origin(), **facts}
+    assert starting.placed(plan).noise_seed != plan.noise_seed
+    monkeypatch.setattr(starting, "_gpu_facts", lambda gpus: {})
     with pytest.raises(ConfigError, match=r"torch can use no GPU on a node that Ray counts one of"):
-        starting.resolve(plan)
+        starting.placed(plan)
 
 
 COUNTED = """

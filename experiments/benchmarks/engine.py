@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.models.tasks import Classification, Form, Target
-from raydpfl.simulation.resolution import chunk_width
+from raydpfl.simulation.scheduler import chunk_width
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import single_thread, tune_allocator

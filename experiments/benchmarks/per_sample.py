@@ -29,7 +29,7 @@ from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.methods.local import Sgd
-from raydpfl.simulation.resolution import chunk_width
+from raydpfl.simulation.scheduler import chunk_width
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.process_settings import tune_allocator

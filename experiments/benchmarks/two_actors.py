@@ -27,7 +27,6 @@ from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.provenance import of_capability
 from raydpfl.simulation.resolution import resolve
 
 BLOCK = 6  # rounds of one coordinator that are counted before another has its turn
@@ -107,7 +106,7 @@ def started(plan: Plan, out: Path) -> Coordinator:
     count = ("none", "one", "two").index(out.name)
     pool = None
     if count:
-        platform = of_capability(plan.platform)
+        platform = plan.platform
         pool = Repeated(plan.experiment, str(plan.shards), count, platform)
         pool.wait_until_up(lambda: None)
     coordinator = Coordinator(plan, str(out), pool)

@@ -32,7 +32,6 @@ from raydpfl import Experiment, models
 from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.provenance import of_capability
 from raydpfl.simulation.resolution import resolve
 
 WARM = 3  # rounds that are not counted
@@ -166,7 +165,7 @@ def started(config: dict, folder: Path, name: str, options: argparse.Namespace) 
     (folder / name).mkdir()
     pool = None
     if options.actors:
-        platform = of_capability(plan.platform)
+        platform = plan.platform
         pool = ActorPool(plan.experiment, str(plan.shards), options.actors, platform)
         pool.wait_until_up(lambda: None)
     run = Coordinator(plan, str(folder / name), pool)

@@ -32,7 +32,7 @@ class SeveralActors(Inline):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
         self.count = actors or self.client.shards.clients
-        self._assign = assigner(experiment)
+        self._assign = assigner(experiment.client.backend, experiment.personal is not None)
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:

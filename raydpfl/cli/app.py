@@ -137,9 +137,9 @@ def run(
     _load()
     from raydpfl.cli import run_display
     from raydpfl.runtime import runner
-    from raydpfl.simulation import provenance
+    from raydpfl.simulation import user_code
 
-    with provenance.stored_code(
+    with user_code.stored_code(
         out or config if resume else config, first=resume and not fresh_noise
     ):
         experiment, folder = _read("run", config, overrides)
@@ -217,9 +217,9 @@ def sweep(
     _load()
     from raydpfl import sweep as tune
     from raydpfl.cli.search_display import SweepDisplay
-    from raydpfl.simulation import provenance
+    from raydpfl.simulation import user_code
 
-    with provenance.stored_code(out or config if resume else config, first=resume):
+    with user_code.stored_code(out or config if resume else config, first=resume):
         asked, folder = _swept(config, overrides or (), resume)
         if resume and out is None:
             out = config if folder else _no_folder(config, "sweep")
@@ -789,9 +789,9 @@ def _read(
 
 def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
     """Within, what a run directory keeps of the code that it names can be imported."""
-    from raydpfl.simulation import provenance
+    from raydpfl.simulation import user_code
 
-    return provenance.stored_code(config) if trust_code else nullcontext()
+    return user_code.stored_code(config) if trust_code else nullcontext()
 
 
 def _new_folder(config: str, what: str = "") -> str:

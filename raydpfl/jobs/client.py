@@ -145,9 +145,9 @@ class JobServer:
         """
         # they load torch, which following a job can do without
         from raydpfl.jobs import packaging
-        from raydpfl.simulation import provenance
+        from raydpfl.simulation import user_code
 
-        with provenance.stored_code(config, first=resume is not None) as kept:
+        with user_code.stored_code(config, first=resume is not None) as kept:
             asked = packaging.read(config, overrides)
             here = Path.cwd()
             sent = packaging.packed(asked.tree, asked.experiments, here, kept=kept, there=there)

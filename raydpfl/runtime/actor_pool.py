@@ -8,7 +8,6 @@ others, and has it when a node comes back.
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import sys
@@ -32,13 +31,13 @@ from ray.exceptions import (
 
 from raydpfl.core.hardware import cores
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
-from raydpfl.data import Shards
-from raydpfl.errors import ConfigError, DeviceLost, RunError
+from raydpfl.errors import DeviceLost, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.runtime.file_transfer import RATE
+from raydpfl.runtime.session import on_node, raised
 from raydpfl.runtime.worker import Started, ready
-from raydpfl.simulation import evaluation
 from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.provenance import differences
 from raydpfl.simulation.scheduler import Costs, assign_singly, assigner, rows
 
@@ -52,7 +51,6 @@ METHODS = {
     "losses": "{where}: answering with its loss",
     "evaluate": "the evaluation of the model",
 }
-SMALL = 1 << 16  # bytes; Ray sends an argument of up to 100 kB with the call
 PIECE = 0.25  # seconds of an assignment, of which an actor may take several a round
 PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
@@ -97,16 +95,19 @@ class Patience:
 
 
 @dataclass
-class _Flight:
-    """A call under way: which of the calls, on which actor, and when it is late."""
+class _Call:
+    """A call of a method, made until it has a result."""
 
-    index: int
-    actor: int
-    began: float
-    patience: float  # seconds
-
-    def __post_init__(self) -> None:
-        self.late = self.began + self.patience
+    index: int  # among the calls
+    arguments: tuple
+    cost: float
+    home: int | None  # the actor that is to answer it; None: any
+    late: tuple[str, ...] = ()  # the clients in training each time that it was given up
+    # while it is under way
+    actor: int = -1
+    began: float = 0.0
+    patience: float = 0.0  # seconds
+    until: float = 0.0
 
 
 class ActorPool:
@@ -120,40 +121,38 @@ class ActorPool:
         experiment: complete.
         shards: the folder of its data.
         count: of actors.
-        capability: what their nodes have to compute like, see `raydpfl.runtime.worker.ready`.
+        platform: what their nodes have to compute like, see `raydpfl.runtime.worker.ready`.
     """
 
     def __init__(
-        self, experiment: Experiment, shards: str, count: int, capability: Mapping[str, str]
+        self, experiment: Experiment, shards: str, count: int, platform: Mapping[str, str]
     ):
         client = experiment.client
         self.per_client = client.actors == "per-client"
         self.replaced = 0
-        self._client = client
+        self._options = {"num_cpus": client.num_cpus, "num_gpus": client.num_gpus}
         self._kind = experiment.model.kind
         self._count = count
         self._costs = Costs()
-        self._assign = assigner(experiment)
+        self._assign = assigner(client.backend, experiment.personal is not None)
         self._patience = {method: Patience(client.timeout) for method in METHODS}
-        batches = evaluation.batches(experiment, Shards.open(shards))
-        self._batches = [batch.clients for batch in batches]
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         node = ray.get_runtime_context().get_node_id()
-        self._ready = (pickle.dumps(experiment), shards, path, capability, node)
+        self._ready = (pickle.dumps(experiment), shards, path, platform, node)
         self._sending = 0.0  # seconds that the data may take to other nodes
         if len(ray.nodes()) > 1:
             self._sending = sum(file.stat().st_size for file in Path(shards).iterdir()) / RATE
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Started] = {}
         self._starting: dict[Any, int] = {}  # call -> actor, of those that have not answered yet
+        self._deaths: Counter[Any] = Counter()  # by actor that starts, or by call of the round
         slots = int(ray.cluster_resources().get("CPU", 1))
         self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
         self._more()
 
     def _start(self, actor: int) -> None:
-        options = {"num_cpus": self._client.num_cpus, "num_gpus": self._client.num_gpus}
-        cls = ray.remote(ClientActor).options(max_restarts=0, max_task_retries=0, **options)
-        handle: Any = cls.remote()
+        options = {"max_restarts": 0, "max_task_retries": 0, **self._options}
+        handle: Any = ray.remote(ClientActor).options(**options).remote()
         self._actors[actor] = handle
         self._starting[handle.__ray_call__.remote(ready, *self._ready)] = actor
 
@@ -169,12 +168,11 @@ class ActorPool:
         """
         timeout = START_SECONDS + 2.0 * self._count + self._sending
         until = time.monotonic() + timeout
-        deaths: Counter[Any] = Counter()
         while self.healthy < self._count:
             check()
             done, _ = ray.wait([*self._starting], num_returns=1, timeout=0.1)
             if done:
-                self._started(done[0], deaths)
+                self._started(done[0])
             elif time.monotonic() > until:
                 raise RunError(
                     f"{self._count - self.healthy} of {self._count} client actors did not come up "
@@ -192,105 +190,87 @@ class ActorPool:
         costs = self._costs.of(chunks)
         actors = max(1, self.healthy)
         pieces = 1.0
-        if (
-            self._costs.fitted
-        ):  # a long round in pieces, so that the faster actors take more of them
+        if self._costs.fitted:  # of a long round, so that the faster actors take more of them
             pieces = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
         return self._assign(chunks, actors * round(pieces), costs)
 
     def run(
         self, broadcast: Broadcast, work: Work, assignments: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
-        homes = [
-            int(chunks[0].clients[chunks[0].slot]) if self.per_client else None
-            for chunks in assignments
-        ]
-        calls = [(work, list(chunks)) for chunks in assignments]
-        costs = [rows(chunks) for chunks in assignments]
-        size = broadcast.model.nbytes
-        for index, result in self._results("train", broadcast, size, calls, homes, costs):
+        calls = []
+        for index, chunks in enumerate(assignments):
+            home = int(chunks[0].clients[chunks[0].slot]) if self.per_client else None
+            calls.append(_Call(index, (work, list(chunks)), rows(chunks), home))
+        for index, result in self._results("train", broadcast, calls):
             if not self.per_client:
                 self._costs.took(assignments[index], result.seconds)
             yield index, result.copied()
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         count = len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
-        parts = np.array_split(clients, count)
-        homes = [int(part[0]) if self.per_client else None for part in parts]
-        calls = [(t, part.tolist(), noise_seed) for part in parts]
-        costs = [len(part) for part in parts]
-        losses = dict(self._results("losses", model, model.nbytes, calls, homes, costs))
-        return np.concatenate([losses[index] for index in range(len(parts))])
+        calls = []
+        for index, part in enumerate(np.array_split(clients, count)):
+            home = int(part[0]) if self.per_client else None
+            calls.append(_Call(index, (t, part.tolist(), noise_seed), len(part), home))
+        losses = dict(self._results("losses", model, calls))
+        return np.concatenate([losses[index] for index in range(len(calls))])
 
-    def evaluate(
-        self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]
-    ) -> list[evaluation.Scored]:
+    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
         """See `Pool.evaluate`. Each actor takes consecutive batches."""
-        count = len(self._batches)
-        edges = np.linspace(0, count, min(count, max(1, self.healthy)) + 1).astype(int).tolist()
-        ranges = [range(*edge) for edge in itertools.pairwise(edges)]
-        calls = [(t, batches, self._of_clients(own, batches)) for batches in ranges]
-        homes = [None] * len(ranges)
-        costs = [*map(len, ranges)]
-        scored = dict(self._results("evaluate", model, model.nbytes, calls, homes, costs))
-        return [score for index in range(len(ranges)) for score in scored[index]]
-
-    def _of_clients(self, own: Mapping[int, np.ndarray], batches: range) -> dict[int, np.ndarray]:
-        """The local parameters of the clients of some batches."""
-        clients = (client for index in batches for client in self._batches[index])
-        return {client: own[client] for client in clients if client in own} if own else {}
+        batches = np.arange(next(iter(self._facts.values())).batches)
+        parts = np.array_split(batches, max(1, self.healthy))
+        stored = ray.put(own)
+        calls = [
+            _Call(index, (t, part.tolist(), stored), len(part), None)
+            for index, part in enumerate(parts)
+            if len(part)
+        ]
+        scored = dict(self._results("evaluate", model, calls))
+        return [score for index in sorted(scored) for score in scored[index]]
 
     def _results(
-        self,
-        method: str,
-        shared: Any,
-        size: int,
-        calls: Sequence[tuple],
-        homes: Sequence[int | None],
-        costs: Sequence[float],
+        self, method: str, shared: Any, calls: Sequence[_Call]
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each of `calls` as they arrive, of its home or (None) of any actor.
-
-        `shared` is the first argument of all, of about `size` bytes: put into the object store
-        once, unless it is so small that it is sent with each call.
+        """(index, result) of each call as they arrive. `shared`, the first argument of all, is put
+        into the object store once.
         """
-        if size > SMALL or size * len(calls) > 4 * SMALL:
-            shared = ray.put(shared)
-        waiting = deque(range(len(calls)))
-        deaths: Counter[Any] = Counter()
-        late: dict[int, list[str]] = {}  # by call, the clients in training when it was given up
+        stored = ray.put(shared)
+        waiting = deque(calls)
+        self._deaths.clear()
         patience = self._patience[method]
-        flying: dict[Any, _Flight] = {}
+        flying: dict[Any, _Call] = {}  # the calls under way, by future
         while waiting or flying:
             while waiting and len(flying) < IN_FLIGHT:
-                index = waiting[0]
-                actor = self._idle(homes[index], flying)
+                actor = self._idle(waiting[0].home, flying)
                 if actor is None:
                     break
-                waiting.popleft()
-                seconds = patience.seconds(costs[index], len(late.get(index, ())))
-                future = getattr(self._actors[actor], method).remote(shared, *calls[index])
-                flying[future] = _Flight(index, actor, time.monotonic(), seconds)
+                call = waiting.popleft()
+                future = getattr(self._actors[actor], method).remote(stored, *call.arguments)
+                call.actor = actor
+                call.began = time.monotonic()
+                call.patience = patience.seconds(call.cost, len(call.late))
+                call.until = call.began + call.patience
+                flying[future] = call
             done = self._wait(flying)
             if done in flying:
-                flight = flying.pop(done)
-                result = self._result(done, flight.actor, flight.index, deaths)
+                call = flying.pop(done)
+                result = self._result(done, call.actor, call.index)
                 if result is None:
-                    waiting.appendleft(flight.index)
+                    waiting.appendleft(call)
                 else:
-                    patience.took(time.monotonic() - flight.began, costs[flight.index])
-                    yield flight.index, result
+                    patience.took(time.monotonic() - call.began, call.cost)
+                    yield call.index, result
             elif done is not None:
-                self._started(done, deaths)
+                self._started(done)
             now = time.monotonic()
-            for future in [future for future, flight in flying.items() if now > flight.late]:
-                if self._given_up(flying[future], patience, late, method):
-                    waiting.appendleft(flying.pop(future).index)
+            for future in [future for future, call in flying.items() if now > call.until]:
+                if self._given_up(flying[future], patience, method):
+                    waiting.appendleft(flying.pop(future))
 
-    def _started(self, future: Any, deaths: Counter) -> None:
+    def _started(self, future: Any) -> None:
         """Takes an actor into the pool that was started, and now answers."""
         actor = self._starting.pop(future)
-        facts = self._result(future, actor, f"actor {actor}", deaths)
+        facts = self._result(future, actor, f"actor {actor}")
         if facts:
             self._check_alike(facts)
             self._facts[actor] = facts
@@ -306,13 +286,13 @@ class ActorPool:
                     "bits; use nodes of one kind"
                 )
 
-    def _wait(self, flying: Mapping[Any, _Flight]) -> Any:
+    def _wait(self, flying: Mapping[Any, _Call]) -> Any:
         """A future that is done, of those flying or of an actor that starts; None if one is late
         before.
         """
         timeout = START_SECONDS
         if flying:
-            first = min(flight.late for flight in flying.values())
+            first = min(call.until for call in flying.values())
             timeout = max(0.0, first - time.monotonic()) + 0.01
         done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
         if done:
@@ -324,52 +304,52 @@ class ActorPool:
             )
         return None
 
-    def _result(self, future: Any, actor: int, of: Any, deaths: Counter) -> Any:
+    def _result(self, future: Any, actor: int, of: Any) -> Any:
         """The result of a call that is done; None if its actor is dead, which is replaced then."""
         try:
             return ray.get(future)
         except LOST as error:
-            deaths[of] += 1
-            if deaths[of] > DEATHS:
-                raise RunError(f"client actors keep dying: {_cause(error)}") from None
+            self._deaths[of] += 1
+            if self._deaths[of] > DEATHS:
+                text = " ".join(str(error).split())[:300]
+                if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
+                    remedy = (
+                        "fewer client.actors, a smaller client.chunk or a node with more memory"
+                    )
+                    text = f"killed for memory; use {remedy} ({text})"
+                raise RunError(f"client actors keep dying: {text}") from None
         except RayTaskError as error:
-            reason = _reason(error)
-            deaths[of] += 1
-            if not isinstance(reason, DeviceLost) or deaths[of] >= ATTEMPTS:
+            reason = raised(error, "a client actor failed")
+            self._deaths[of] += 1
+            if not isinstance(reason, DeviceLost) or self._deaths[of] >= ATTEMPTS:
                 raise reason from None  # else its process cannot use its GPU any more
         self._replace(actor)
         return None
 
-    def _given_up(
-        self, flight: _Flight, patience: Patience, late: dict[int, list[str]], method: str
-    ) -> bool:
+    def _given_up(self, call: _Call, patience: Patience, method: str) -> bool:
         """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a
         call that was given up too often.
         """
-        facts = self._facts.get(flight.actor)
-        busy, client = _look(facts, 0.0 if patience.certain else WATCH)
+        busy, client = _look(self._facts.get(call.actor), 0.0 if patience.certain else WATCH)
         if busy and not patience.certain:
-            flight.late = time.monotonic() + flight.patience
+            call.until = time.monotonic() + call.patience
             return False
-        clients = late.setdefault(flight.index, [])
-        clients.append(f"client {client}" if client >= 0 else "no client")
-        if len(clients) >= ATTEMPTS:
-            what = METHODS[method].format(where=", ".join(dict.fromkeys(clients)))
+        call.late += (f"client {client}" if client >= 0 else "no client",)
+        if len(call.late) >= ATTEMPTS:
+            what = METHODS[method].format(where=", ".join(dict.fromkeys(call.late)))
             raise RunError(
-                f"{what} did not end within {flight.patience:.3g} s, on {ATTEMPTS} actors "
+                f"{what} did not end within {call.patience:.3g} s, on {ATTEMPTS} actors "
                 f"one after another; model.kind {self._kind} hangs there, or "
                 "client.timeout is to be higher"
             )
-        self._replace(flight.actor)
+        self._replace(call.actor)
         return True
 
-    def _idle(self, home: int | None, flying: Mapping[Any, _Flight]) -> int | None:
+    def _idle(self, home: int | None, flying: Mapping[Any, _Call]) -> int | None:
         """The actor of this home, or any, that is up and not at work."""
-        busy = {*self._starting.values(), *(flight.actor for flight in flying.values())}
+        busy = {*self._starting.values(), *(call.actor for call in flying.values())}
         actors = self._actors if home is None else [home]
-        return next(
-            (actor for actor in actors if actor in self._actors and actor not in busy), None
-        )
+        return next((one for one in actors if one in self._actors and one not in busy), None)
 
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
@@ -381,26 +361,13 @@ class ActorPool:
             ray.kill(actor)
 
 
-def _reason(error: RayTaskError) -> Exception:
-    """What is to be raised for an error in an actor: its own, if it is one of ours."""
-    cause = getattr(error, "cause", None)
-    return (
-        cause
-        if isinstance(cause, (ConfigError, RunError))
-        else RunError(f"a client actor failed\n{error}")
-    )
-
-
 def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
     """Whether an actor's process takes CPU time, and the client in training there (-1: none is
     known), by a look from its node.
     """
     if facts is None:
         return False, -1
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(facts.node, soft=False)
-    look = ray.remote(_seen).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    look = on_node(_seen, facts.node, max_retries=0)
     try:
         return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
     except RayError:
@@ -422,11 +389,3 @@ def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
         return taken > 0.02 * seconds, client
     except (OSError, psutil.Error):
         return False, client
-
-
-def _cause(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
-        remedy = "use fewer client.actors, a smaller client.chunk or a node with more memory"
-        return f"killed for memory; {remedy} ({text[:300]})"
-    return text[:300]

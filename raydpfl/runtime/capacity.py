@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -11,7 +11,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.sections import Client
 
 
-def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> int:
+def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, float]]) -> int:
     """How many actors of that size the nodes hold, a GPU fraction being packed into one device at a
     time.
 
@@ -40,7 +40,7 @@ def wanted(
     nodes: Sequence[dict[str, float]],
     elastic: bool,
     d: int = 0,
-    left: Sequence[dict[str, float]] | None = None,
+    left: Mapping[str, float] | None = None,
     inline: bool = False,
 ) -> int:
     """How many actors to start.
@@ -53,30 +53,26 @@ def wanted(
         elastic: whether Ray is started here for this run, which then sets the logical CPUs: only
             memory limits an explicit count. On a shared cluster Ray's resources do.
         d: parameters of the model.
-        left: the resources that other runs have left of the nodes, which `auto` fills; None: all.
+        left: the resources that other runs have left of all nodes, which `auto` fills; None: all.
         inline: whether `auto` may also run in the caller's process, so that no place need be left.
 
     Raises:
         ConfigError: they do not fit.
     """
-    _check_sizes(client, nodes)
+    num_cpus, num_gpus = client.num_cpus, client.num_gpus
+    _check_sizes(num_cpus, num_gpus, nodes)
+    fitting, megabytes = _fit(d) if elastic else (sys.maxsize, 0.0)
     if client.actors == "auto":
-        slots = _slots(client, nodes, left, inline)
-        if elastic:
-            slots = min(slots, _fit(d)[0])
+        slots = min(_slots(num_cpus, num_gpus, nodes, left, inline), fitting)
         return max(1, min(slots, most_chunks))
     count = population if client.actors == "per-client" else int(client.actors)
-    held = capacity(0 if elastic else client.num_cpus, client.num_gpus, nodes)
-    if elastic:
-        fitting, megabytes = _fit(d)
-        held = min(held, fitting)
-        fit = f"at most {held} actors fit here ({megabytes:.0f} MB of memory each)"
-        expected = f"{fit}; {count} are asked for"
-    else:
-        size = f"{client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
-        fit = f"at most {held} actors of {size}, which the cluster holds"
-        expected = f"{fit}, or lower client.num_cpus; {count} are asked for"
+    held = min(capacity(0 if elastic else num_cpus, num_gpus, nodes), fitting)
     if count > held:
+        size = f"of {num_cpus:g} CPU and {num_gpus:g} GPU, which the cluster holds, or lower "
+        size += "client.num_cpus"
+        if elastic:
+            size = f"fit here ({megabytes:.0f} MB of memory each)"
+        expected = f"at most {held} actors {size}; {count} are asked for"
         raise ConfigError("client.actors", client.actors, expected)
     return count
 
@@ -92,38 +88,36 @@ def _fit(d: int) -> tuple[int, float]:
     return int(psutil.virtual_memory().available / 1e6 / megabytes), megabytes
 
 
-def _check_sizes(client: Client, nodes: Sequence[dict[str, float]]) -> None:
+def _check_sizes(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, float]]) -> None:
     """Raises `ConfigError` for an actor that no node holds."""
-    if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
-        expected = "a fraction of one GPU, or a whole number"
-        raise ConfigError("client.num_gpus", client.num_gpus, expected)
-    if client.num_gpus > 0 and capacity(0, client.num_gpus, nodes) == 0:
+    if num_gpus > 1 and num_gpus != int(num_gpus):
+        raise ConfigError("client.num_gpus", num_gpus, "a fraction of one GPU, or a whole number")
+    if num_gpus > 0 and capacity(0, num_gpus, nodes) == 0:
         gpus = sum(node.get("GPU", 0) for node in nodes)
         expected = f"at most what one node has; the machine has {gpus:g} GPUs"
-        raise ConfigError("client.num_gpus", client.num_gpus, expected)
+        raise ConfigError("client.num_gpus", num_gpus, expected)
     most = max(node.get("CPU", 0) for node in nodes)
-    if client.num_cpus > most:
-        expected = f"at most the {most:g} CPUs of one node"
-        raise ConfigError("client.num_cpus", client.num_cpus, expected)
+    if num_cpus > most:
+        raise ConfigError("client.num_cpus", num_cpus, f"at most the {most:g} CPUs of one node")
 
 
 def _slots(
-    client: Client,
+    num_cpus: float,
+    num_gpus: float,
     nodes: Sequence[dict[str, float]],
-    left: Sequence[dict[str, float]] | None,
+    left: Mapping[str, float] | None,
     inline: bool,
 ) -> int:
     """How many actors fill what is left of the nodes. Raises `ConfigError`."""
-    if client.num_cpus == 0:
+    if num_cpus == 0:
         expected = "a number above 0 with client.actors auto, which fills the CPUs"
         raise ConfigError("client.num_cpus", 0, expected)
-    slots = capacity(client.num_cpus, client.num_gpus, nodes)
+    slots = capacity(num_cpus, num_gpus, nodes)
     if slots == 0:
-        needs = f"smaller actors: one takes {client.num_cpus:g} CPU and {client.num_gpus:g} GPU"
+        needs = f"smaller actors: one takes {num_cpus:g} CPU and {num_gpus:g} GPU"
         raise ConfigError("client.actors", "auto", f"{needs}, which no node has")
-    if left is None:
-        return slots
-    slots = capacity(client.num_cpus, client.num_gpus, left)
+    if left is not None:
+        slots = min(slots, capacity(num_cpus, num_gpus, [left]))
     if slots == 0 and not inline:
         expected = "a number, which waits for its place: other runs have all that the cluster has, "
         expected += "and auto fills what they leave"

@@ -11,7 +11,7 @@ from raydpfl.errors import contained
 with quickly():
     from raydpfl.simulation.coordinator import Coordinator
     from raydpfl.simulation.pool import Pool
-    from raydpfl.simulation.provenance import search
+    from raydpfl.simulation.user_code import search
     from raydpfl.training.process_settings import tune_allocator
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from raydpfl.data import Data, prepare
 from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.runtime.session import on_node
 from raydpfl.storage.files import (
     SEAL,
     cache_root,
@@ -125,25 +126,15 @@ def _pieces(path: str, size: int, node: str) -> Iterator[np.ndarray]:
     """A file of another node, in order."""
     transfers: deque[Any] = deque()
     for start in range(0, size, PIECE):
-        transfers.append(_on(node, _piece, path, start, PIECE))
+        transfers.append(on_node(_piece, node).remote(path, start, PIECE))
         if len(transfers) > AHEAD:
             yield _result(transfers.popleft())
     while transfers:
         yield _result(transfers.popleft())
 
 
-def _on(node: str, function: Callable, *arguments: Any) -> Any:
-    """The future of a call on a node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there)
-    return remote.remote(*arguments)
-
-
 def _call(node: str, function: Callable, *arguments: Any) -> Any:
-    return _result(_on(node, function, *arguments))
+    return _result(on_node(function, node).remote(*arguments))
 
 
 def _result(future: Any) -> Any:

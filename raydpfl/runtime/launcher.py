@@ -30,14 +30,12 @@ import torch
 
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import cores, threads
-from raydpfl.errors import ConfigError, FileError, RunError, contained, traceback_text
-from raydpfl.experiment import Experiment
+from raydpfl.errors import ConfigError, RunError, contained, traceback_text
 from raydpfl.runtime.capacity import wanted
-from raydpfl.runtime.session import LOOK, Session, at_work, free
+from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raised
+from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.pool import Pool
-from raydpfl.simulation.provenance import of_capability, of_code, of_device
 from raydpfl.training.backends import BACKENDS
 
 if TYPE_CHECKING:
@@ -69,9 +67,8 @@ class Launcher:
     its clients take the group's bundles.
     """
 
-    def __init__(self, experiment: Experiment, address: str | None):
-        self._client = experiment.client
-        if address and self._client.actors == 0:
+    def __init__(self, client: Client, address: str | None):
+        if address and client.actors == 0:
             expected = "client.actors auto or above 0; 0 runs in this process, without Ray"
             raise ConfigError("--address", address, expected)
         self._address = address
@@ -82,19 +79,17 @@ class Launcher:
         self._host: Any = None  # the coordinator's actor
         self._count = 0  # of client actors
         self._reason: str | None = None  # why auto runs in this process
-
-    def __enter__(self) -> Launcher:
-        client = self._client
         if client.actors == 0:
             device.chosen(client.num_gpus)
-            return self
-        if self._address:
-            self._session = Session(self._address)
+        elif address:
+            self._session = Session(address)
         elif "ray" in sys.modules and sys.modules["ray"].is_initialized():
             self._group = sys.modules["ray"].util.get_current_placement_group()
         else:
             self._elastic = True
             wanted(client, 1, 1, self._nodes(), True)  # refused before the data are touched
+
+    def __enter__(self) -> Launcher:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -114,7 +109,7 @@ class Launcher:
         if self._session:
             self._session.check()
 
-    def resolve(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
+    def placed(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
         """The plan with the number of client actors, and with what its clients' GPUs compute like
         where this process has none: a node of the cluster is asked.
 
@@ -125,18 +120,18 @@ class Launcher:
         client = plan.experiment.client
         if client.actors == 0:
             return plan
-        if client.num_gpus > 0 and not self._elastic and not of_device(plan.platform):
-            facts = self._gpu_facts()
+        if client.num_gpus > 0 and not self._elastic and "device" not in plan.platform:
+            facts = self._gpu_facts(client.num_gpus)
             if not facts:
                 expected = "0; torch can use no GPU on a node that Ray counts one of"
                 raise ConfigError("client.num_gpus", client.num_gpus, expected)
             plan = replace(plan, platform={**plan.platform, **facts})
-        chunks = self._chunks(plan)
+        auto = client.actors == "auto"
+        here = auto and not (self._address or self._group or client.num_gpus)
         nodes = self._nodes()
-        here = client.actors == "auto" and not (self._address or self._group or client.num_gpus)
-        left = self._free(nodes) if client.actors == "auto" else None
-        population = len(plan.population)
-        self._count = wanted(client, population, chunks, nodes, self._elastic, plan.d, left, here)
+        left = self._free(nodes) if auto and not self._group else None
+        run = (len(plan.population), plan.chunks_of_a_round, nodes, self._elastic, plan.d)
+        self._count = wanted(client, *run, left, here)
         if not here:
             return plan
         self._reason = self._why_here(plan, on_stage)
@@ -144,14 +139,7 @@ class Launcher:
             self._count = 0
         log.info("client.actors: auto is %d%s", self._count, self._reason and f": {self._reason}")
         client = client.model_copy(update={"actors": self._count})
-        experiment = plan.experiment.model_copy(update={"client": client})
-        return replace(plan, experiment=experiment)
-
-    def _chunks(self, plan: Plan) -> int:
-        """Chunks of a round."""
-        chunk = plan.experiment.client.chunk
-        assert isinstance(chunk, int)  # the plan has resolved auto
-        return max(1, round(plan.cohort / chunk))
+        return replace(plan, experiment=plan.experiment.model_copy(update={"client": client}))
 
     def _why_here(self, plan: Plan, on_stage: Callable[[str], object]) -> str | None:
         """Why `auto` runs in this process; None: it takes client actors."""
@@ -177,21 +165,18 @@ class Launcher:
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    def _free(self, nodes: list[dict[str, float]]) -> list[dict[str, float]]:
+    def _free(self, nodes: list[dict[str, float]]) -> dict[str, float]:
         """What other runs have left of the nodes."""
-        if self._group:
-            return nodes
         if not self._elastic:
             return free()
         (here,) = nodes
-        return [{**here, "CPU": max(1.0, here["CPU"] - at_work())}]
+        return {**here, "CPU": max(1.0, here["CPU"] - at_work())}
 
-    def _gpu_facts(self) -> dict[str, str]:
+    def _gpu_facts(self, gpus: float) -> dict[str, str]:
         """`raydpfl.core.device.facts` of a node of the cluster, or of the placement group."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        gpus = self._client.num_gpus
         where = PlacementGroupSchedulingStrategy(self._group) if self._group else "DEFAULT"
         options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": where}
         call = ray.remote(device.facts).options(**options).remote(gpus)
@@ -216,12 +201,18 @@ class Launcher:
         or a plain object in this process. `on_stage` is told how many client actors have started.
         """
         with contained():
-            if not self._count:
-                return _inline(Coordinator(plan, out, resume=resume, fresh_noise=fresh_noise))
-            pool = self._started(plan, on_stage)
-            if self._group:
-                return _inline(Coordinator(plan, out, pool, resume=resume, fresh_noise=fresh_noise))
-            return self._remote(plan, out, pool, resume, fresh_noise)
+            pool = self._started(plan, on_stage) if self._count else None
+            if pool is None or self._group:
+                return _inline(Coordinator(plan, out, pool, resume, fresh_noise))
+            # an actor on a joined cluster has another working directory, and another sys.path
+            path = tuple(os.path.abspath(entry) for entry in sys.path)
+            run = (pickle.dumps(plan), path, os.path.abspath(out), pool, resume, fresh_noise)
+            process, warnings = self._remote("begin", *run)
+            if self._session:
+                self._session.coordinator = process
+            for warning in warnings:
+                log.warning(warning)
+            return self._remote
 
     def _started(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:
         """The client actors, once all of them can work."""
@@ -230,21 +221,17 @@ class Launcher:
             on_stage(STARTING)
             # one more than the clients take: Ray starts as many processes at once as it has CPUs,
             # and the coordinator's is among them
-            logical = max(cores(), math.ceil(count * self._client.num_cpus)) + 1
+            logical = max(cores(), math.ceil(count * plan.experiment.client.num_cpus)) + 1
             self._session = Session("local", num_cpus=logical)
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from raydpfl.runtime.actor_pool import ActorPool
         from raydpfl.runtime.coordinator_actor import CoordinatorActor
 
         if not self._group:
             node = ray.get_runtime_context().get_node_id()
-            here = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
-            self._host = ray.remote(CoordinatorActor).options(**options).remote()
-        platform = of_capability(plan.platform) | of_device(plan.platform) | of_code(plan.platform)
-        pool = self._pool = ActorPool(plan.experiment, str(plan.shards), count, platform)
+            self._host = on_node(CoordinatorActor, node, max_restarts=0).remote()
+        pool = self._pool = ActorPool(plan.experiment, str(plan.shards), count, plan.platform)
         started = -1
 
         def check() -> None:
@@ -258,36 +245,21 @@ class Launcher:
         pool.wait_until_up(check)
         return pool
 
-    def _remote(self, plan: Plan, out: str, pool: Pool, resume: bool, fresh_noise: bool) -> Call:
-        """Calls on the coordinator in its actor, which takes the run up."""
+    def _remote(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the coordinator in its actor."""
         import ray
 
-        host = self._host
-
-        def call(method: str, *arguments: Any) -> Any:
-            try:
-                waiting = getattr(host, method).remote(*arguments)
-                while not ray.wait([waiting], timeout=LOOK)[0]:
-                    self.check()
-                return ray.get(waiting)
-            except ray.exceptions.RayTaskError as error:
-                raise _raised(error) from None
-            except ray.exceptions.RayActorError as error:
+        try:
+            waiting = getattr(self._host, method).remote(*arguments)
+            while not ray.wait([waiting], timeout=LOOK)[0]:
                 self.check()
-                reason = " ".join(str(error).split())[:300]
-                raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
-
-        # an actor on a joined cluster has another working directory, and another sys.path
-        path = tuple(os.path.abspath(entry) for entry in sys.path)
-        folder = os.path.abspath(out)
-        process, warnings = call(
-            "begin", pickle.dumps(plan), path, folder, pool, resume, fresh_noise
-        )
-        if self._session:
-            self._session.coordinator = process
-        for warning in warnings:
-            log.warning(warning)
-        return call
+            return ray.get(waiting)
+        except ray.exceptions.RayTaskError as error:
+            raise raised(error, "the coordinator failed") from None
+        except ray.exceptions.RayActorError as error:
+            self.check()
+            reason = " ".join(str(error).split())[:300]
+            raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
 
     def summary(self) -> dict[str, Any]:
         """For `summary.json`: whether Ray was used, by how many client actors, and why `auto` did
@@ -317,16 +289,6 @@ def round_seconds(plan: Plan, limit: float) -> float:
         return 0.0
     finally:
         log.setLevel(level)
-
-
-def _raised(error: Any) -> Exception:
-    """What a method of a coordinator in an actor raised (a RayTaskError), as if it had run here."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, OSError):
-        return FileError(str(cause))
-    if isinstance(cause, (RunError, ConfigError)):
-        return cause
-    return RunError(f"the coordinator failed\n{error}")
 
 
 def _inline(coordinator: Coordinator) -> Call:

@@ -11,13 +11,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -25,22 +24,20 @@ from filelock import Timeout
 
 from raydpfl import models, storage, tracking
 from raydpfl.config.overrides import flat
-from raydpfl.config.registry import choose
-from raydpfl.config.yaml import read
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import peak_rss_mb, single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
 from raydpfl.experiment import Experiment
-from raydpfl.methods import noise
 from raydpfl.models import metric_columns
-from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee
 from raydpfl.runtime.launcher import Call, Launcher
 from raydpfl.simulation import export
-from raydpfl.simulation.plan import FREE, SHOWS, Plan
-from raydpfl.simulation.provenance import KEPT, store_code, versions
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.provenance import versions
 from raydpfl.simulation.resolution import resolve
+from raydpfl.simulation.run_state import check_same_run
+from raydpfl.simulation.user_code import KEPT, store_code
 from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log
@@ -106,30 +103,32 @@ def run(
     `KeyboardInterrupt` by Ctrl-C or SIGTERM, with everything saved once there was a round.
     """
     place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    root = Path(data_root) if data_root else None
     with signals.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with single_blas(), Launcher(experiment, address) as launcher, _leaving(on_stage):
+        with single_blas(), Launcher(experiment.client, address) as launcher, _leaving(on_stage):
             on_stage(PREPARING)
-            plan = _planned(experiment, data_root, folder if resume else None, prepare)
-            drive = _Drive(plan, folder, on_stage, on_start, on_rows, on_measure)
-            done = drive.begin(launcher, resume, fresh_noise)
+            with contained():
+                plan = resolve(experiment, root, prepare)
+                plan.check_claims()
+            if resume:
+                check_same_run(plan.experiment, folder)
+            tracking.installed(plan.experiment.track)
+            plan = launcher.placed(plan, on_stage)
             signals.check()
-        return replace(_result(drive.plan, folder, *done), out=storage.named(place))
-
-
-def _planned(
-    experiment: Experiment,
-    data_root: str | Path | None,
-    resumed: Path | None,
-    prepare: Callable[..., Path],
-) -> Plan:
-    """The plan of a run; raises `ConfigError` where the one in `resumed` had another."""
-    with contained():
-        plan = resolve(experiment, Path(data_root) if data_root else None, prepare)
-        plan.check_claims()
-    if resumed is not None:
-        _same_run(plan.experiment, resumed)
-    return plan
+            with _taken(folder, resume):
+                config = plan.experiment.to_yaml().encode()
+                replace_file(folder / "config.yaml", lambda file: file.write(config))
+                store_code([plan.experiment], folder, fresh_noise)
+                on_start(plan)
+                began = time.monotonic()
+                call = launcher.coordinator(plan, str(folder), resume, fresh_noise, on_stage)
+                on_stage(FIRST)
+                drive = _Drive(call, plan, folder, began, launcher.summary())
+                drive.carry_out(fresh_noise, on_rows)
+                drive.measure_after(on_measure)
+            signals.check()
+        return drive.result(storage.named(place))
 
 
 @contextmanager
@@ -157,42 +156,24 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
 
 
 @contextmanager
-def _settings_restored() -> Iterator[None]:
-    """A run without actors computes on one thread, and sets how a GPU computes; afterwards all of
-    that is as before.
+def _taken(folder: Path, resume: bool) -> Iterator[None]:
+    """Holds the run directory, which is made. A run without actors computes on one thread, and sets
+    how a GPU computes; afterwards all of that is as before.
     """
+    created = not folder.exists()
+    make_folder(folder)
     threads = torch.get_num_threads()
     try:
-        with device.restored():
+        with alone(folder), _undone(folder, created, resume), device.restored():
             yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _result(
-    plan: Plan, folder: Path, summary: dict[str, Any], module: torch.nn.Module
-) -> RunResult:
-    guarantees = [Guarantee.from_dict(guarantee) for guarantee in summary["guarantees"]]
-    path = folder / "rounds.parquet"
-    # a run that released nothing has no rows
-    rounds = (
-        pq.ParquetFile(path).read() if path.exists() else pa.Table.from_batches([], pa.schema([]))
-    )
-    return RunResult(folder, plan.experiment, rounds, summary, guarantees, module)
-
-
-def _module(plan: Plan, model: np.ndarray) -> tuple[torch.nn.Module, Form]:
-    """The module of a run with these parameters, float32 [d], and what its samples are."""
-    experiment = plan.experiment
-    form = Shards.open(plan.shards).form(experiment.data.task)
-    module = models.build(experiment.model, form, experiment.seed)
-    return models.load(module, torch.from_numpy(model.copy())), form
-
-
 @contextmanager
 def _undone(folder: Path, created: bool, resume: bool) -> Iterator[None]:
     """Of a fresh run that ends before it has recorded or saved anything, as by Ctrl-C while it
-    starts, nothing is left, so that it can be asked for again; the directory too if it was `made`.
+    starts, nothing is left, so that it can be asked for again; the directory too if it was made.
     """
     try:
         yield
@@ -240,135 +221,140 @@ class _Drive:
     """All rounds of a run, and its summary; whatever ends the run, the clients stop and the
     directory says how it ended.
 
-    Callbacks are as `run` says.
+    Args:
+        call: calls a method of the coordinator.
+        plan: of the run.
+        folder: its directory.
+        began: when it did (`time.monotonic`).
+        ray: what the summary says of Ray.
     """
 
-    call: Call  # a method of the coordinator, once there is one
-
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        on_stage: Callable[[str], object],
-        on_start: Callable[[Plan], object],
-        on_rows: Callable[[list[dict]], object],
-        on_measure: Callable[[int, int], object],
-    ):
+    def __init__(self, call: Call, plan: Plan, folder: Path, began: float, ray: Mapping[str, Any]):
+        self.call = call
         self.plan = plan
         self.folder = folder
-        self.on_stage = on_stage
-        self.on_start = on_start
-        self.on_rows = on_rows
-        self.on_measure = on_measure
-        self.senders: list[Sender] = []
-        self.early: str | None = None  # why it ends before its last round
+        self.began = began
+        self.ray = ray
+        self.status = "completed"
+        self.failure: BaseException | None = None  # what has ended it early
+        self.reason: str | None = None  # why it ends before its last round, in words
+        # the measures that are computed once all rounds are done
+        self.lasting = [probe.kind for probe in plan.experiment.measure if probe.lasting]
 
-    def begin(
-        self, launcher: Launcher, resume: bool, fresh_noise: bool
-    ) -> tuple[dict[str, Any], torch.nn.Module]:
-        """Takes the directory and starts what the run needs; then as `carry_out`."""
-        tracking.installed(self.plan.experiment.track)
-        self.plan = plan = launcher.resolve(self.plan, self.on_stage)
-        folder = self.folder
-        self.launcher = launcher
-        signals.check()
-        created = not folder.exists()
-        make_folder(folder)
-        with alone(folder), _undone(folder, created, resume), _settings_restored():
-            config = plan.experiment.to_yaml().encode()
-            replace_file(folder / "config.yaml", lambda file: file.write(config))
-            store_code([plan.experiment], folder, fresh_noise)
-            self.on_start(plan)
-            self.began = time.monotonic()
-            self.fresh_noise = fresh_noise
-            self.call = launcher.coordinator(plan, str(folder), resume, fresh_noise, self.on_stage)
-            self.on_stage(FIRST)
-            return self.carry_out()
-
-    def carry_out(self) -> tuple[dict[str, Any], torch.nn.Module]:
-        """What `summary.json` holds in the end, and the model.
+    def carry_out(self, fresh_noise: bool, on_rows: Callable[[list[dict]], object]) -> None:
+        """Does the rounds that are left, and writes the summary and the model.
 
         Raises:
             KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
         """
         done = self.call("position")
-        self.senders = _senders(self.plan, self.folder, done, self.fresh_noise)
-        summary: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        sending = _senders(self.plan, self.folder, done, fresh_noise)
         try:
             with signals.deferred():
-                status, failure, whole = self._rounds(done)
-                summary, module = self._summary(status, failure, whole)
+                whole = self._rounds(done, sending, on_rows)
+                self._summarise(whole)
         finally:
-            for sender in self.senders:
-                sender.close(summary, RUSHED if signals.asked() else PATIENCE)
-        left = self._left(status)
-        if left:
-            measures = _measured_after(self.call, self.folder, left, self.on_measure)
-            summary |= {**measures, "reason": self.early}
-            summary["wall_seconds"] = time.monotonic() - self.began
-            write_json(self.folder / "summary.json", summary)
-        if failure and status != "budget":
-            raise failure
-        return summary, module
+            for sender in sending:
+                sender.close(self.summary, RUSHED if signals.asked() else PATIENCE)
+        if self.status != "completed":
+            self.lasting = []
+        if self.failure and self.status != "budget":
+            raise self.failure
 
-    def _rounds(self, done: int) -> tuple[str, BaseException | None, bool]:
-        """Does the rounds that are left after `done`: the status they end with, what ended them
-        early, and whether the last one is whole.
-        """
+    def _rounds(
+        self, done: int, sending: Sequence[Sender], on_rows: Callable[[list[dict]], object]
+    ) -> bool:
+        """Does the rounds that are left after `done`; whether the last one is whole."""
         rounds = self.plan.experiment.rounds
         enough = False
-        self.early = self.call("over")
         try:
-            while done < rounds and not (signals.asked() or enough or self.early):
+            self.reason = self.call("over")
+            while done < rounds and not (signals.asked() or enough or self.reason):
                 with contained():
                     row = self.call("round")
                 done += 1
-                for sender in self.senders:
+                for sender in sending:
                     sender.put(row)
-                enough = self.on_rows([row]) is True
-                self.early = self.call("over") if metric_columns.evaluated(row) else None
+                enough = on_rows([row]) is True
+                self.reason = self.call("over") if metric_columns.evaluated(row) else None
         except BudgetError as error:
-            return "budget", error, True
-        except OSError as error:
-            return "failed", FileError(str(error)), False
+            self.status, self.failure = "budget", error
         except Exception as error:
-            return "failed", error, False
-        if self.early:
-            return "completed", None, True
-        if done < rounds and signals.asked():
-            return "interrupted", KeyboardInterrupt("interrupted by a signal"), True
-        return "stopped" if done < rounds else "completed", None, True
+            self.status = "failed"
+            self.failure = FileError(str(error)) if isinstance(error, OSError) else error
+            return False
+        else:
+            if done < rounds and not self.reason:
+                self.status = "stopped"
+                if signals.asked():
+                    self.status = "interrupted"
+                    self.failure = KeyboardInterrupt("interrupted by a signal")
+        return True
 
-    def _left(self, status: str) -> list[str]:
-        """The measures that are computed once all rounds are done."""
-        lasting = [probe.kind for probe in self.plan.experiment.measure if probe.lasting]
-        return lasting if status == "completed" else []
-
-    def _summary(
-        self, status: str, failure: BaseException | None, whole: bool
-    ) -> tuple[dict[str, Any], torch.nn.Module]:
-        """Writes `summary.json`; what it holds, and the model."""
+    def _summarise(self, whole: bool) -> None:
+        """Writes the model and `summary.json`."""
         try:
-            summary = _finish(self.call, status, failure, whole)
-            module, form = _module(self.plan, summary.pop("model"))
-            by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
-            summary["peak_rss_mb_by_process"] = by_process
-            summary["peak_rss_mb"] = max(by_process.values())
-            summary["ray"] = self.launcher.summary()
-            summary["versions"] = versions()
-            summary["reason"] = str(failure) if failure else self.early
-            summary["wall_seconds"] = time.monotonic() - self.began
-            left = self._left(status)
-            if left:  # it may take longer than the run, which is whole without it
-                summary |= {kind: None for kind in left}
-                summary["reason"] = MISSING.format(", ".join(left))
-            export.write_model(self.folder, module, form, summary)
+            with contained():
+                summary = self.call("finish", self.status, whole)
+                numbers = torch.from_numpy(self.call("parameters").copy())
+        except Exception:
+            if self.failure and not isinstance(self.failure, (KeyboardInterrupt, BudgetError)):
+                raise self.failure from None  # the coordinator is gone: its end is the news
+            raise
+        by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
+        summary["peak_rss_mb_by_process"] = by_process
+        summary["peak_rss_mb"] = max(by_process.values())
+        summary["ray"] = self.ray
+        summary["versions"] = versions()
+        summary["reason"] = str(self.failure) if self.failure else self.reason
+        summary["wall_seconds"] = time.monotonic() - self.began
+        if self.lasting and self.status == "completed":
+            # it may take longer than the run, which is whole without it
+            summary |= dict.fromkeys(self.lasting)
+            summary["reason"] = MISSING.format(", ".join(self.lasting))
+        self.summary = summary
+        experiment = self.plan.experiment
+        form = Shards.open(self.plan.shards).form(experiment.data.task)
+        self.module = models.load(models.build(experiment.model, form, experiment.seed), numbers)
+        try:
+            export.write_model(self.folder, self.module, form, summary)
             write_json(self.folder / "summary.json", summary)
         except RunError:
-            if status == "failed" and failure:
-                raise failure from None
+            if self.status == "failed" and self.failure:
+                raise self.failure from None
             raise
-        return summary, module
+
+    def measure_after(self, on_measure: Callable[[int, int], object]) -> None:
+        """What is measured of the finished run, a second at a time. An interrupt ends it at
+        once.
+        """
+        if not self.lasting:
+            return
+        try:
+            done, of = self.call("measure_after", 0.0)
+            while done < of:
+                on_measure(done, of)
+                signals.check()
+                done, of = self.call("measure_after")
+            on_measure(done, of)
+            measures = self.call("measured_after")
+        except KeyboardInterrupt:
+            missing = ", ".join(self.lasting)
+            what = "the run in %s is whole, but for %s, which --resume computes"
+            log.warning(what, self.folder, missing)
+            raise
+        self.summary |= {**measures, "reason": self.reason}
+        self.summary["wall_seconds"] = time.monotonic() - self.began
+        write_json(self.folder / "summary.json", self.summary)
+
+    def result(self, out: Path | str) -> RunResult:
+        path = self.folder / "rounds.parquet"
+        # a run that released nothing has no rows
+        empty = pa.Table.from_batches([], pa.schema([]))
+        rounds = pq.ParquetFile(path).read() if path.exists() else empty
+        guarantees = [Guarantee.from_dict(stated) for stated in self.summary["guarantees"]]
+        return RunResult(out, self.plan.experiment, rounds, self.summary, guarantees, self.module)
 
 
 def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sender]:
@@ -386,89 +372,3 @@ def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sen
     name = f"{group}/{parts[-1]}".strip("/")
     config = flat(plan.experiment.to_dict())
     return senders(trackers, Tracked(folder, place, name, group, config), done, rows, fresh_noise)
-
-
-def _measured_after(
-    call: Call, folder: Path, kinds: list[str], on_measure: Callable[[int, int], object]
-) -> dict:
-    """What is measured of the finished run, a second at a time. An interrupt ends it at once."""
-    try:
-        done, of = call("measure_after", 0.0)
-        while done < of:
-            on_measure(done, of)
-            signals.check()
-            done, of = call("measure_after")
-        on_measure(done, of)
-        return call("measured_after")
-    except KeyboardInterrupt:
-        missing = ", ".join(kinds)
-        log.warning("the run in %s is whole, but for %s, which --resume computes", folder, missing)
-        raise
-
-
-def _finish(call: Call, status: str, failure: BaseException | None, whole: bool) -> dict:
-    try:
-        with contained():
-            return call("finish", status, whole) | {"model": call("parameters")}
-    except Exception:
-        if failure and not isinstance(failure, (KeyboardInterrupt, BudgetError)):
-            raise failure from None  # the coordinator itself is gone: its end is the news, not ours
-        raise
-
-
-def _same_run(experiment: Experiment, folder: Path) -> None:
-    """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
-    path = folder / "config.yaml"
-    if not os.path.lexists(path):
-        raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored = read(path, "--resume")
-    asked = experiment.to_dict()
-    if not isinstance(stored, dict) or not stored:
-        problem = "empty" if stored in ({}, [], "") else "no mapping"
-        raise ConfigError(
-            "--resume", str(folder), f"the directory of a run; its config.yaml is {problem}"
-        )
-    longer = _longer(experiment, stored, folder)
-    for section, value in asked.items():
-        before = stored.get(section)
-        if section == "rounds" and longer:
-            continue
-        if isinstance(value, dict) and isinstance(before, dict):
-            free = FREE.get(section, set()) | (
-                {"rounds"} if longer and section == "noise" else set()
-            )
-            for key in value.keys() | before.keys():
-                if value.get(key) != before.get(key) and key not in free:
-                    raise ConfigError(
-                        f"{section}.{key}",
-                        value.get(key),
-                        f"{before.get(key)!r}, as in the run to be resumed",
-                    )
-        elif section not in SHOWS and value != before:
-            more = " or more" if section == "rounds" else ""
-            raise ConfigError(section, value, f"{before!r}{more}, as in the run to be resumed")
-
-
-def _longer(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
-    """Whether it asks for more rounds than the run to be resumed, of the same noise.
-
-    Raises:
-        ConfigError: the noise would be another, as its size is for a number of rounds.
-    """
-    rounds = stored.get("rounds")
-    if not isinstance(rounds, int) or experiment.rounds <= rounds:
-        return False
-    family = noise.FAMILY, noise.Noise
-    before: noise.Noise = choose("noise", stored.get("noise"), *family)
-    now = experiment.noise.calibrated_over(experiment.rounds)
-    if now == before.calibrated_over(rounds):
-        return True
-    expected = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
-    override = before.extension(rounds)
-    if override is None:
-        expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
-        expected += "what both spend adds up, and its guarantees are of its own rounds"
-    else:
-        expected += f"{override} too: the noise stays as it is, and guarantees say what all "
-        expected += "rounds spend"
-    raise ConfigError("rounds", experiment.rounds, expected)

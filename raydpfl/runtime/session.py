@@ -17,14 +17,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from raydpfl.core import signals
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.runtime import orphan_cleanup
 
 SETTINGS = {
@@ -36,8 +35,6 @@ SETTINGS = {
     # a warning of a raylet, where `client.actors: per-client` asks for a process for each client
     "RAY_DEDUP_LOGS_SKIP_REGEX": "worker processes have been started",
 }
-# what `ray.init` also starts, and in part waits for, and a Ray started here does not need
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 LOOK = 1.0  # seconds between two looks at the control store
 SILENCE = 5.0  # seconds without an answer, after which a joined cluster's control store is lost
 # seconds from there to the end of the process, where the main thread waits in Ray itself and does
@@ -87,8 +84,7 @@ class Session:
         threading.Thread(target=self._watch, name="raydpfl-control-store", daemon=True).start()
 
     def _start(self, options: dict[str, Any]) -> None:
-        mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._mark = mark
+        mark = self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._cleanup = subprocess.Popen(
             [sys.executable, "-P", str(orphan_cleanup.__file__), mark],
             start_new_session=True,  # where no Ctrl-C of a terminal reaches it
@@ -98,13 +94,10 @@ class Session:
         )
         os.environ[orphan_cleanup.MARK] = mark
         try:
-            with _bare():
-                _init("local", {**options, "include_dashboard": False})
+            _init("local", {**options, "include_dashboard": False})
+            marked = orphan_cleanup.marked(mark)
             self._essential = [
-                process
-                for process in psutil.Process().children()
-                if process.name() in ("gcs_server", "raylet")
-                and process in orphan_cleanup.marked(mark)
+                process for process in marked if process.name() in ("gcs_server", "raylet")
             ]
         except BaseException as error:
             self.close()
@@ -116,13 +109,16 @@ class Session:
             os.environ.pop(orphan_cleanup.MARK)
 
     def _join(self, address: str, options: dict[str, Any]) -> None:
-        self._place = _place(address)
+        import ray
+
+        named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
         try:
-            if self._place:
-                _greet(*self._place)
+            if _host_and_port(named):  # Ray itself would try for minutes
+                _greet(named)
             _init(address, options)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
+        self._store = ray.get_runtime_context().gcs_address
 
     def check(self) -> None:
         """Raises `RunError` if the control store is lost."""
@@ -143,12 +139,11 @@ class Session:
             self._ended.set()
 
     def _alive(self) -> bool:
-        if self._essential:
-            return all(_runs(process) for process in self._essential)
         try:
-            if self._place:
-                _greet(*self._place)
-        except OSError:
+            if self._essential:
+                return all(one.status() != psutil.STATUS_ZOMBIE for one in self._essential)
+            _greet(self._store)
+        except (OSError, psutil.Error):
             return False
         return True
 
@@ -178,25 +173,19 @@ class Session:
             os._exit(1)
 
 
-def free() -> list[dict[str, float]]:
-    """The resources of each node that nothing has taken, by Ray. What a run that has just ended
-    gives back is waited for, for a moment.
+def free() -> dict[str, float]:
+    """The resources of the cluster that nothing has taken, of all nodes together. What a run that
+    has just ended gives back is waited for, for a moment.
     """
     import ray
-    from ray._private.state import available_resources_per_node
 
     until = time.monotonic() + SETTLES
+    every = ray.cluster_resources()
     while True:
-        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        available = available_resources_per_node()
-        left = {node: available.get(node, {}) for node in nodes}
-        taken = any(
-            left[node].get(name, 0.0) < nodes[node].get(name, 0.0)
-            for node in nodes
-            for name in ("CPU", "GPU")
-        )
+        left = ray.available_resources()
+        taken = any(left.get(name, 0.0) < every.get(name, 0.0) for name in ("CPU", "GPU"))
         if not taken or time.monotonic() > until:
-            return [*left.values()]
+            return left
         time.sleep(0.1)
 
 
@@ -219,6 +208,27 @@ def place() -> str:
     return f"{name} ({ray.util.get_node_ip_address()})" if ray.is_initialized() else name
 
 
+def on_node(remote: Any, node: str, **options: Any) -> Any:
+    """A function or class, to be called by `remote` on the node with this id of Ray's, without a
+    core of its own.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(remote).options(num_cpus=0, scheduling_strategy=there, **options)
+
+
+def raised(error: Exception, what: str) -> Exception:
+    """What a call in another process raised (a RayTaskError), as if it had run here: an error of
+    ours, else that `what` failed.
+    """
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, (ConfigError, RunError)):
+        return cause
+    return FileError(str(cause)) if isinstance(cause, OSError) else RunError(f"{what}\n{error}")
+
+
 def _init(address: str, options: dict[str, Any]) -> None:
     """`ray.init`, whose own handlers of signals stay no longer than that."""
     import ray
@@ -235,38 +245,17 @@ def _init(address: str, options: dict[str, Any]) -> None:
     signals.check()
 
 
-@contextmanager
-def _bare() -> Iterator[None]:
-    """Within, Ray starts without the server of its dashboard, its autoscaler, and what copies logs
-    to drivers, for the first of which `ray.init` waits: they take 1.7 s of a core.
-    """
-    from ray._private.node import Node
-
-    unused = {name: getattr(Node, name) for name in UNUSED if hasattr(Node, name)}
-    for name in unused:
-        setattr(Node, name, lambda *arguments, **more: None)
-    try:
-        yield
-    finally:
-        for name, method in unused.items():
-            setattr(Node, name, method)
-
-
-def _place(address: str) -> tuple[str, int] | None:
-    """Host and port of the control store that `address` names, if it names one."""
-    if address == "auto":
-        from ray._private.services import canonicalize_bootstrap_address
-
-        address = canonicalize_bootstrap_address("auto") or address
+def _host_and_port(address: str) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
     return (host.rpartition("/")[2].strip("[]"), int(port)) if host and port.isdigit() else None
 
 
-def _greet(host: str, port: int) -> None:
-    """Raises OSError unless a server of gRPC answers there; Ray itself would try for minutes,
-    the process that holds the port.
-    """
-    with socket.create_connection((host, port), timeout=ANSWER) as connection:
+def _greet(address: str) -> None:
+    """Raises OSError unless a server of gRPC answers at host:port."""
+    place = _host_and_port(address)
+    if place is None:
+        raise OSError(f"{address} names no port")
+    with socket.create_connection(place, timeout=ANSWER) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
         connection.sendall(PREFACE)
@@ -274,17 +263,10 @@ def _greet(host: str, port: int) -> None:
             answer = connection.recv(9)
         except TimeoutError:
             raise OSError(
-                f"{host}:{port} takes connections but says nothing for {ANSWER:g} s; is it stopped?"
+                f"{address} takes connections but says nothing for {ANSWER:g} s; is it stopped?"
             ) from None
         if len(answer) < 4 or answer[3] != 4:  # the first frame is of settings
             raise OSError(
-                f"what listens at {host}:{port} is no control store of Ray "
+                f"what listens at {address} is no control store of Ray "
                 "(its port is 6379 unless another was given)"
             )
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

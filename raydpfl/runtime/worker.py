@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from raydpfl.core import device
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import Experiment
 from raydpfl.models.linear_stack import NoStack
 from raydpfl.runtime import file_transfer
 from raydpfl.runtime.session import place
-from raydpfl.simulation import provenance
+from raydpfl.simulation import provenance, user_code
 from raydpfl.simulation.client.actor import ClientActor
 
 
@@ -27,6 +26,7 @@ class Started:
     # a file of that host, which holds the client in training, an int64; empty where there is none
     progress: str
     gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.core.device.facts` says
+    batches: int = 0  # of rows that a model is evaluated on
 
 
 def ready(
@@ -34,7 +34,7 @@ def ready(
     pickled: bytes,
     shards: str,
     path: Sequence[str],
-    capability: Mapping[str, str] | None = None,
+    platform: Mapping[str, str] | None = None,
     source: str = "",
 ) -> Started:
     """Where a process runs, once it can work. What its node lacks comes back as an error that names
@@ -45,35 +45,33 @@ def ready(
         pickled: the experiment.
         shards: the folder of its data.
         path: where the process that started the run has found modules of the user's own.
-        capability: of the run (`raydpfl.simulation.provenance.capability`), what its node has to
-            compute like, its GPU (`raydpfl.core.device.facts`), where known, and
-            `raydpfl.simulation.provenance.of_code`.
+        platform: of the run (`raydpfl.simulation.provenance.of`), what its node has to compute
+            like; None: anything.
         source: Ray's id of the node that has the data, which sends them where they are not
             (`raydpfl.runtime.file_transfer`); empty: they are here.
 
     Raises:
         ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
     """
-    provenance.search(path)
+    user_code.search(path)
     host = place()
     if source:
         shards = str(file_transfer.prepared(shards, source))
-    _check_data(shards, host)
-    experiment = _experiment(pickled, path, host, source)
+    if not os.path.exists(os.path.join(shards, "data.json")):
+        expected = f"one directory for all nodes of the cluster; on node {host} it has no "
+        expected += "prepared data"
+        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), expected)
+    try:
+        experiment = pickle.loads(pickled)
+    except (ImportError, AttributeError) as error:
+        expected = f"directories that all nodes of the cluster have; on node {host}: {error}"
+        raise ConfigError("PYTHONPATH", path[0] if path else "", expected) from None
+    init = experiment.model.init  # a whole path: the plan has seen to that
+    if source and init:
+        model = experiment.model.model_copy(update={"init": str(file_transfer.file(init, source))})
+        experiment = experiment.model_copy(update={"model": model})
     gpus = experiment.client.num_gpus
     device.chosen(gpus, f"node {host}")
-    _make(process, experiment, shards, host)
-    gpu = device.facts(gpus)
-    provenance.check_code(host, capability, experiment)
-    provenance.check_node(host, capability, gpu)
-    process.check()
-    import ray
-
-    node = ray.get_runtime_context().get_node_id()
-    return Started(os.getpid(), host, node, process.progress.path, gpu)
-
-
-def _make(process: ClientActor, experiment: Experiment, shards: str, host: str) -> None:
     try:
         process.make(experiment, shards)
     except ConfigError as error:  # where the run was started it was none
@@ -83,28 +81,13 @@ def _make(process: ClientActor, experiment: Experiment, shards: str, host: str) 
     except NoStack as error:  # a backend that the driver's machine can take, and this one cannot
         expected = f"another backend, or what it needs on node {host}: {error}"
         raise ConfigError("client.backend", experiment.client.backend, expected) from None
+    gpu = device.facts(gpus)
+    if platform:
+        user_code.check_code(host, platform, experiment)
+        provenance.check_node(host, platform, gpu)
+    process.check()
+    import ray
 
-
-def _experiment(pickled: bytes, path: Sequence[str], host: str, source: str) -> Experiment:
-    """What is unpickled, with the weights that it starts from where this node has them. Raises
-    `ConfigError` for modules that the node `host` has not.
-    """
-    try:
-        experiment = pickle.loads(pickled)
-    except (ImportError, AttributeError) as error:
-        expected = f"directories that all nodes of the cluster have; on node {host}: {error}"
-        raise ConfigError("PYTHONPATH", path[0] if path else "", expected) from None
-    init = experiment.model.init
-    if not (source and init):
-        return experiment
-    # a whole path: the plan has seen to that
-    model = experiment.model.model_copy(update={"init": str(file_transfer.file(init, source))})
-    return experiment.model_copy(update={"model": model})
-
-
-def _check_data(shards: str, host: str) -> None:
-    """Raises `ConfigError` where the node `host` has no prepared data in the folder `shards`."""
-    if not os.path.exists(os.path.join(shards, "data.json")):
-        expected = f"one directory for all nodes of the cluster; on node {host} it has no "
-        expected += "prepared data"
-        raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), expected)
+    node = ray.get_runtime_context().get_node_id()
+    batches = len(process.evaluator.batches)
+    return Started(os.getpid(), host, node, process.progress.path, gpu, batches)

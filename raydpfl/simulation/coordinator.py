@@ -31,7 +31,6 @@ from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.recorder import Recorder, joined
-from raydpfl.simulation.resolution import problem_of
 from raydpfl.simulation.run_state import RunState, take_up
 from raydpfl.storage.run_files import Clock
 
@@ -76,7 +75,7 @@ class Coordinator:
         self.plan, self.accounts, state = checkpoint
         plan = self.plan
         self.ledger = self.accounts.ledger
-        self.problem = problem_of(self.experiment, self.shards, plan.population)
+        self.problem = self.experiment.problem(self.shards, plan.population)
         self.state = state or RunState.first(plan, models.flatten(self.problem.module).numpy())
         std = plan.sum_std if plan.mechanism else None
         self.noise = MonitoredNoise(
@@ -87,7 +86,7 @@ class Coordinator:
         if self._fresh_noise or not self.state.t:
             self.record.snapshot(self.state)
         # This may be a worker of Ray's, under other settings than the run's.
-        provenance.check_node(platform.node(), provenance.of_capability(plan.platform))
+        provenance.check_node(platform.node(), plan.platform)
         self.pool = self._pool or Inline(self.experiment, str(plan.shards))
         self.record.begin(plan, self.pool, self.state, self.problem, self.survey)
         self._added: np.ndarray | None = None  # the server's noise of the current round

@@ -26,7 +26,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.models import tasks, weights
 from raydpfl.models.tasks import Form, Target
-from raydpfl.simulation import provenance
+from raydpfl.simulation import user_code
 from raydpfl.simulation.checkpoint import load as checkpoint
 from raydpfl.storage.files import read_json
 from raydpfl.storage.run_files import replace_file
@@ -106,11 +106,11 @@ def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
 
 def _read(name: str) -> bool:
     """Whether a file of a run directory is needed for its model."""
-    return name in READ or name.startswith(f"{provenance.KEPT}/")
+    return name in READ or name.startswith(f"{user_code.KEPT}/")
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
-    with provenance.stored_code(folder, first=True) if trust_code else nullcontext():
+    with user_code.stored_code(folder, first=True) if trust_code else nullcontext():
         return _made(run, folder, None if trust_code else ())
 
 

@@ -19,11 +19,13 @@ from typing import Any, cast
 import numpy as np
 
 from raydpfl import privacy
+from raydpfl.core import hardware
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.methods.selection import Population
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
+from raydpfl.simulation.population import client_weights
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -32,6 +34,10 @@ log = logging.getLogger("raydpfl")
 FREE = {"client": {"actors", "num_cpus", "timeout"}}
 # keys by the names that the noise is keyed by, which never change
 DIGESTED = {"chunk": "lane", "backend": "way"}
+SLOW = (
+    "client.precision bfloat16 is slower than float32 here: this processor has no instructions "
+    "for it"
+)
 SHOWS = ("track",)  # sections that say where a run is shown, and nothing of what it is
 
 
@@ -62,6 +68,13 @@ class Plan:
     def cohort(self) -> int:
         """The nominal size of a cohort."""
         return self.experiment.selection.sampling(self.population).cohort
+
+    @property
+    def chunks_of_a_round(self) -> int:
+        """The nominal number of chunks of a cohort."""
+        chunk = self.experiment.client.chunk
+        assert isinstance(chunk, int)  # `auto` is resolved
+        return max(1, round(self.cohort / chunk))
 
     def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
         """This plan for a run that has released `segments`: going on in the last of them, or
@@ -125,7 +138,9 @@ class Plan:
         arrays += self.mechanism.client_facts() if self.mechanism else ()
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
-            arrays.append(client_weights(self.experiment, self.population))
+            arrays.append(
+                client_weights(self.experiment.weights, self.experiment.selection, self.population)
+            )
         return _hex16(array.tobytes() for array in arrays if array is not None)
 
     @property
@@ -270,7 +285,9 @@ class Plan:
 
         Raises `RunError` for one above `weight`, which is what the accountants count on.
         """
-        weights = client_weights(self.experiment, self.population)[clients]
+        weights = client_weights(
+            self.experiment.weights, self.experiment.selection, self.population
+        )[clients]
         heaviest = float(np.abs(weights).max(initial=0.0))
         if not heaviest <= self.weight:
             raise RunError(
@@ -313,6 +330,9 @@ class Plan:
         guarantee of a client will not hold, which is a warning where rounds were released twice.
         """
         experiment = self.experiment
+        client = experiment.client
+        if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
+            log.warning(SLOW)
         classes = _classes(Shards.open(self.shards))
         for warning in (*([classes] if classes else ()), *experiment.warnings()):
             log.warning(warning)
@@ -405,34 +425,6 @@ class Plan:
             guarantee.leaving_out(uncounted, "chosen")
             for guarantee in self.report.guarantees(chosen, rounds)
         ]
-
-
-def client_weights(experiment: Experiment, population: Population) -> np.ndarray:
-    """The factor float64 [N] of every client's contribution, computed once for all clients
-    together. Raises `ConfigError` where they are not N finite numbers.
-    """
-    member = experiment.weights
-
-    def compute() -> np.ndarray:
-        count = len(population)
-        weights = np.asarray(member.of(population.sizes, population.samples, count))
-        if (
-            weights.dtype.kind not in "iuf"
-            or weights.shape != (count,)
-            or not np.isfinite(weights).all()
-        ):
-            expected = f"one whose weights are {count} finite numbers, one per client"
-            raise ConfigError("weights.kind", member.kind, expected)
-        weights = weights.astype(np.float64, copy=False)
-        largest = float(np.abs(weights).max(initial=0.0))
-        if not 1e-15 <= largest <= 1e15:
-            expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
-            raise ConfigError("weights.kind", member.kind, expected)
-        corrections = experiment.selection.corrections(population)
-        return weights if corrections is None else weights * corrections
-
-    key = member.model_dump_json(), experiment.selection.model_dump_json()
-    return population.cached(key, compute)
 
 
 def seed_of(seed: int, restart: int) -> int:

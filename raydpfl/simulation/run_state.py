@@ -6,6 +6,7 @@ from, and refuses one that another run has written or that the ledger contradict
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from raydpfl.config.registry import choose
+from raydpfl.config.yaml import read
 from raydpfl.core.messages import State
-from raydpfl.errors import RunError
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.experiment import Experiment
+from raydpfl.methods import noise
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, load
 from raydpfl.simulation.client_state import ClientStates
-from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.plan import FREE, SHOWS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.run_files import Extent
 from raydpfl.storage.tables import StoredTable
@@ -138,3 +143,61 @@ def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
     if changed:
         bits = f"its bits would differ: {changed}"
         raise RunError(f"the run cannot go on as it began, as {bits}; {FRESH_NOISE}")
+
+
+def check_same_run(experiment: Experiment, folder: Path) -> None:
+    """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
+    path = folder / "config.yaml"
+    if not os.path.lexists(path):
+        raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
+    stored = read(path, "--resume")
+    asked = experiment.to_dict()
+    if not isinstance(stored, dict) or not stored:
+        problem = "empty" if stored in ({}, [], "") else "no mapping"
+        raise ConfigError(
+            "--resume", str(folder), f"the directory of a run; its config.yaml is {problem}"
+        )
+    longer = _more_rounds(experiment, stored, folder)
+    for section, value in asked.items():
+        before = stored.get(section)
+        if section == "rounds" and longer:
+            continue
+        if isinstance(value, dict) and isinstance(before, dict):
+            free = FREE.get(section, set()) | (
+                {"rounds"} if longer and section == "noise" else set()
+            )
+            for key in value.keys() | before.keys():
+                if value.get(key) != before.get(key) and key not in free:
+                    raise ConfigError(
+                        f"{section}.{key}",
+                        value.get(key),
+                        f"{before.get(key)!r}, as in the run to be resumed",
+                    )
+        elif section not in SHOWS and value != before:
+            more = " or more" if section == "rounds" else ""
+            raise ConfigError(section, value, f"{before!r}{more}, as in the run to be resumed")
+
+
+def _more_rounds(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
+    """Whether it asks for more rounds than the run to be resumed, of the same noise.
+
+    Raises:
+        ConfigError: the noise would be another, as its size is for a number of rounds.
+    """
+    rounds = stored.get("rounds")
+    if not isinstance(rounds, int) or experiment.rounds <= rounds:
+        return False
+    family = noise.FAMILY, noise.Noise
+    before: noise.Noise = choose("noise", stored.get("noise"), *family)
+    now = experiment.noise.calibrated_over(experiment.rounds)
+    if now == before.calibrated_over(rounds):
+        return True
+    expected = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
+    override = before.extension(rounds)
+    if override is None:
+        expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
+        expected += "what both spend adds up, and its guarantees are of its own rounds"
+    else:
+        expected += f"{override} too: the noise stays as it is, and guarantees say what all "
+        expected += "rounds spend"
+    raise ConfigError("rounds", experiment.rounds, expected)

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
+from torch import nn
 
+from raydpfl import models
+from raydpfl.core import device
 from raydpfl.core.messages import Chunk
-from raydpfl.experiment import Experiment
+from raydpfl.data import Shards
+from raydpfl.methods.local import Local
 from raydpfl.methods.selection import Cohort
+from raydpfl.models.tasks import Form
 from raydpfl.training.backends import BACKENDS
+
+CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
+
+
+def chunk_width(cohort: int, most: int | None = None) -> int:
+    """How many clients of a cohort train at once: an even number of chunks, evenly filled, of at
+    most `most` (None: `CHUNK`); one chunk where that holds more than `CHUNK`, as on a GPU, and the
+    whole cohort.
+
+    >>> chunk_width(150), chunk_width(80), chunk_width(10)
+    (25, 20, 5)
+    >>> chunk_width(150, most=1000), chunk_width(150, most=100)
+    (150, 75)
+    """
+    most = most or CHUNK
+    if most > CHUNK and cohort <= most:
+        return cohort
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * most))))
+
+
+def held_at_once(local: Local, shards: Shards, form: Form, module: nn.Module, gpus: float) -> int:
+    """How many clients' training takes about half of an actor's share of a GPU's memory, two at
+    least.
+    """
+    rows = int(local.rows_used(np.array([shards.sizes.max()]))[0])
+    # weights, gradients and updates, these and the noise in float64, and what is in the making
+    numbers = 16 * models.parameter_count(module)
+    numbers += 2 * rows * math.prod(shards.shape)
+    numbers += 4 * local.batch_size(rows) * models.activations(module, form)
+    return max(2, device.memory(gpus) // (2 * 4 * numbers))
 
 
 def chunks(
@@ -165,13 +201,12 @@ def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> li
 
 
 def assigner(
-    experiment: Experiment,
+    backend: str, personal: bool
 ) -> Callable[[Sequence[Chunk], int, np.ndarray], list[list[Chunk]]]:
-    """`assign_clients` where all that a client trains, its personal model included, has the same
-    bits in any chunk; else `assign_chunks`.
+    """`assign_clients` where all that a client trains with this backend, its personal model
+    included, has the same bits in any chunk; else `assign_chunks`.
     """
-    alone = BACKENDS[experiment.client.backend].threads and experiment.personal is None
-    return assign_clients if alone else assign_chunks
+    return assign_clients if BACKENDS[backend].threads and not personal else assign_chunks
 
 
 def assign_singly(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -1,8 +1,51 @@
-"""Where user-defined code takes part in a run."""
+"""User-defined code in a run: where it takes part, what it does as a digest, and the source that a
+run directory keeps.
+
+User-defined modules are neither in the standard library nor installed, except those of the package
+that a member itself belongs to.
+"""
 
 from __future__ import annotations
 
+import ast
+import dis
+import functools
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import methodcaller
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+
+from raydpfl import storage
+from raydpfl.config.registry import is_path
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
+from raydpfl.storage.run_files import make_folder, replace_file
+
+log = logging.getLogger("raydpfl")
+# packages that no config brings along
+SHIPPED = ("raydpfl", "torch", "torchvision", "numpy", "pydantic", "builtins")
+# packages with models that a config may name, whose version stands for their code
+LIBRARIES = ("transformers",)
+KEPT = "code"  # the folder of a run directory with its user-defined modules
+UNREAD = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
+# types whose text determines the value
+PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
 def in_training(experiment: Experiment) -> bool:
@@ -27,3 +70,297 @@ def in_run(experiment: Experiment) -> bool:
         *experiment.metrics,
     )
     return in_training(experiment) or any(member.is_user_defined for member in members)
+
+
+# --- what it does ---
+
+
+def sources(experiment: BaseModel) -> dict[str, str]:
+    """Digests of the user-defined code that the experiment names: 16 hexadecimal digits by
+    "code MODULE:NAME".
+
+    A digest covers the module and all user-defined modules that it imports, even if only when a
+    function runs: their statements, without comments, docstrings and formatting. For code without a
+    file, typed into an interpreter, it covers the code itself and what it names, and for a model of
+    transformers the version.
+    """
+    texts = {}
+    for name, module, member in _user_defined(experiment):
+        files = [] if module is None else sorted(_files(module).items())
+        parts = [part for file, path in files for part in (file.encode(), _parsed(path)[0])]
+        if module is not None and module.__name__.partition(".")[0] in LIBRARIES:
+            parts = [importlib.metadata.version(module.__name__.partition(".")[0]).encode()]
+        elif not parts and member is not None:
+            parts = [_typed(member)]
+        texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return dict(sorted(texts.items()))
+
+
+def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
+    """Raises `RunError` if the user-defined code of an experiment, as imported on the node `host`,
+    is not that of the facts that the run expects.
+    """
+    stated = {name: digest for name, digest in expected.items() if name.startswith("code ")}
+    here = sources(experiment) if stated else {}
+    other = [name for name, digest in stated.items() if here.get(name) != digest]
+    if other:
+        what = f"node {host} has other source than the run for {', '.join(other)}"
+        raise RunError(f"{what}; every node must see the same modules")
+
+
+def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+    """(name, module, class or function) of every member of the tree, and of a model's kind, that is
+    not raydpfl's or torch's.
+    """
+    if isinstance(node, BaseModel):
+        cls = type(node)
+        if cls.__module__.partition(".")[0] in SHIPPED:
+            yield from _imported_kind(getattr(node, "kind", None))
+        else:
+            yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
+        for name in cls.model_fields:
+            yield from _user_defined(getattr(node, name))
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            if isinstance(child, str) and ":" in child:  # an accountant
+                yield from _imported_kind(child)
+            yield from _user_defined(child)
+
+
+def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+    """As `_user_defined`, of what a kind names by import path."""
+    if is_path(kind):
+        path, _, member = kind.partition(":") if ":" in kind else kind.rpartition(".")
+        module = None if path.partition(".")[0] in SHIPPED else sys.modules.get(path)
+        if module is not None:
+            yield kind, module, getattr(module, re.split("[:.]", member)[-1], None)
+
+
+def _files(module: ModuleType) -> dict[str, Path]:
+    """The file of a module, and those of the packages that it is in and of the user-defined modules
+    that it imports, at any depth, by module.
+    """
+    files: dict[str, Path] = {}
+    waiting = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
+    while waiting:
+        name, path = waiting.pop()
+        if name in files or not path.is_file():
+            continue
+        files[name] = path
+        for other in _imports(name, path) if path.suffix == ".py" else ():
+            top = other.partition(".")[0]
+            place = None if top in SHIPPED else _place(other)
+            if place is None:
+                continue
+            own = top == name.partition(".")[0]
+            if own or not (top in sys.stdlib_module_names or _installed(place)):
+                waiting.append((other, place))
+    return files
+
+
+def _imports(module: str, path: Path) -> Iterator[str]:
+    """The packages that a module is in, and names of the modules that it may import anywhere."""
+    yield from (".".join(module.split(".")[:depth]) for depth in range(1, module.count(".") + 1))
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for level, name, taken in _parsed(path)[1]:
+        base = importlib.util.resolve_name("." * level + name, package) if level else name
+        parts = base.split(".")
+        yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+        yield from (f"{base}.{name}" for name in taken)
+
+
+def _place(name: str) -> Path | None:
+    """The file of a module, which need not have been imported; None: it has none, or there is no
+    such module. Nothing is imported.
+    """
+    if name in sys.modules:
+        path = getattr(sys.modules[name], "__file__", None)
+        return Path(path) if path else None
+    within: Sequence[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), within)
+        if spec is None:
+            return None
+        within = spec.submodule_search_locations or []
+    located = spec is not None and spec.has_location and spec.origin
+    return Path(located) if located else None
+
+
+def _installed(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+Imports = tuple[tuple[int, str, tuple[str, ...]], ...]  # level, module, the names taken from it
+
+
+def _parsed(path: Path) -> tuple[bytes, Imports]:
+    """A digest of the statements of a module but for those that do nothing (docstrings, `pass`),
+    and its imports; of one that is not Python of its bytes, and none.
+    """
+    source = path.read_bytes()
+    return _statements(source) if path.suffix == ".py" else (hashlib.sha256(source).digest(), ())
+
+
+@functools.lru_cache(maxsize=512)
+def _statements(source: bytes) -> tuple[bytes, Imports]:
+    tree = ast.parse(source)
+    imports: list[tuple[int, str, tuple[str, ...]]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += [(0, alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            imports.append((node.level, node.module or "", names))
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(node, name, [child for child in value if not _does_nothing(child)])
+    return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
+
+
+def _does_nothing(node: Any) -> bool:
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, ast.Pass)
+
+
+def _typed(member: Any) -> bytes:
+    """What a class or function without a file does, and what it names of its module: functions,
+    classes and plain values. A docstring is in none of the steps.
+    """
+    waiting = [member]
+    seen = set()
+    parts = []
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        named: list[tuple[str, Any]] = []
+        if isinstance(item, type):
+            named = [("base", base) for base in item.__bases__]
+            named += [pair for pair in sorted(vars(item).items()) if pair[0] not in UNREAD]
+        elif inspect.isfunction(item):
+            defaults = tuple((item.__kwdefaults__ or {}).items())
+            named = [(item.__qualname__, item.__defaults__), ("keywords", defaults)]
+            for code in _codes(item.__code__):
+                steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+                parts += [f"{name} {value!r}" for name, value in steps if isinstance(value, PLAIN)]
+                named += [(name, item.__globals__.get(name)) for name in code.co_names]
+        for name, value in named:
+            value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if isinstance(value, PLAIN):
+                parts.append(f"{name}={value!r}")
+            elif getattr(value, "__module__", None) == member.__module__:
+                waiting.append(value)
+    return "\n".join(parts).encode()
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for value in code.co_consts:
+        if inspect.iscode(value):
+            yield from _codes(value)
+
+
+# --- what a run keeps of it ---
+
+
+def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
+    """Writes the user-defined modules that the experiments name, and those that these import, to
+    `code/` in a run directory, but for what is installed; `fresh`: in the place of those that are
+    stored there.
+    """
+    members = (found for experiment in experiments for found in _user_defined(experiment))
+    for module in {found[1].__name__: found[1] for found in members if found[1]}.values():
+        files = _files(module)
+        if module.__name__ not in files or _installed(files[module.__name__]):
+            continue
+        for name, file in files.items():
+            folders = name.split(".")[: None if file.stem == "__init__" else -1]
+            place = folder.joinpath(KEPT, *folders, file.name)
+            if not _installed(file) and (fresh or not place.exists()):
+                make_folder(place.parent)
+                replace_file(place, methodcaller("write", file.read_bytes()))
+
+
+@contextmanager
+def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
+    """Within, the user-defined modules of the directory of a run (or its address) are imported
+    where there are no others of their names.
+
+    `first`: they are also imported where others of their names differ, with a warning. Raises
+    `ConfigError` where another user can write them, or one that differs has been imported.
+    """
+    with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
+        place = Path(os.path.abspath(folder / KEPT))
+        if not os.path.isdir(place):  # False for a name that no file can have
+            yield None
+            return
+        _check_private([place, *place.rglob("*")])
+        for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
+            shutil.rmtree(cache, ignore_errors=True)
+        other = _other(place)
+        if not other:
+            yield None
+            return
+        if first:
+            _warn(other, place)
+        sys.path.insert(0 if first else len(sys.path), str(place))
+        importlib.invalidate_caches()
+        try:
+            yield place
+        finally:
+            sys.path.remove(str(place))
+
+
+def search(path: Sequence[str]) -> None:
+    """Imports in this process from the `sys.path` of another: from what a run stores first, if that
+    comes first there.
+    """
+    ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
+    sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
+
+
+def _check_private(paths: Sequence[Path]) -> None:
+    """Raises `ConfigError` for a link, and for what another user owns or anyone can write."""
+    for path in paths:
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & 0o002:
+            expected = "stored code that is yours, that not everyone can write, and no link; "
+            raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
+
+
+def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
+    """By module, the stored files that are not found with the same statements elsewhere, and what
+    is found there instead.
+    """
+    other = {}
+    for path in sorted(path for path in place.rglob("[!.]*") if path.is_file()):
+        parts = path.relative_to(place).parts
+        name = ".".join(parts[:-1])
+        if path.stem != "__init__":
+            name = ".".join((*parts[:-1], path.name.partition(".")[0]))
+        here = _place(name)
+        if here is None or not here.is_file() or _parsed(here)[0] != _parsed(path)[0]:
+            other[name] = (path, here)
+    return other
+
+
+def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
+    """Warns of modules here that differ from what is stored. Raises `ConfigError` for one that has
+    been imported.
+    """
+    for name in other.keys() & sys.modules.keys():
+        path, here = other[name]
+        expected = f"a process that has not imported another {name} ({here})"
+        raise ConfigError("code", str(path), expected)
+    differ = [str(here) for _, here in other.values() if here]
+    if differ:
+        log.warning(
+            "%s differs from what the run began with, stored in %s: that is used; "
+            "--fresh-noise would take the new code",
+            ", ".join(differ),
+            place,
+        )

@@ -24,7 +24,7 @@ from raydpfl.core import signals
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import set_of
 from raydpfl.report.labels import counted
-from raydpfl.simulation import provenance
+from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import replace_file
 from raydpfl.sweep.driver import execute
@@ -131,7 +131,7 @@ class SweepRunner(SearchRunner):
         )
 
     def copy_inputs(self) -> None:
-        provenance.store_code(self.sweep.probes, self.folder)
+        user_code.store_code(self.sweep.probes, self.folder)
 
     def _add(self, values: dict[str, Any]) -> SearchSetting:
         setting = self.sweep.setting(values)

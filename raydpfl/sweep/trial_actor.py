@@ -28,7 +28,7 @@ from raydpfl.models import metric_columns
 from raydpfl.runtime import runner
 from raydpfl.runtime.file_transfer import RemotePreparation
 from raydpfl.runtime.session import place
-from raydpfl.simulation.provenance import search
+from raydpfl.simulation.user_code import search
 from raydpfl.storage.files import LOCK, cache_root
 from raydpfl.storage.files import data_root as data_folder
 from raydpfl.storage.tables import read_log

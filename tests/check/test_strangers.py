@@ -16,7 +16,7 @@ from raydpfl import privacy, run
 from raydpfl.check import check, render
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling
-from raydpfl.simulation.provenance import sources
+from raydpfl.simulation.user_code import sources
 
 HERE = Path(__file__).parent / "strangers"
 STRANGERS = {

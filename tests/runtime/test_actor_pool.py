@@ -10,7 +10,6 @@ import pytest
 from conftest import experiment
 
 from raydpfl.errors import RunError
-from raydpfl.simulation.provenance import of_capability
 from raydpfl.simulation.resolution import resolve
 
 
@@ -19,7 +18,7 @@ def test_a_pool_goes_on_after_an_error_a_kill_and_in_other_processes(shared_ray)
     from raydpfl.runtime.actor_pool import ActorPool
 
     plan = resolve(experiment())
-    pool = ActorPool(plan.experiment, str(plan.shards), 2, of_capability(plan.platform))
+    pool = ActorPool(plan.experiment, str(plan.shards), 2, plan.platform)
     pool.wait_until_up(lambda: None)
     model = np.zeros(plan.d, np.float32)
     many = np.arange(40)

@@ -34,8 +34,8 @@ def chosen(monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
         monkeypatch.setattr(launcher, "round_seconds", lambda plan, limit: min(seconds, limit))
         of = experiment(**{"client": AUTO, "rounds": 10, **sections})
-        with Launcher(of, None) as starting:
-            plan = starting.resolve(resolve(of))
+        with Launcher(of.client, None) as starting:
+            plan = starting.placed(resolve(of))
             assert plan.experiment.client.actors == starting.summary()["actors"]
             return plan.experiment.client.actors, starting.summary()["why_not"]
 
@@ -125,7 +125,7 @@ def test_a_ray_that_does_not_start_ends_the_run_and_says_how_to_do_without(tmp_p
 
 def test_an_address_is_refused_for_a_run_without_actors():
     with pytest.raises(ConfigError, match=r"--address = 'auto': expected client.actors auto or"):
-        Launcher(experiment(), "auto")
+        Launcher(experiment().client, "auto")
 
 
 FORKS = """

@@ -293,7 +293,7 @@ def test_what_listens_but_is_no_control_store_is_told_apart_soon(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(OSError, match="takes connections but says nothing"):
-            session._greet("127.0.0.1", port)
+            session._greet(f"127.0.0.1:{port}")
 
         def answer() -> None:
             server.accept()  # the connection before
@@ -304,14 +304,13 @@ def test_what_listens_but_is_no_control_store_is_told_apart_soon(monkeypatch):
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(OSError, match="is no control store of Ray"):
-            session._greet("127.0.0.1", port)
+            session._greet(f"127.0.0.1:{port}")
     with pytest.raises(OSError):
-        session._greet("127.0.0.1", port)
+        session._greet(f"127.0.0.1:{port}")
 
 
 def test_a_control_store_answers(shared_ray):
-    host, _, port = shared_ray.get_runtime_context().gcs_address.rpartition(":")
-    session._greet(host, int(port))
+    session._greet(shared_ray.get_runtime_context().gcs_address)
 
 
 # Signals.

@@ -28,7 +28,7 @@ from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
 from raydpfl.runtime.worker import ready
-from raydpfl.simulation import provenance
+from raydpfl.simulation import provenance, user_code
 from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.coordinator import Coordinator
@@ -259,11 +259,11 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
         "import torch\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
     )
-    assert list(provenance.sources(experiment(model={"kind": "mine_origin:Net"}))) == [
+    assert list(user_code.sources(experiment(model={"kind": "mine_origin:Net"}))) == [
         "code mine_origin:Net"
     ]
     linear = {"kind": "torch.nn:Linear", "args": {"in_features": 60, "out_features": 10}}
-    assert provenance.sources(experiment(model=linear)) == {}
+    assert user_code.sources(experiment(model=linear)) == {}
 
 
 # ---- going on ----
@@ -469,19 +469,19 @@ def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
     text = (mine / "mine_origin.py").read_text().replace("from mine_helper import squash\n", "")
     late = "    def factor(self, norm, bound):\n        from mine_helper import squash\n\n"
     (mine / "mine_origin.py").write_text(text.replace("    def factor(self, norm, bound):\n", late))
-    before = provenance.sources(experiment(**OWN))
+    before = user_code.sources(experiment(**OWN))
     assert "mine_helper" not in sys.modules
     experiment(**OWN).bounding.factor(1.0, 1.0)
-    assert "mine_helper" in sys.modules and provenance.sources(experiment(**OWN)) == before
+    assert "mine_helper" in sys.modules and user_code.sources(experiment(**OWN)) == before
     del sys.modules["mine_helper"]
     (mine / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.sin(x)\n")
-    assert provenance.sources(experiment(**OWN)) != before
+    assert user_code.sources(experiment(**OWN)) != before
 
 
 TYPED = """
 import json, math
 from pydantic import Field
-from raydpfl.simulation import provenance
+from raydpfl.simulation import user_code
 from raydpfl import Experiment
 from raydpfl.methods.bounding import Bounding
 import torch
@@ -497,7 +497,7 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, {classes}))
 tree = json.loads('''{tree}''')
 tree["bounding"], tree["model"] = Typed(), {{"kind": "__main__:net"}}
-print(json.dumps(provenance.sources(Experiment.from_dict(tree))))
+print(json.dumps(user_code.sources(Experiment.from_dict(tree))))
 """
 
 

@@ -198,11 +198,10 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
     assert wanted(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
     assert wanted(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
     assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
-    left = [{"CPU": 3.0}, {}]
-    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=left) == 3
-    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}], inline=True) == 1
+    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={"CPU": 3.0}) == 3
+    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={}, inline=True) == 1
     with pytest.raises(ConfigError, match=r"client.actors = 'auto'.*other runs have all"):
-        wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left=[{}, {}])
+        wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={})
 
 
 @pytest.mark.slow
@@ -211,16 +210,16 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
         def look(self) -> bool:
             return True
 
-    whole = [node["Resources"]["CPU"] for node in shared_ray.nodes()]
-    assert [node["CPU"] for node in session.free()] == whole
-    other = shared_ray.remote(Held).options(num_cpus=whole[0] - 1).remote()
+    whole = shared_ray.cluster_resources()["CPU"]
+    assert session.free()["CPU"] == whole
+    other = shared_ray.remote(Held).options(num_cpus=whole - 1).remote()
     shared_ray.get(other.look.remote())
     deadline = time.monotonic() + 20
-    while [node["CPU"] for node in session.free()] != [1.0]:  # Ray tells of it a little later
+    while session.free()["CPU"] != 1.0:  # Ray tells of it a little later
         assert time.monotonic() < deadline
     shared_ray.kill(other)
     deadline = time.monotonic() + 20
-    while [node["CPU"] for node in session.free()] != whole:
+    while session.free()["CPU"] != whole:
         assert time.monotonic() < deadline
 
 

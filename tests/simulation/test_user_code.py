@@ -21,7 +21,7 @@ import raydpfl
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.jobs import packaging
-from raydpfl.simulation import provenance
+from raydpfl.simulation import user_code
 
 MINE = '''"""Of mine."""
 from pkg.helper import bound_of
@@ -147,7 +147,7 @@ def forgotten(monkeypatch):
 def digest_of(tmp_path, forgotten, **changes: str) -> str:
     folder = written(tmp_path, **changes)
     forgotten(folder)
-    (found,) = provenance.sources(Experiment.from_dict(CONFIG)).values()
+    (found,) = user_code.sources(Experiment.from_dict(CONFIG)).values()
     return found
 
 
@@ -195,7 +195,7 @@ def test_a_digest_tells_trees_apart_that_have_the_same_nodes():
              ("x = 'a'", "x = b'a'"), ("if a:\n f()\ng()", "if a:\n f()\n g()"),
              ("x = 1", "x = True"), ("a - (b - c)", "a - b - c")]  # fmt: skip
     for one, other in pairs:
-        assert provenance._parsed(one.encode())[0] != provenance._parsed(other.encode())[0], one
+        assert user_code._statements(one.encode()) != user_code._statements(other.encode()), one
 
 
 def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
@@ -203,7 +203,7 @@ def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    with provenance.stored_code(tmp_path, first=True) as kept:
+    with user_code.stored_code(tmp_path, first=True) as kept:
         experiment = Experiment.from_dict(CONFIG)
         _, files = packaging.packed(CONFIG, [experiment], here, kept=kept)
     assert set(files) == KEPT - {"late.py"} and str(kept) not in sys.path
@@ -213,7 +213,7 @@ def test_nothing_is_touched_where_kept_code_is_a_link(tmp_path, forgotten):
     cache = written(tmp_path / "away") / "__pycache__"
     cache.mkdir()
     (tmp_path / "code").symlink_to(tmp_path / "away")
-    with pytest.raises(ConfigError, match="take a copy of it"), provenance.stored_code(tmp_path):
+    with pytest.raises(ConfigError, match="take a copy of it"), user_code.stored_code(tmp_path):
         pass
     assert cache.exists()
 
@@ -223,7 +223,7 @@ def test_kept_code_does_not_stand_in_for_another_that_is_imported(tmp_path, forg
     Experiment.from_dict(CONFIG)
     written(tmp_path / "run" / "code", **{"mine.py": MINE.replace("norm, bound_of", "2, bound_of")})
     refused = pytest.raises(ConfigError, match="a process that has not imported another mine")
-    with refused, provenance.stored_code(tmp_path / "run", first=True):
+    with refused, user_code.stored_code(tmp_path / "run", first=True):
         pass
 
 

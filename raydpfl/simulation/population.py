@@ -1,0 +1,122 @@
+"""The public facts of a run's clients, as selection and weights give them, and what they have to
+be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from raydpfl.config.registry import Member
+from raydpfl.errors import ConfigError
+from raydpfl.methods.bounding import Bounding
+from raydpfl.methods.local import Local
+from raydpfl.methods.noise import Noise
+from raydpfl.methods.selection import Population, Selection
+from raydpfl.methods.weights import Weights
+
+
+def population_of(
+    selection: Selection,
+    local: Local,
+    noise: Noise,
+    sizes: np.ndarray,
+    d: int,
+    seed: int,
+    data_root: Path | None,
+) -> Population:
+    """What is public of clients with these samples, int64 [N], and a model of d parameters."""
+
+    def variances() -> np.ndarray | None:
+        samples = np.maximum(sizes, 1)  # a client without samples is never drawn
+        return noise.variances(seed, samples, local.batch_sizes(samples), data_root)
+
+    table = selection.table(len(sizes), data_root)
+    return Population(sizes, selection.costs(d, variances), table)
+
+
+def check_means(
+    selection: Selection, bounding: Bounding, stateful: Member | None, population: Population
+) -> None:
+    """Raises `ConfigError` where the server's quotient is not the mean that a member needs:
+    `bounding`, or the one by which clients have a state.
+    """
+    if bounding.sends_model() and not selection.means(population):
+        expected = (
+            "one whose cohorts all have the size that the sum is divided by, without weights or "
+            "dropouts: the new model is the mean of those sent"
+        )
+    elif stateful and selection.corrections(population) is not None:
+        expected = (
+            f"one without weights of its own, as {stateful.kind} keeps the plain mean over all "
+            "clients"
+        )
+    else:
+        return
+    raise ConfigError("selection.kind", selection.kind, expected)
+
+
+def client_weights(member: Weights, selection: Selection, population: Population) -> np.ndarray:
+    """The factor float64 [N] of every client's contribution, computed once for all clients
+    together. Raises `ConfigError` where they are not N finite numbers.
+    """
+
+    def compute() -> np.ndarray:
+        count = len(population)
+        weights = np.asarray(member.of(population.sizes, population.samples, count))
+        if (
+            weights.dtype.kind not in "iuf"
+            or weights.shape != (count,)
+            or not np.isfinite(weights).all()
+        ):
+            expected = f"one whose weights are {count} finite numbers, one per client"
+            raise ConfigError("weights.kind", member.kind, expected)
+        weights = weights.astype(np.float64, copy=False)
+        largest = float(np.abs(weights).max(initial=0.0))
+        if not 1e-15 <= largest <= 1e15:
+            expected = f"one whose largest weight is from 1e-15 to 1e15; this has {largest:g}"
+            raise ConfigError("weights.kind", member.kind, expected)
+        corrections = selection.corrections(population)
+        return weights if corrections is None else weights * corrections
+
+    key = member.model_dump_json(), selection.model_dump_json()
+    return population.cached(key, compute)
+
+
+def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
+    """`Selection.composed_rounds`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its
+    scheme can come to: where cohorts are secret, each of t rounds draws among the scheme's whole
+    population, so the N clients together were available t times that number.
+    """
+    composed_rounds = np.asarray(selection.composed_rounds(seed, rounds, population))
+    sampling = selection.sampling(population)
+    if (
+        composed_rounds.shape != (rounds,)
+        or composed_rounds.dtype.kind not in "iu"
+        or (np.diff(composed_rounds, prepend=0) < 0).any()
+    ):
+        expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
+        raise ConfigError("selection.kind", selection.kind, expected)
+    available = np.arange(1, rounds + 1) * sampling.population
+    if not sampling.by_participation and (composed_rounds * len(population) < available).any():
+        t = int(np.argmax(composed_rounds * len(population) < available))
+        expected = (
+            f"one whose composed_rounds count every round that a client can be in; {sampling} "
+            f"cannot give {composed_rounds[t]} in {t + 1}"
+        )
+        raise ConfigError("selection.kind", selection.kind, expected)
+    return composed_rounds.astype(np.int64)
+
+
+def calibration_draws(
+    selection: Selection, seed: int, rounds: int, population: Population
+) -> list[np.ndarray]:
+    """The clients whose participations noise is sized for, round by round, with repeats; at last
+    those who are exposed and have not come up, once.
+    """
+    exposed = [selection.exposed(seed, t, population) for t in range(rounds)]
+    if selection.uncounted is None:
+        return exposed
+    assumed = [selection.assumed(seed, t, population) for t in range(rounds)]
+    return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]
