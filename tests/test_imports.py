@@ -31,10 +31,9 @@ ABOVE = (
     "raydpfl.simulation.plan",
 )
 COMMAND = """
-import gc, json, os, sys
+import json, os, sys
 from raydpfl.cli.app import main
 main()
-assert gc.isenabled() and gc.get_freeze_count() > 100_000  # it was off while torch was imported
 sys.argv[-1] += "-auto"
 os.environ["OMP_NUM_THREADS"] = "1"  # actors would gain, so a round is timed
 sys.argv.append("client.actors=auto")

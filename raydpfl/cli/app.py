@@ -26,7 +26,7 @@ from rich.text import Text
 from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.wrong_command import directed
-from raydpfl.core import fast_import, kernel_build, signals
+from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ FRESH = "With --resume, where code or processor have changed: new noise, both re
 
 def _load() -> None:
     """Imports torch, and all that a config names."""
-    with fast_import.quickly():
-        import raydpfl.experiment  # noqa: F401
+    import raydpfl.experiment  # noqa: F401
 
 
 def _option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
@@ -133,7 +132,6 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Run one experiment."""
-    kernel_build.ahead()
     _load()
     from raydpfl.cli import run_display
     from raydpfl.runtime import runner

@@ -38,22 +38,9 @@ def maker() -> str:
 
 def has_bfloat16() -> bool:
     """Whether it multiplies bfloat16 numbers; True where Linux does not say it."""
-    return not flags() or bool(flags() & BFLOAT16)
-
-
-def flags() -> frozenset[str]:
-    """Its instruction sets, as Linux names them; empty elsewhere."""
     described = _described()
-    return frozenset((described.get("flags") or described.get("Features") or "").split())
-
-
-def vectors() -> str:
-    """What torch will call the vectors of an x86 processor, by what Linux says of it: AVX512, AVX2,
-    or "" for others, or where ATEN_CPU_CAPABILITY is set.
-    """
-    if "ATEN_CPU_CAPABILITY" in os.environ or not {"avx2", "fma"} <= flags():
-        return ""
-    return "AVX512" if {"avx512f", "avx512vl", "avx512bw", "avx512dq"} <= flags() else "AVX2"
+    flags = (described.get("flags") or described.get("Features") or "").split()
+    return not flags or not BFLOAT16.isdisjoint(flags)
 
 
 def cores() -> int:

@@ -1,5 +1,4 @@
-"""How the code of `raydpfl.core.native` is compiled: when it is first needed, or ahead of that,
-while a command imports its modules.
+"""How the code of `raydpfl.core.native` is compiled, kept in the cache and loaded from there.
 
 >>> place(name(["cc", *FLAGS])).parts[-2:]  # doctest: +ELLIPSIS
 ('native', 'kernels-....so')
@@ -11,14 +10,10 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
-from raydpfl.core import hardware
 from raydpfl.storage.files import cache_root, foreign, keep_json, kept_json, make, open_own
 
 SOURCE = Path(__file__).with_name("native") / "kernels.c"
@@ -28,9 +23,6 @@ AVX2 = ("-mavx2", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq")
 KINDS = {"AVX512": (*AVX2, *AVX512), "AVX2": AVX2}
 LIMIT = 120  # seconds for the compiler
-
-# by where a library is to be: who compiles it ahead, and the folder of this process in which
-_compiling: dict[Path, tuple[Thread, tempfile.TemporaryDirectory[str]]] = {}
 
 
 def command(kind: str) -> list[str] | None:
@@ -56,8 +48,8 @@ def place(name: str) -> Path:
 
 
 def compiled(command: list[str], path: Path) -> None:
-    """Compiles to `path`, where another process may be doing the same, or takes what this process
-    has compiled ahead, and writes its digest next to it.
+    """Compiles to `path`, where another process may be doing the same, and writes its digest next
+    to it.
 
     Raises OSError without a compiler, or for a folder that others can write to;
     subprocess.SubprocessError where it fails.
@@ -66,10 +58,10 @@ def compiled(command: list[str], path: Path) -> None:
     _check_folder(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        if not _taken(path, output):
-            _compile(command, output)
+        words = [*command, "-o", str(output), str(SOURCE), "-lm"]
+        subprocess.run(words, check=True, capture_output=True, timeout=LIMIT)
         output.chmod(0o700)  # whatever the umask is
-        keep_json(_seal(path), hashlib.sha256(output.read_bytes()).hexdigest())
+        keep_json(path.with_suffix(".json"), hashlib.sha256(output.read_bytes()).hexdigest())
         output.replace(path)
 
 
@@ -80,7 +72,7 @@ def loaded(path: Path) -> ctypes.CDLL:
     """
     _check_folder(path)
     try:
-        digest = kept_json(_seal(path))
+        digest = kept_json(path.with_suffix(".json"))
     except ValueError:
         digest = None
     with open_own(path) as file:
@@ -95,46 +87,3 @@ def _check_folder(path: Path) -> None:
     reason = foreign(path.parent)
     if reason:
         raise OSError(0, reason, str(path.parent))
-
-
-def _seal(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _compile(command: list[str], output: Path) -> None:
-    done = [*command, "-o", str(output), str(SOURCE), "-lm"]
-    subprocess.run(done, check=True, capture_output=True, timeout=LIMIT)
-
-
-def _taken(path: Path, output: Path) -> bool:
-    """Whether what was compiled ahead for `path` is now in `made`."""
-    if path not in _compiling:
-        return False
-    thread, folder = _compiling.pop(path)
-    thread.join()
-    with folder as name, suppress(FileNotFoundError):
-        shutil.copyfile(Path(name) / path.name, output)
-        return True
-    return False
-
-
-def ahead() -> None:
-    """Starts to compile in a thread, where the cache lacks the library, for the processor that
-    Linux names. Nothing is raised: who needs the library meets the reason.
-    """
-    arguments = command(hardware.vectors())
-    if arguments is None:
-        return
-    path = place(name(arguments))
-    if path.exists() or path in _compiling:
-        return
-    folder = tempfile.TemporaryDirectory(prefix="raydpfl-compiling-")
-
-    def work() -> None:
-        whole = Path(folder.name) / path.name  # there once the compiler has ended well
-        with suppress(OSError, subprocess.SubprocessError):
-            _compile(arguments, whole.with_suffix(".part"))
-            whole.with_suffix(".part").replace(whole)
-
-    _compiling[path] = Thread(target=work, name="raydpfl-compiling"), folder
-    _compiling[path][0].start()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from raydpfl.core.fast_import import quickly
 from raydpfl.errors import contained
-
-with quickly():
-    from raydpfl.simulation.coordinator import Coordinator
-    from raydpfl.simulation.pool import Pool
-    from raydpfl.simulation.user_code import search
-    from raydpfl.training.process_settings import tune_allocator
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.pool import Pool
+from raydpfl.simulation.user_code import search
+from raydpfl.training.process_settings import tune_allocator
 
 
 class CoordinatorActor(Coordinator):

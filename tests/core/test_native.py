@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pickle
-import platform
 import shutil
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from conftest import experiment, form, task_of
 from torch import nn
 
 from raydpfl import models
-from raydpfl.core import exact_sum, hardware, kernel_build, native, prng
+from raydpfl.core import exact_sum, kernel_build, native, prng
 from raydpfl.core.messages import Grid
 from raydpfl.core.prng import Purpose, clients_normals, stream, words
 from raydpfl.errors import ConfigError, RunError
@@ -620,38 +619,6 @@ def compiled_here(tmp_path_factory):
 def quickly(monkeypatch):
     """Compiles as everyone does, but for the optimiser, which takes two thirds of the time."""
     monkeypatch.setattr(kernel_build, "FLAGS", ("-O0", *kernel_build.FLAGS[1:]))
-
-
-def test_the_processor_is_known_before_torch_is_imported():
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("Linux does not say it here")
-    kind = torch.backends.cpu.get_cpu_capability()
-    assert hardware.vectors() == (kind if kind in kernel_build.KINDS else "")
-
-
-@needs
-@pytest.mark.slow
-def test_what_is_compiled_ahead_is_waited_for_and_not_compiled_again(
-    no_compiler, quickly, monkeypatch
-):
-    monkeypatch.setenv("CC", "cc")
-    kernel_build.ahead()
-    kernel_build.ahead()
-    if not kernel_build._compiling:
-        pytest.skip("nobody here knows the processor before torch does")
-    calls = []
-    monkeypatch.setattr(kernel_build, "_compile", lambda *given: calls.append(given))
-    assert native.library() is not None
-    assert not calls and not kernel_build._compiling
-    assert sorted(each.suffix for each in (no_compiler / "native").iterdir()) == [".json", ".so"]
-    kernel_build.ahead()
-    assert not kernel_build._compiling  # it is there
-
-
-def test_a_compiler_that_fails_ahead_is_told_of_by_whoever_needs_it(no_compiler, monkeypatch):
-    kernel_build.ahead()
-    assert "no-such-compiler" in str(native.library_or_reason())
-    assert not kernel_build._compiling
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@ the same bits in other processes.
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import processes
@@ -35,10 +33,8 @@ from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import FAMILY, Local, Scaffold, Sgd
-from raydpfl.training import process_settings
 from raydpfl.training.backends import base, compiled
 from raydpfl.training.minibatches import batches
-from raydpfl.training.process_settings import tune_allocator
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -356,18 +352,3 @@ def test_two_processes_give_the_same_bits(monkeypatch, capsys):
     with torch.random.fork_rng(devices=[]):
         exec(HASHES, {})
     assert capsys.readouterr().out == theirs and len(set(theirs.splitlines())) == 8
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux's huge pages"
-)
-def test_tensors_come_to_lie_where_huge_pages_are_asked_for():
-    tune_allocator()
-    # half the bytes that are asked for, held while its pages are read: a huge page begins within
-    tensor = torch.empty(process_settings.POOL // 8)
-    place = tensor.data_ptr() + process_settings.HUGE
-    maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())[1:]
-    spans = [[int(end, 16) for end in mapping.split()[0].split("-")] for mapping in maps]
-    (mapping,) = (text for text, (a, b) in zip(maps, spans, strict=True) if a <= place < b)
-    assert "hg" in mapping.partition("VmFlags:")[2].split()
-    del tensor

@@ -325,20 +325,43 @@ class ChunkData:
 
 
 class Rule:
-    """Any local rule, carried out on the parameters of a chunk's clients as one matrix."""
+    """The steps of any local rule, on the parameters of a chunk's clients as one matrix, `x`,
+    float32 [c, d], or on those of one, [d].
+    """
 
-    def __init__(self, local: Local, model: torch.Tensor, chunk: ChunkData):
-        """`model` is x_t, float32 [D]."""
+    def __init__(
+        self,
+        local: Local,
+        chunk: ChunkData,
+        x: torch.Tensor,
+        model: torch.Tensor,
+        corrections: torch.Tensor | None,
+    ):
+        """`model`: what the rule pulls to; `corrections`: added to every gradient."""
         self.local = local
-        self.model = model
         self.chunk = chunk
-        self.corrections = chunk.corrections
-        self.x = model.expand(len(chunk.sizes), -1).clone()  # float32 [c, d]
+        self.x = x
+        self.model = model
+        self.corrections = corrections
         self.left: list[torch.Tensor] = []  # of slots that steps took before, the last ones first
+        self.state = local.fresh(x)
+
+    @classmethod
+    def of_chunk(cls, local: Local, model: torch.Tensor, chunk: ChunkData) -> Rule:
+        """The rule at the start of a chunk; `model` is x_t, float32 [D]."""
+        x = model.expand(len(chunk.sizes), -1).clone()
         if chunk.starts is not None:
-            self.x = chunk.starts.initial[:, : len(model)].clone()
-            self.model = model if chunk.starts.to_model else self.x.clone()
-        self.state = local.fresh(self.x)
+            x = chunk.starts.initial[:, : len(model)].clone()
+            model = model if chunk.starts.to_model else x.clone()
+        return cls(local, chunk, x, model, chunk.corrections)
+
+    @torch.no_grad()
+    def of_one(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
+        """x after the k-th step of one client, from its gradient before corrections."""
+        if self.corrections is not None:
+            gradient = gradient + self.corrections
+        self.x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
+        return self.x
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
@@ -347,11 +370,9 @@ class Rule:
         """
         count = len(gradient)
         gradient = self._narrowed(gradient)
-        if self.corrections is not None:
-            gradient = gradient + self.corrections
-        x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
-        done = self.chunk.done(k)
         before = self.x
+        x = self.of_one(gradient, k)
+        done = self.chunk.done(k)
         self.x = x.contiguous() if done is None else x.index_copy(0, done, before[done])
         if count < len(before):
             self.x = torch.cat([self.x[:count], before[count:]])

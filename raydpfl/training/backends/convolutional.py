@@ -100,49 +100,28 @@ class Gradients:
         parameter.outside(self.flat).sub_(gradient, alpha=self.descent.lr)
 
 
-class Link:
-    """A layer of the chain. `saved` is what `forward` and `backward` keep of a pass."""
-
-    parameters: tuple[Parameter, ...] = ()
-
-    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Its output, and what is saved, from its input and all parameters."""
-        raise NotImplementedError
-
-    def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
-    ) -> torch.Tensor:
-        """The gradient by its input from `g`, that by its output; anything for the first link."""
-        raise NotImplementedError
-
-    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        """The squared norms of single samples' gradients by its parameters, float32 [B]."""
-        raise NotImplementedError
-
-    def total(
-        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
-    ) -> None:
-        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class LayerLink(Link):
-    """A link with parameters."""
+class Layer:
+    """A link with parameters. Every link of the chain has
+
+    - `forward`: its output, and what is `saved` of the pass, from its input and all parameters;
+    - `backward`: the gradient by its input from `g`, that by its output; anything for the `first`.
+
+    One with parameters has `squares`, the squared norms of single samples' gradients by them,
+    float32 [B], and `total`, the sum of these gradients, weighted by `factors`, float32 [B], if
+    given.
+    """
 
     weight: Parameter
     bias: Parameter | None
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def _bias(self, flat: torch.Tensor) -> torch.Tensor | None:
+    def bias_of(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Its bias among all parameters."""
         return None if self.bias is None else self.bias.of(flat)
 
 
 @dataclass(frozen=True)
-class Convolution(LayerLink):
+class Convolution(Layer):
     """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
     operators for them.
     """
@@ -159,8 +138,7 @@ class Convolution(LayerLink):
         return self.pool is not None and self.groups == 1 and list(self.dilation) == [1, 1]
 
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """See `Link`."""
-        bias = self._bias(flat)
+        bias = self.bias_of(flat)
         if self.compiled and a.device.type == "cpu" and a.dtype == torch.float32:
             assert self.pool is not None
             window = Window(self.weight.shape[1:3], self.stride, self.padding, self.pool)
@@ -176,7 +154,6 @@ class Convolution(LayerLink):
     def backward(
         self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
-        """See `Link`."""
         if len(saved) == 1:
             saved[0].follow(g)
             return g if first else saved[0].by_images(self.weight.of(flat))
@@ -192,14 +169,12 @@ class Convolution(LayerLink):
         return by_input
 
     def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        """See `Link`."""
         squares = saved[0].squares()
         return squares if self.bias is None else squares + g.sum((2, 3)).square().sum(1)
 
     def total(
         self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
     ) -> None:
-        """See `Link`."""
         if self.bias is not None:
             to.add(self.bias, g.sum((0, 2, 3)) if factors is None else factors @ g.sum((2, 3)))
         if len(saved) == 1:
@@ -210,21 +185,18 @@ class Convolution(LayerLink):
 
 
 @dataclass(frozen=True)
-class Dense(LayerLink):
+class Dense(Layer):
     """A linear layer."""
 
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """See `Link`."""
-        return F.linear(a, self.weight.of(flat).flatten(1), self._bias(flat)), [a]
+        return F.linear(a, self.weight.of(flat).flatten(1), self.bias_of(flat)), [a]
 
     def backward(
         self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
-        """See `Link`."""
         return g @ self.weight.of(flat).flatten(1)
 
     def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        """See `Link`."""
         (a,) = saved
         inputs = a.square().sum(1) + ((self.bias is not None) + LOST * a.shape[1])
         return inputs * (g.square().sum(1) + LOST * g.shape[1])
@@ -232,7 +204,6 @@ class Dense(LayerLink):
     def total(
         self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
     ) -> None:
-        """See `Link`."""
         g = g if factors is None else g * factors[:, None]
         to.product(self.weight, g.T, *saved)
         if self.bias is not None:
@@ -240,37 +211,37 @@ class Dense(LayerLink):
 
 
 @dataclass(frozen=True)
-class Pointwise(Link):
+class Pointwise:
     """An activation."""
 
     activation: Activation
 
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """See `Link`."""
         a = self.activation.forward(a)
         return a, [a]
 
     def backward(
         self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
-        """See `Link`."""
         return self.activation.backward_(g, *saved)
 
 
 @dataclass(frozen=True)
-class Flat(Link):
+class Flat:
     """An image as a row, channels last."""
 
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """See `Link`."""
         images = a.permute(0, 2, 3, 1)
         return images.reshape(len(a), -1), [images.shape]
 
     def backward(
         self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
     ) -> torch.Tensor:
-        """See `Link`."""
         return g.view(*saved).permute(0, 3, 1, 2)
+
+
+Link = Convolution | Dense | Pointwise | Flat
+Pool = tuple[Any, ...]  # the arguments of max-pooling
 
 
 def unpooled(chain: Sequence[Link]) -> str | None:
@@ -284,11 +255,6 @@ def unpooled(chain: Sequence[Link]) -> str | None:
     return library if isinstance(library, str) else None
 
 
-@dataclass(frozen=True)
-class _Pool:
-    arguments: tuple[Any, ...]
-
-
 def links(module: nn.Module) -> tuple[Link, ...]:
     """The links of a chain (convolution [activation] [max-pooling])*, flatten, (Linear
     [activation])*: convolutions and linear layers are modules, the others modules or functions, and
@@ -299,7 +265,7 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     places = places_of(module)
     chain: list[Link] = []
     for link in reversed([_link(places, call) for call in backwards(module)]):
-        if isinstance(link, _Pool):
+        if isinstance(link, tuple):
             _attach(link, chain)
         elif isinstance(link, Pointwise) and chain and isinstance(chain[-1], Pointwise):
             raise NoStack("an activation follows another")
@@ -328,16 +294,16 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     return tuple(chain)
 
 
-def _attach(pool: _Pool, chain: list[Link]) -> None:
+def _attach(pool: Pool, chain: list[Link]) -> None:
     """Gives the pooling to the convolution before it, behind an activation or not."""
     place = len(chain) - (2 if chain and isinstance(chain[-1], Pointwise) else 1)
     before = chain[place] if place >= 0 else None
     if not isinstance(before, Convolution) or before.pool is not None:
         raise NoStack("max-pooling that follows no convolution is not supported")
-    chain[place] = replace(before, pool=pool.arguments)
+    chain[place] = replace(before, pool=pool)
 
 
-def _link(places: dict[int, int], call: nn.Module | Call) -> Link | _Pool | None:
+def _link(places: dict[int, int], call: nn.Module | Call) -> Link | Pool | None:
     """What a layer or a call is; None for what changes nothing."""
     if type(call) is nn.Conv2d:
         check_unhooked(call)
@@ -372,7 +338,7 @@ def _bias(place: int | None, outputs: int) -> Parameter | None:
     return None if place is None else Parameter(place, (outputs,), (0,))
 
 
-def _pooling(arguments: Mapping[str, Any]) -> _Pool:
+def _pooling(arguments: Mapping[str, Any]) -> Pool:
     """From the arguments of `F.max_pool2d_with_indices` by name."""
     if arguments["return_indices"]:
         raise NoStack("max-pooling that gives its indices is not supported")
@@ -381,7 +347,7 @@ def _pooling(arguments: Mapping[str, Any]) -> _Pool:
         [value, value] if isinstance(value, int) else list(value)
         for value in (kernel, stride or kernel, *others)
     )
-    return _Pool((*pairs, arguments["ceil_mode"]))
+    return (*pairs, arguments["ceil_mode"])
 
 
 class Convolutional(OneByOne):
@@ -400,8 +366,9 @@ class Convolutional(OneByOne):
         self.unclipped = unpooled(self.links)  # why samples are not clipped
         if device.type != "cpu":
             self.unclipped = self.unclipped or "compiled code is for the CPU"
-        parameters = [parameter for link in self.links for parameter in link.parameters]
-        self.parameters = sorted(parameters, key=lambda parameter: parameter.place)
+        layers = [link for link in self.links if isinstance(link, Layer)]
+        every = [part for layer in layers for part in (layer.weight, layer.bias) if part]
+        self.parameters = sorted(every, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]
         super().__init__(module, local, device, task, sizes)
 
@@ -435,10 +402,11 @@ class Convolutional(OneByOne):
         for place in reversed(range(len(self.links))):
             link, saved = self.links[place], passes.pop()
             by_input = link.backward(g, saved, flat, first=place == 0)
-            if link.parameters and clip is None:
-                link.total(g, saved, None, gradients)
-            elif link.parameters:
-                layers.append((link, g, saved))
+            if isinstance(link, Convolution | Dense):
+                if clip is None:
+                    link.total(g, saved, None, gradients)
+                else:
+                    layers.append((link, g, saved))
             g = by_input
         if clip is not None:
             norms = torch.stack([link.squares(g, saved) for link, g, saved in layers])

@@ -255,7 +255,7 @@ class _Training:
         x, y = chunk.rows()
         self.x = x.flatten(2)
         linear = fused.local.linear()
-        self.rule = Rule(fused.local, parameters, chunk) if linear is None else None
+        self.rule = None if linear else Rule.of_chunk(fused.local, parameters, chunk)
         now = None if self.rule is None else self.rule.x
         self.layers = [_Layer(layer, parameters, chunk, linear, now) for layer in fused.layers]
         self.loss = _Loss(_target(y, fused.layers[-1].outputs), self.batches, fused.closed)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from raydpfl.core.device import sent
-from raydpfl.methods.local.base import LinearRule, Local, Step
+from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData
+from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,39 +98,67 @@ class OneByOne(Backend):
         self._load(parameters if to_model else start)
         self.factors.clear()
         descent = self._descent(chunk)
-        steps = None if descent else self._steps(chunk, slot)
+        step = None if descent else self._step_of(chunk, slot)
         if to_model:
             self._load(start)
         losses = torch.zeros((), device=self.device)
-        x, y = chunk.x[slot], chunk.y[slot]
-        images_last = self.channels_last and x.dim() == 4
-        if images_last:
-            x = x.permute(0, 2, 3, 1).contiguous()
-        index = chunk.index[slot, : chunk.steps[slot], : chunk.batch_sizes[slot]]
-        for k, rows in enumerate(sent(torch.from_numpy(index), self.device)):
-            batch = x.index_select(0, rows)
-            if images_last:
-                batch = batch.permute(0, 3, 1, 2)
-            labels = y.index_select(0, rows)
-            if steps is None:
-                assert descent is not None
-                losses += self._descend(batch, labels, descent)
+        for k, batch in enumerate(self._batches(chunk, slot)):
+            if descent is not None:
+                losses += self._descend(*batch, descent)
                 continue
-            losses += self._gradient(batch, labels, chunk.clip)
-            if self.local.perturbs:
-                now = self.flat.clone()
-                self.flat.copy_(steps.perturbed(k))
-                self._gradient(batch, labels, None)
-                self.flat.copy_(now)
-            if chunk.noise is not None:
-                self._add_inside(self.gradient, chunk.noise([slot], k)[0])
-            steps.make(k)
+            losses += self._gradient(*batch, chunk.clip)
+            assert step is not None
+            step(k, batch)
         shares = [torch.cat(self.factors).lt(1).double().mean()] if self.factors else []
         # a GPU is waited for once
         loss, *clipped = torch.stack([losses.double(), *shares]).tolist()
         if clipped and chunk.clipped is not None:
             chunk.clipped[slot] = clipped[0]
-        return loss / len(index)
+        return loss / int(chunk.steps[slot])
+
+    def _batches(self, chunk: ChunkData, slot: int) -> Iterator[Batch]:
+        """The rows and the targets of every step of a client."""
+        x, y = chunk.x[slot], chunk.y[slot]
+        images_last = self.channels_last and x.dim() == 4
+        if images_last:
+            x = x.permute(0, 2, 3, 1).contiguous()
+        index = chunk.index[slot, : chunk.steps[slot], : chunk.batch_sizes[slot]]
+        for rows in sent(torch.from_numpy(index), self.device):
+            batch = x.index_select(0, rows)
+            yield batch.permute(0, 3, 1, 2) if images_last else batch, y.index_select(0, rows)
+
+    def _step_of(self, chunk: ChunkData, slot: int) -> Callable[[int, Batch], None]:
+        """What makes the k-th step of a client from `gradient`, that of its batch; called with
+        `flat` at what the client is pulled to.
+        """
+        correction = None
+        if chunk.corrections is not None:
+            correction = self._add_inside(torch.zeros_like(self.flat), chunk.corrections[slot])
+        linear = self.local.linear()
+        model = self.flat.clone()
+        rule = None if linear else Rule(self.local, chunk, model, model, correction)
+        about = (
+            [self.velocity.zero_()],
+            [model] if linear and linear.proximal else [],
+            [] if correction is None else [correction],
+        )
+
+        @torch.no_grad()
+        def step(k: int, batch: Batch) -> None:
+            if rule is not None:
+                rule.x = self.flat.clone()
+                if self.local.perturbs:
+                    self.flat.copy_(rule.perturbed(self.gradient.clone(), k))
+                    with torch.enable_grad():
+                        self._gradient(*batch, None)
+            if chunk.noise is not None:
+                self._add_inside(self.gradient, chunk.noise([slot], k)[0])
+            if rule is not None:
+                self.flat.copy_(rule.of_one(self.gradient.clone(), k))
+            elif linear is not None:
+                linear.move([self.flat], [self.gradient], *about, chunk.lr)
+
+        return step
 
     def _descent(self, chunk: ChunkData) -> Descent | None:
         """What all steps are, if each needs the gradient of its batch and the parameters alone."""
@@ -145,67 +174,3 @@ class OneByOne(Backend):
         for view, part in zip(self._views(to), vector.split(self.sizes), strict=True):
             view.add_(part.view(view.shape))
         return to
-
-    def _steps(self, chunk: ChunkData, slot: int) -> _LinearSteps | _Steps:
-        """What makes the steps of a client, with `flat` at what it is pulled to."""
-        corrections = []
-        if chunk.corrections is not None:
-            correction = torch.zeros_like(self.flat)
-            corrections.append(self._add_inside(correction, chunk.corrections[slot]))
-        linear = self.local.linear()
-        if linear is None:
-            return _Steps(self, chunk, corrections)
-        return _LinearSteps(self, chunk, corrections, linear)
-
-
-class _Steps:
-    """Makes the steps of a client by any rule, from `OneByOne.gradient`, in the order inside."""
-
-    def __init__(self, backend: OneByOne, chunk: ChunkData, corrections: list[torch.Tensor]):
-        self.backend = backend
-        self.chunk = chunk
-        self.corrections = corrections
-        self.model = backend.flat.clone()
-        self.state = backend.local.fresh(self.model)
-
-    @torch.no_grad()
-    def make(self, k: int) -> None:
-        """The k-th step."""
-        for correction in self.corrections:
-            self.backend.gradient.add_(correction)
-        after, self.state = self.backend.local.step(*self._arguments(k))
-        self.backend.flat.copy_(after)
-
-    @torch.no_grad()
-    def perturbed(self, k: int) -> torch.Tensor:
-        """Where the k-th step has its gradient taken, float32 [d], from that at x."""
-        return self.backend.local.perturb(*self._arguments(k))
-
-    def _arguments(self, k: int) -> tuple[torch.Tensor, torch.Tensor, Any, Step]:
-        # copies: the state may keep what it is given, and both of these are written to
-        x = self.backend.flat.clone()
-        gradient = self.backend.gradient.clone()
-        return x, gradient, self.state, Step(k, self.chunk.rate(k), self.model)
-
-
-class _LinearSteps(_Steps):
-    def __init__(
-        self,
-        backend: OneByOne,
-        chunk: ChunkData,
-        corrections: list[torch.Tensor],
-        linear: LinearRule,
-    ):
-        self.backend = backend
-        self.linear = linear
-        self.lr = chunk.lr
-        self.about = (
-            [backend.velocity.zero_()],
-            [backend.flat.clone()] if linear.proximal else [],
-            corrections,
-        )
-
-    @torch.no_grad()
-    def make(self, k: int) -> None:
-        backend = self.backend
-        self.linear.move([backend.flat], [backend.gradient], *self.about, self.lr)

@@ -145,7 +145,7 @@ class _General:
 
     def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
         self.parts = parts
-        self.rule = Rule(local, parameters, chunk)
+        self.rule = Rule.of_chunk(local, parameters, chunk)
         self.now = parts(self.rule.x)
 
     def narrow(self, count: int) -> None:
