@@ -139,32 +139,6 @@ def bit_streams(
         yield philox
 
 
-def words(
-    seed: int,
-    purpose: Purpose,
-    *,
-    t: int,
-    clients: Sequence[int] | np.ndarray,
-    draws: Sequence[int] | np.ndarray,
-    steps: np.ndarray,
-    sizes: np.ndarray,
-) -> np.ndarray:
-    """The first random words of the streams of `clients` [C] and their `draws` [C], a row for each
-    step: uint64 [C, Q, n], for `steps` int64 [C], at most Q, of `sizes` int64 [C] words each, at
-    most n. All bits are set in rows and words that a client does not have.
-    """
-    shape = (len(steps), int(steps.max(initial=0)), int(sizes.max(initial=0)))
-    out = np.empty(shape, np.uint64)
-    keys = (np.asarray(clients), np.asarray(draws))
-    if native.words((seed, purpose, t), *keys, steps, sizes, out):
-        return out
-    out.fill(np.iinfo(np.uint64).max)
-    streams = bit_streams(seed, purpose, t=t, clients=keys[0], draws=keys[1])
-    for place, (step, size, bits) in enumerate(zip(steps, sizes, streams, strict=True)):
-        out[place, :step, :size] = bits.random_raw(int(step * size)).reshape(step, size)
-    return out
-
-
 BLOCKS = 16  # of a group of blocks of the stream of normals
 WORDS = 8 * BLOCKS  # of 64 bits, of such a group
 _AT_ONCE = 256 * WORDS  # words at a time, so that intermediate results stay in the cache

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raydpfl.core import native
-from raydpfl.core.prng import Purpose, stream, words
+from raydpfl.core.prng import Purpose, bit_streams, stream
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 
@@ -60,24 +60,18 @@ def batches(
         of = (clients[ranked], draws[ranked], steps[ranked], counts[ranked], ranked)
         shuffled[ranked] = not native.shuffled(key, *of, batch_sizes[ranked], index)
     for slot in np.flatnonzero(shuffled).tolist():
-        keyed = stream(seed, Purpose.BATCH, t=t, client=int(clients[slot]), draw=int(draws[slot]))
-        drawn = _shuffled_batches(keyed, int(counts[slot]), int(steps[slot]), local)
+        name = {"client": int(clients[slot]), "draw": int(draws[slot])}
+        alone = stream(seed, Purpose.BATCH, t=t, **name)
+        drawn = _shuffled_batches(alone, int(counts[slot]), int(steps[slot]), local)
         index[slot, : len(drawn), : batch_sizes[slot]] = drawn
     many = np.where(fresh & ~few, batch_sizes, 0)
     for b in np.unique(many[many > 0]).tolist():
         slots = np.flatnonzero(many == b)
-        real = np.arange(index.shape[1]) < steps[slots, None]
-        drawn = words(
-            seed,
-            Purpose.BATCH,
-            t=t,
-            clients=clients[slots],
-            draws=draws[slots],
-            steps=steps[slots],
-            sizes=np.full(len(slots), b),
-        )
-        uniform = (drawn[real[:, : drawn.shape[1]]] >> np.uint64(11)) * 2.0**-53  # as numpy's
-        places, batch = np.nonzero(real)
+        keyed = bit_streams(seed, Purpose.BATCH, t=t, clients=clients[slots], draws=draws[slots])
+        pairs = zip(keyed, (b * steps[slots]).tolist(), strict=True)
+        words = np.concatenate([bits.random_raw(count) for bits, count in pairs])
+        uniform = (words.reshape(-1, b) >> np.uint64(11)) * 2.0**-53  # as numpy's
+        places, batch = np.nonzero(np.arange(index.shape[1]) < steps[slots, None])
         index[slots[places], batch, :b] = _floyd(uniform, np.repeat(counts[slots], steps[slots]))
     return index, batch_sizes
 

@@ -24,7 +24,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.core import exact_sum, kernel_build, native, prng
 from raydpfl.core.messages import Grid
-from raydpfl.core.prng import Purpose, clients_normals, stream, words
+from raydpfl.core.prng import Purpose, clients_normals
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
 from raydpfl.runtime.worker import ready
@@ -214,25 +214,6 @@ def test_batches_are_those_that_sorted_words_give(most, batch, made, monkeypatch
     made = np.arange(index.shape[1]) < local.step_counts(sizes)[:, None]
     np.testing.assert_array_equal(index[made], expected[made])
     np.testing.assert_array_equal(batch_sizes, rows)
-
-
-@needs
-def test_words_are_those_of_numpys_generators(monkeypatch):
-    who = {"clients": [0, 5, 2**40, 7], "draws": [0, 1, 2**32 - 1, 3]}
-    counts = {"steps": np.array([3, 1, 4, 0]), "sizes": np.array([5, 1, 7, 7])}
-    given = (2**64 - 1, Purpose.BATCH)
-    compiled = words(*given, t=2**33, **who, **counts)
-    assert compiled.shape == (4, 4, 7)
-    for place, (client, draw) in enumerate(zip(*who.values(), strict=True)):
-        steps = counts["steps"][place]
-        size = counts["sizes"][place]
-        bits = stream(*given, t=2**33, client=client, draw=draw).bit_generator
-        expected = bits.random_raw(int(steps * size)).reshape(steps, size)
-        np.testing.assert_array_equal(compiled[place, :steps, :size], expected)
-        assert (compiled[place, steps:] == 2**64 - 1).all()
-        assert (compiled[place, :, size:] == 2**64 - 1).all()
-    monkeypatch.setattr(native, "library", lambda: None)
-    np.testing.assert_array_equal(compiled, words(*given, t=2**33, **who, **counts))
 
 
 def filtered() -> bytes:

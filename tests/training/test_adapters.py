@@ -25,8 +25,6 @@ from raydpfl.simulation import export
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import frozen_base
-from raydpfl.training.layers import adapters
-from raydpfl.training.layers.adapters import adapted
 from raydpfl.training.trainer import Trainer
 
 SMALL = {"kind": "transformer", "width": 8, "heads": 2, "layers": 2}
@@ -228,7 +226,7 @@ def test_an_adapted_layer_and_its_gradients_are_those_of_its_two_terms(into):
     b = torch.randn(2, 7, 3, requires_grad=True)
     each = x.unflatten(0, (2, 3))
     expected = layer(x) + 0.5 * (each @ a.mT[:, None] @ b.mT[:, None]).flatten(0, 1)
-    found = adapters.adapted(layer, layer.weight.T, 0.5, x, a, b)
+    found = frozen_base.AdaptedLinear.apply(layer, layer.weight.T, 0.5, x, a, b)
     assert torch.allclose(found, expected, atol=1e-6)
     parts = [a, b, x] if into else [a, b]
     g = torch.randn_like(found)
@@ -260,9 +258,9 @@ def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_lay
     local = Sgd(steps=2, batch=2, lr=0.5)
     expected = train("loop", module, local)
     ranks: list[tuple[int, ...]] = []
-    monkeypatch.setattr(
-        frozen_base, "adapted", lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]
-    )
+    adapted = frozen_base.AdaptedLinear.apply
+    noted = lambda *given: (ranks.append(given[5].shape), adapted(*given))[1]  # noqa: E731
+    monkeypatch.setattr(frozen_base.AdaptedLinear, "apply", noted)
     assert close(train("one_batch", module, local), expected)
     # once for a sample alone, to count, and once a step
     assert ranks == [(1, 8, 2), (4, 8, 2), (4, 8, 2)]

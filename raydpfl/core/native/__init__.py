@@ -280,34 +280,6 @@ def read(
     return True
 
 
-def words(
-    key: tuple[int, int, int],
-    clients: np.ndarray,
-    draws: np.ndarray,
-    steps: np.ndarray,
-    sizes: np.ndarray,
-    out: np.ndarray,
-) -> bool:
-    """Writes keyed words (`raydpfl.core.prng.words`) to `out`; False where nothing is compiled.
-
-    Args:
-        key: seed, purpose and round.
-        clients: int64 [C].
-        draws: int64 [C], below 2^32.
-        steps: int64 [C], how many rows of words a stream fills, Q at most.
-        sizes: int64 [C], how many words of each row, n at most.
-        out: uint64 [C, Q, n]; all bits are set where nothing is written.
-    """
-    compiled = library()
-    if compiled is None:
-        return False
-    most, width = out.shape[1:]
-    assert (steps <= most).all() and (sizes <= width).all()  # nothing is written outside of it
-    arrays = _whole(clients, draws, steps, sizes)
-    _call(compiled.raydpfl_words, len(out), *map(ctypes.c_uint64, key), *arrays, most, width, out)
-    return True
-
-
 def shuffled(
     key: tuple[int, int, int],
     clients: np.ndarray,

@@ -1,12 +1,11 @@
 /* Keyed random words (Philox), and the batches that they shuffle. */
 
-/* Streams, of raydpfl_words. */
+/* Streams, and how much of them is taken: see raydpfl_shuffled. */
 typedef struct {
     uint64_t key[2], round;
     const uint64_t *clients, *draws;
     const int64_t *steps, *sizes;
     int64_t most, width;
-    uint64_t *result;
 } Streams;
 
 /* A block of Philox of 4 words of 64 bits, 10 rounds (Salmon et al. 2011). */
@@ -45,24 +44,6 @@ static void next_words(const Streams *s, Stream *stream, int64_t count, uint64_t
         }
         to[i] = stream->words[4 - stream->left--];
     }
-}
-
-static void draw_words(void *what, int64_t place, int64_t thread) {
-    const Streams *s = what;
-    uint64_t *to = s->result + place * s->most * s->width;
-    Stream stream = stream_at(s, place);
-    memset(to, 0xFF, s->most * s->width * sizeof *to);
-    for (int64_t step = 0; step < s->steps[place]; step++)
-        next_words(s, &stream, s->sizes[place], to + step * s->width);
-}
-
-/* The words of k streams, of which each fills the first sizes[i] of a row of `width`, in the first
-steps[i] of `most` rows; all bits are set elsewhere. `result` [k][most][width]. */
-void raydpfl_words(int64_t k, uint64_t seed, uint64_t purpose, uint64_t round,
-                   const uint64_t *clients, const uint64_t *draws, const int64_t *steps,
-                   const int64_t *sizes, int64_t most, int64_t width, uint64_t *result) {
-    Streams s = {{seed, purpose}, round, clients, draws, steps, sizes, most, width, result};
-    run_in_threads(k, draw_words, &s);
 }
 
 enum { RANKED = 128 }; /* rows of a client */

@@ -20,7 +20,7 @@ then what autograd gives, and the norms and sums are a few operations on what is
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +36,6 @@ from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
 from raydpfl.training.backends.base import ChunkData, clip_factors
 from raydpfl.training.backends.vmap import Gradients, Named, Vmap
-from raydpfl.training.layers.adapters import adapted
 from raydpfl.training.layers.dropout import Masks
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
@@ -76,10 +75,7 @@ class _Plain(nn.Module):
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
-        self.call = layer.forward
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.call(*inputs)
+        self.forward = layer.forward
 
 
 class _PerClient:
@@ -134,7 +130,56 @@ class _Adapted:
         (value,) = inputs or named.values()
         x = self.running.of_samples(self.kind, value)
         a, b = (self.running.now[name] for name in self.names)
-        return adapted(self.plain, self.weight, self.scale, x, a, b)
+        if not torch.is_autocast_enabled(x.device.type):
+            return AdaptedLinear.apply(self.plain, self.weight, self.scale, x, a, b)
+        # autocast does not reach into a backward
+        low = torch.bmm(x.reshape(len(a), -1, x.shape[-1]), a.mT)
+        outputs = self.plain(x)
+        return outputs + torch.bmm(self.scale * low, b.mT).view(outputs.shape)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """y = x W + b + scale (x A^T) B^T, and its gradients by x, A and B. Autograd keeps the two
+    terms separate, writes both and adds them; here the second is added to the first in place,
+    forward and back.
+
+    It takes the frozen layer, whose output is written to; its W, [in, out]; the scale; x [n, ...,
+    in], the inputs of the first of C clients, of the second, and so on; A [C, rank, in]; and B [C,
+    out, rank].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plain: Callable[[torch.Tensor], torch.Tensor],
+        weight: torch.Tensor,
+        scale: float,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = x.reshape(len(a), -1, x.shape[-1])
+        outputs = plain(x)
+        low = torch.bmm(rows, a.mT).mul_(scale)
+        outputs.view(*rows.shape[:2], -1).baddbmm_(low, b.mT)
+        ctx.save_for_backward(rows, weight, low, a, b)
+        ctx.scale = scale
+        ctx.shape = x.shape
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+        rows, weight, low, a, b = ctx.saved_tensors
+        flat = g.reshape(-1, g.shape[-1])
+        by_client = flat.view(*rows.shape[:2], -1)
+        back = torch.bmm(by_client, b).mul_(ctx.scale)  # the gradient by x A^T
+        by_x = None
+        if ctx.needs_input_grad[3]:
+            by_x = flat @ weight.T
+            by_x.view(rows.shape).baddbmm_(back, a)
+            by_x = by_x.view(ctx.shape)
+        return None, None, None, by_x, torch.bmm(back.mT, rows), torch.bmm(by_client.mT, low)
 
 
 class OneBatch(Vmap):
@@ -225,10 +270,9 @@ class OneBatch(Vmap):
         module that draws random numbers other than by dropout.
         """
         counts = [1]
-        here = threading.get_ident()  # the hook is that of other threads' modules too
 
         def count(layer: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and threading.get_ident() == here:
+            if isinstance(output, torch.Tensor):
                 counts.append(output.numel())
 
         hook = register_module_forward_hook(count)

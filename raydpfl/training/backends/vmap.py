@@ -10,10 +10,7 @@ clients of a chunk, as the others have made theirs, autograd takes each by itsel
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from contextvars import copy_context
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,33 +35,6 @@ Named = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
 Gradients = Callable[[Named, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Of the parameters, x [C, B, *shape], y [C, B, *target] and shares [C, B]: the gradients of the
 clients' losses, these [C], and where samples are clipped the factors [C, B]."""
-
-
-class _Attention:
-    """Attention takes the form `PRODUCTS` while any thread is within: torch has one setting of it
-    for the process.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._setting = ExitStack()
-        self._context = copy_context()  # of the variables that torch sets and sets back
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._context.run(self._setting.enter_context, sdpa_kernel(PRODUCTS))
-            self._inside += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self._context.run(self._setting.close)
-
-
-_ATTENTION = _Attention()
 
 
 class _Forward:
@@ -195,7 +165,7 @@ class Vmap(Backend):
 
     def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
-        with self.autocast(), _ATTENTION:
+        with self.autocast(), sdpa_kernel(PRODUCTS):
             outputs = self._forwards(x, *named.values())
         return outputs.flatten(0, 1).float()
 
@@ -212,7 +182,7 @@ class Vmap(Backend):
     def _loss(
         self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        with self.autocast(), _ATTENTION:
+        with self.autocast(), sdpa_kernel(PRODUCTS):
             outputs = self._forward(x, *named.values())
         return self.task.loss(outputs.float(), y) @ shares
 
