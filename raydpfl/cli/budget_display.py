@@ -12,8 +12,7 @@ from rich.text import Text
 
 from raydpfl.cli import guarantee_table
 from raydpfl.privacy import Guarantee
-from raydpfl.privacy.calculator.answer import Answer, Budget, PersonalBudget
-from raydpfl.privacy.calculator.solve import MOST_ROUNDS
+from raydpfl.privacy.calculator import MOST_ROUNDS, Answer, Budget, PersonalBudget
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.report.labels import accountant

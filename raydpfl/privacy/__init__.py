@@ -37,6 +37,8 @@ The papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and 003 (Sect
 """
 
 from raydpfl.privacy.accountants import FALLBACK
+from raydpfl.privacy.accountants.paper import paper_multiplier
+from raydpfl.privacy.accountants.xu_2026 import budget_variance
 from raydpfl.privacy.accounting import (
     RIGOROUS,
     covers,
@@ -48,12 +50,10 @@ from raydpfl.privacy.accounting import (
 )
 from raydpfl.privacy.calibration import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
-from raydpfl.privacy.histogram_query import Survey
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
-from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release
-from raydpfl.privacy.paper_formulas import paper_multiplier
+from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Survey
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 from raydpfl.privacy.release_report import ReleaseReport, report_of
 from raydpfl.privacy.sampling import Sampling, SamplingScheme
@@ -77,6 +77,7 @@ __all__ = [
     "Spent",
     "Survey",
     "Terms",
+    "budget_variance",
     "calibrate_local_steps",
     "check_budget",
     "column",

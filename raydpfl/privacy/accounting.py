@@ -1,9 +1,5 @@
 """What a mechanism costs, by every accountant, and what it guarantees against whom.
 
-`pld` (privacy loss distributions) and `rdp` (Renyi, by dp-accounting) are rigorous; `paper` is
-Theorem 3.2 of 000 as printed, which is Theorem 1 of 001. Each reads a `Mechanism` and nothing else,
-and refuses one that it does not cover.
-
 >>> from raydpfl.privacy.mechanism import Query
 >>> from raydpfl.privacy.sampling import Sampling
 >>> query = Query("update", bound=1.0, std=4.0)
@@ -14,15 +10,12 @@ and refuses one that it does not cover.
 a cohort of fixed size is covered under replace_one only;
 nearest: selection poisson with add_remove
 
-Design note: what is secret. Sampling amplifies privacy only against an observer who does not see
-who was sampled, so `guarantees` reports a hidden cohort and a known one separately. With the cohort
-known, a client spends only in the rounds that it takes part in, and these compose without
-amplification. Their number is `participations`, the largest of any client as it occurred; without
-it every round counts, since a server that picks cohorts could always pick the same client. Where a
-public rule names the cohorts there is nothing else, and `rounds` is a client's participations. The
-expected number T r / N bounds no client: at N = 1920, r = 80, T = 100, calibrated to 1.5 with the
-cohort hidden, it would give 6.2 (and 124 when updates are seen), where all 100 rounds give 49.4
-(and 2006).
+Sampling amplifies privacy only against an observer who does not see who was sampled, so
+`guarantees` reports a hidden cohort and a known one separately. With the cohort known, a client
+spends only in the rounds that it takes part in, and these compose without amplification. Their
+number is `participations`, the largest of any client as it occurred; without it every round counts,
+since a server that picks cohorts could always pick the same client. The expected number T r / N
+bounds no client (PRIVACY.md sec. 2).
 """
 
 from __future__ import annotations
@@ -33,8 +26,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import paper_formulas
 from raydpfl.privacy.accountants import ACCOUNTANTS, named
+from raydpfl.privacy.accountants.paper import paper_epsilon
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, column
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
@@ -61,7 +54,7 @@ def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
 
 
 # The columns of tables that hold epsilons which are guarantees.
-RIGOROUS = tuple(column(name) for name, member in ACCOUNTANTS.items() if member.rigorous)
+RIGOROUS = tuple(map(column, rigorous(ACCOUNTANTS)))
 
 
 def epsilon(
@@ -87,7 +80,7 @@ def epsilon(
             is out of range.
     """
     rounds = mechanism.rounds if rounds is None else rounds
-    return float(_epsilons(mechanism, relation, delta, rounds, rounds, accountant, v)[0])
+    return float(epsilon_curve(mechanism, relation, delta, rounds, accountant, v, rounds)[0])
 
 
 def epsilon_curve(
@@ -106,7 +99,10 @@ def epsilon_curve(
         first: at least 1. The others, and the errors, are those of `epsilon`.
     """
     last = mechanism.rounds if rounds is None else rounds
-    return _epsilons(mechanism, relation, delta, first, last, accountant, v)
+    _check(mechanism, relation, delta, last, accountant)
+    if not mechanism.private:
+        return np.full(last - first + 1, math.inf)
+    return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
 
 
 def delta(
@@ -141,10 +137,9 @@ def guarantees(
     participations: int | None = None,
     v: float = 4.0,
 ) -> list[Guarantee]:
-    """What holds after some rounds, by every accountant and against every observer that differs: of
-    every aggregate, with the cohort hidden or known (see the module); where clients draw the noise,
-    of every single update too, at std / sqrt(r) in the client's own rounds. Where an accountant
-    does not cover the mechanism, epsilon is infinite and the guarantee says why.
+    """What holds after some rounds, by every accountant and against every observer that differs
+    (`raydpfl.privacy.observers.views`). Where an accountant does not cover the mechanism, epsilon
+    is infinite and the guarantee says why.
 
     Args:
         accountants: their names.
@@ -157,30 +152,31 @@ def guarantees(
     for name in accountants:
         if named(name).rigorous:
             seen = views(mechanism, relation, rounds, participations)
-            claims += [_rigorous(view, delta, name) for view in seen]
+            claims += [guarantee_against(view, name, delta) for view in seen]
         else:
             claims.append(_as_printed(mechanism, delta, rounds, v))
     return claims
 
 
-def _rigorous(view: ObserverView, delta: float, name: str) -> Guarantee:
+def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guarantee:
+    """What a rigorous accountant guarantees against one observer."""
     reason: str | None = NOISELESS
     if view.mechanism.private:
-        reason = covers(name, view.mechanism, view.relation)
+        reason = covers(accountant, view.mechanism, view.relation)
     if reason:
-        return view.guarantee(name, math.inf, delta, (reason,))
+        return view.guarantee(accountant, math.inf, delta, (reason,))
     survey = view.mechanism.survey
     if not view.rounds and not (survey and survey.times):
-        return view.guarantee(name, 0.0, delta)
-    spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), name)
-    return view.guarantee(name, spent, delta, (UNREACHED.format(name),) * math.isinf(spent))
+        return view.guarantee(accountant, 0.0, delta)
+    spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), accountant)
+    unreached = (UNREACHED.format(accountant),) * math.isinf(spent)
+    return view.guarantee(accountant, spent, delta, unreached)
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    printed = paper_formulas.client_epsilon(
-        mechanism.noise_multiplier, mechanism.sampling, rounds, delta, v
-    )
-    failed = printed.conditions_failed if mechanism.noise_multiplier else (NOISELESS,)
+    z = mechanism.noise_multiplier
+    printed = paper_epsilon(z, mechanism.sampling, rounds, delta, v)
+    failed = printed.conditions_failed if z else (NOISELESS,)
     others = [f"the {query.name} of clients" for query in mechanism.queries if query.per_client]
     others += [str(mechanism.survey)] if mechanism.survey else []
     if others:
@@ -189,21 +185,6 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
         "paper", "paper", mechanism.unit, "unstated", Observer.AGGREGATES,
         Scope.of_cohorts(mechanism.sampling), printed.value, delta, mechanism.exclusions, failed,
     )  # fmt: skip
-
-
-def _epsilons(
-    mechanism: Mechanism,
-    relation: Relation,
-    delta: float,
-    first: int,
-    last: int,
-    accountant: str,
-    v: float,
-) -> np.ndarray:
-    _check(mechanism, relation, delta, last, accountant)
-    if not mechanism.private:
-        return np.full(last - first + 1, math.inf)
-    return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
 
 
 def _check(

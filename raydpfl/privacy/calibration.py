@@ -30,7 +30,7 @@ from raydpfl.storage.files import cache_root, check, keep_json, kept_json
 
 _VERSION = 3  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
-_MOST_ROUNDS = 1 << 20
+MOST_ROUNDS = 1 << 20
 
 
 def noise_for(
@@ -85,7 +85,7 @@ def rounds_for(
     def fits(rounds: int) -> bool:
         return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
 
-    return last(fits, _MOST_ROUNDS)
+    return last(fits, MOST_ROUNDS)
 
 
 def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:

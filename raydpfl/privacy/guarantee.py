@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-import numpy as np
-
 from raydpfl.privacy.sampling import Participations, Sampling
 from raydpfl.privacy.types import Unit
 
@@ -33,6 +31,12 @@ _RELATIONS = {
     "replace_one": "which may be replaced by another",
     "unstated": "whose data differ (by removal or by replacement: the paper leaves it open)",
 }
+_EVENTS = {
+    "replace_one": "was replaced by another",
+    "add_remove": "took part at all",
+    "zero_out": "contributed at all",
+}
+FALSE_ALARMS = 0.05  # at which `Guarantee.detection` says what can be detected
 DECLARED = "(tested, not proved)"  # ends an exclusion: what a user-defined class declares
 KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
 
@@ -174,6 +178,25 @@ class Guarantee:
             values["epsilon"] = "infinity"
         return values
 
+    def detection(self) -> str:
+        """What it means: the largest power of any test at a false-alarm rate of 5%."""
+        if not math.isfinite(self.epsilon):
+            return f"Nothing is guaranteed: {'; '.join(self.conditions_failed)}."
+        likelier = math.exp(min(self.epsilon, 700.0))
+        power = min(
+            likelier * FALSE_ALARMS + self.delta,
+            1 - (1 - FALSE_ALARMS - self.delta) / likelier,
+            1.0,
+        )
+        hidden = self.sampling.secret
+        but = f", but not {hidden}," if hidden else ""
+        return (
+            f"Epsilon {self.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of "
+            f"{FALSE_ALARMS:.0%}, an observer of {self.observer}{but} can detect that one "
+            f"{self.unit} {_EVENTS.get(self.relation, 'differed')} at most {100 * power:.4g}% of "
+            f"the time; blind guessing detects {FALSE_ALARMS:.0%}."
+        )
+
     def about(self) -> str:
         """Delta, the unit and the relation, in words."""
         return f"at delta {self.delta:g} {self._protects()}"
@@ -193,11 +216,6 @@ class Guarantee:
         if self.conditions_failed:
             text += f" Conditions that fail: {'; '.join(self.conditions_failed)}."
         return text
-
-
-def quantiles(epsilons: np.ndarray) -> np.ndarray:
-    """Quantiles at `SHARES` of epsilons float64 [n >= 1]: float64 [5], each one of the epsilons."""
-    return np.quantile(epsilons, SHARES, method="inverted_cdf")
 
 
 def column(accountant: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import paper_formulas
+from raydpfl.privacy.accountants.xu_2026 import budget_variance
 from raydpfl.privacy.mechanism import Event, Query, Release
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Unit, one_of
@@ -170,13 +170,12 @@ class LocalSteps(Release):
 
     def unmet_conditions(self) -> tuple[str, ...]:
         """The conditions of every paper's formula that fail, in words."""
-        failed: tuple[str, ...] = ()
-        if self.sampling != "fresh":
-            failed += ("a fresh batch at each step (here: shuffled epochs)",)
-        if self.side_query:
-            name = self.side_query.name
-            failed += (f"nothing is released next to the steps (here too: the {name})",)
-        return failed
+        query = self.side_query
+        failed = {
+            "a fresh batch at each step (here: shuffled epochs)": self.sampling != "fresh",
+            f"nothing is released next to the steps (here too: the {query and query.name})": query,
+        }
+        return tuple(words for words, holds in failed.items() if holds)
 
     def counts(self, participations: Participations) -> np.ndarray:
         """Participations, int64 [N], from these numbers or by id. Raises `ConfigError`."""
@@ -195,26 +194,17 @@ class LocalSteps(Release):
         """The largest number of samples of any client."""
         return int(self.samples.max())
 
-    def client_facts(self) -> tuple[np.ndarray, ...]:
-        return (self.stds,)
+    @property
+    def step_stds(self) -> np.ndarray:
+        return self.stds
 
     def of_clients(self) -> Mapping[str, np.ndarray]:
         if self.claims is None:
             return {"noise_std": self.stds}
         samples = np.maximum(self.samples, 1)  # a client without samples never takes part
         batches = np.maximum(self.batches, 1)
-        variance = paper_formulas.budget_variance(
-            self.claims, self.delta, batch=batches, samples=samples
-        )
+        variance = budget_variance(self.claims, self.delta, batch=batches, samples=samples)
         return {"budget": self.claims, "noise_std": self.stds, "variance": variance}
-
-    def step_stds(self, clients: np.ndarray) -> np.ndarray:
-        return self.stds[clients]
-
-    @property
-    def private(self) -> bool:
-        """True if any client draws noise."""
-        return bool((self.stds > 0).any())
 
     @property
     def public(self) -> np.ndarray:

@@ -10,9 +10,11 @@ A `Release` is what plan, coordinator, budget and audit read: a `Mechanism`, sum
 4.0
 >>> mechanism.mu("replace_one")  # two clients trade places, so the sum moves by 2 * bound
 0.5
->>> steps = Mechanism.of_local_steps(samples=600, batch=10, steps=300, bound=1.0, std=0.5)
->>> steps.noise_multiplier  # 0.5 is the std of the mean gradient
-5.0
+>>> survey = Survey("accuracy", std=20.0, clients=300, times=10)
+>>> round(survey.mu("replace_one"), 4)  # 10 Gaussians of sensitivity sqrt(2) and std 20, together
+0.2236
+>>> print(survey)
+10 noisy histograms of the accuracy of all clients
 
 Where a bound adapts, std adapts with it: only their ratio counts, and every round is the same
 event.
@@ -31,7 +33,6 @@ from numpy.typing import ArrayLike
 
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.histogram_query import Survey
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
@@ -62,6 +63,44 @@ class Query:
             raise ConfigError(f"{self.name}.bound", self.bound, "a positive finite number")
         if not (0 <= self.std < math.inf):
             raise ConfigError(f"{self.name}.std", self.std, "a finite number, zero or above")
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A histogram over all clients of a score of theirs, released after some of the rounds.
+
+    A client is in one bin, or in none. One that is there or not moves one count by 1; one that is
+    replaced by another moves two counts by 1, a distance of sqrt(2). Nothing is amplified, as
+    everyone answers.
+
+    Args:
+        name: of the score, in messages, guarantees and the ledger.
+        std: of the noise on a count, in clients; positive and finite, else `ConfigError`.
+        clients: who are asked, and draw the noise where clients do.
+        times: how many of these are composed with the rounds.
+    """
+
+    name: str
+    std: float
+    clients: int = 1
+    times: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.std < math.inf):
+            raise ConfigError(f"{self.name}.std", self.std, "a positive finite number")
+
+    def mu(self, relation: Relation) -> float:
+        """Sensitivity / std of the one Gaussian that all `times` amount to."""
+        moves = math.sqrt(2.0) if relation == "replace_one" else 1.0
+        return moves / self.std * math.sqrt(self.times)
+
+    def of_one(self) -> Survey:
+        """What an observer of single answers sees, where clients draw their parts of the noise."""
+        return replace(self, std=self.std / math.sqrt(self.clients), clients=1)
+
+    def __str__(self) -> str:
+        histograms = "histogram" if self.times == 1 else "histograms"
+        return f"{self.times} noisy {histograms} of the {self.name} of all clients"
 
 
 @dataclass(frozen=True)
@@ -107,11 +146,6 @@ class Release:
         return self.digest()
 
     @property
-    def private(self) -> bool:
-        """Whether there is any noise to account for."""
-        raise NotImplementedError
-
-    @property
     def noise_multiplier(self) -> float | None:
         """Std of the noise on the sum / bound; None where clients draw local noise."""
         return None
@@ -147,20 +181,19 @@ class Release:
         """
         return {}
 
-    def client_facts(self) -> tuple[np.ndarray, ...]:
-        """What it says of single clients, arrays [N]; part of the digest that noise is keyed by."""
-        return ()
+    @property
+    def step_stds(self) -> np.ndarray | None:
+        """Std of the noise on the mean gradient of a client's steps, float64 [N]; part of the
+        digest that noise is keyed by; None: steps have no noise.
+        """
+        return None
 
     def of_clients(self) -> Mapping[str, np.ndarray]:
         """What is public of a client's privacy, float64 [N] by name: `budget`, the epsilon it
-        was promised, infinite for a public client; `noise_std`, that of the noise on the mean
-        gradient of its local steps; `variance`, V_k of 003. Empty where clients have none of it.
+        was promised, infinite for a public client; `noise_std`, as `step_stds`; `variance`, V_k of
+        003. Empty where clients have none of it.
         """
         return {}
-
-    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Std of the noise on the mean gradient of a step, float64 [r]; None: there is none."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -215,31 +248,19 @@ class Mechanism(Release):
 
     @classmethod
     def of_local_steps(
-        cls,
-        *,
-        samples: int,
-        batch: int,
-        steps: int,
-        bound: float,
-        std: float,
-        exclusions: tuple[str, ...] = (),
+        cls, *, samples: int, batch: int, steps: int, bound: float, std: float
     ) -> Mechanism:
-        """One client's DP-SGD: a fresh mini-batch at every step (002 Alg. 1, 003 Alg. 1).
-
-        Shuffled epochs are not this mechanism.
+        """One client's DP-SGD: a fresh batch at every step (002 Alg. 1, 003 Alg. 1).
 
         Args:
-            samples: n_i, the client's samples.
-            batch: B, samples in a batch.
+            samples, batch: n_i, and B of them at every step.
             steps: the client's local steps over the whole run, as they occur.
             bound: the per-sample clip norm.
             std: of the noise on the *mean* gradient of a batch, in the units of `bound`; the sum
                 has `batch` times that.
-            exclusions: what is not accounted for, in words.
         """
-        queries = (Query("gradient", bound, batch * std),)
-        sampling = Sampling("fixed", samples, batch)
-        return cls(sampling, queries, steps, "sample", "step", exclusions)
+        query = Query("gradient", bound, batch * std)
+        return cls(Sampling("fixed", samples, batch), (query,), steps, "sample", "step")
 
     @property
     def private(self) -> bool:
@@ -305,6 +326,32 @@ class Mechanism(Release):
         if self.survey is None or self.survey.times == times:
             return self
         return replace(self, survey=replace(self.survey, times=times))
+
+    @property
+    def distributed(self) -> bool:
+        """Whether each client of a cohort draws its part of the noise on a sum."""
+        return {"client": True}.get(self.placement, False)
+
+    @property
+    def draws(self) -> float:
+        """Std of the noise on the sum / std of one draw: sqrt(r) where r clients draw it, B where a
+        client draws it on the mean of a batch, else 1.
+        """
+        r = self.sampling.cohort
+        return {"server": 1.0, "client": math.sqrt(r), "step": float(r)}[self.placement]
+
+    def refuses(self, relation: Relation) -> str | None:
+        """Why no accountant covers noise drawn where it is, and the nearest that is; or None."""
+        if not self.distributed:
+            return None
+        nearest = "nearest: noise.placement server"
+        if self.sampling.coins is not None:
+            reason = "has a std that depends on the secret Poisson cohort"
+            return f"noise drawn by the clients {reason}; {nearest}"
+        if relation == "add_remove":
+            reason = "comes and goes with a client under add_remove"
+            return f"noise drawn by the clients {reason}; {nearest}, or replace_one"
+        return None
 
     def unsampled(self) -> Mechanism:
         """The same mechanism for an observer who knows the cohorts: everyone in every round."""

@@ -26,7 +26,7 @@ from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, named, resolved
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
-from raydpfl.privacy.guarantee import BATCHES, Guarantee, Observer, Scope, column, quantiles
+from raydpfl.privacy.guarantee import BATCHES, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
 from raydpfl.privacy.mechanism import Mechanism, Release
@@ -38,7 +38,7 @@ _MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 
 class ReleaseReport:
-    """Base of the reports. The defaults are for clients without guarantees of their own."""
+    """Base of the reports."""
 
     def curves(
         self,
@@ -66,14 +66,6 @@ class ReleaseReport:
         int64 [N]; None: unknown.
         """
         raise NotImplementedError
-
-    def client_table(self, participations: Participations) -> list[dict[str, Any]] | None:
-        """A row for a client that took part; None without guarantees per client."""
-        return None
-
-    def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        """Quantiles of clients' epsilons at `SHARES`, float64 [5]; [0] without such guarantees."""
-        return np.zeros(0)
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
         """What a reader should know of single clients, in words."""
@@ -132,15 +124,15 @@ class SumsReport(ReleaseReport):
                 if t >= 0:
                     most[t] = int(counts.max())
         composed = np.zeros(len(rounds), np.int64)
-        last = None
+        proved = None
         for t, (count, times) in enumerate(zip(rounds.tolist(), most, strict=True)):
             seen = views(self.mechanism, self.terms.relation, count, times)
-            last = next((view for view in seen if not view.mechanism.unproved), None)
-            if last is None:
+            view = next((view for view in seen if not view.mechanism.unproved), None)
+            if view is None:
                 return None
-            composed[t] = last.rounds
-        assert last is not None
-        return last.mechanism, composed, replace(self.terms, relation=last.relation)
+            composed[t] = view.rounds
+            proved = view.mechanism, composed, replace(self.terms, relation=view.relation)
+        return proved
 
     def guarantees(
         self, participations: Participations | None, rounds: int, surveys: int = 0
@@ -150,10 +142,15 @@ class SumsReport(ReleaseReport):
             most = max(participations.values(), default=0)
         elif participations is not None:
             most = int(np.max(participations, initial=0))
-        mechanism = self.mechanism.asking(surveys)
         terms = self.terms
         return accounting.guarantees(
-            mechanism, terms.relation, terms.delta, rounds, self.accountants, most, terms.v
+            self.mechanism.asking(surveys),
+            terms.relation,
+            terms.delta,
+            rounds,
+            self.accountants,
+            most,
+            terms.v,
         )
 
 
@@ -173,8 +170,9 @@ def _in_groups(surveys: np.ndarray) -> np.ndarray:
     """How many surveys a value of a curve counts, int64 [n], from how many were released: as many,
     or with many of them some more, so that few curves are composed. The last is itself.
     """
-    step = max(1, -(-int(surveys.max(initial=0)) // _GROUPS))
-    return np.minimum(-(-surveys // step) * step, int(surveys.max(initial=0)))
+    most = int(surveys.max(initial=0))
+    step = max(1, -(-most // _GROUPS))
+    return np.minimum(-(-surveys // step) * step, most)
 
 
 class LocalStepsReport(ReleaseReport):
@@ -194,32 +192,35 @@ class LocalStepsReport(ReleaseReport):
         part, infinite for one that took part without noise.
         """
         release = self.release
-        counts = release.counts(participations)
-        epsilons = np.zeros(len(counts))
-        exposed = (counts > 0) & (release.samples > 0)
-        epsilons[exposed & (release.stds == 0)] = math.inf
+        counts, exposed = self._exposed(participations)
+        epsilons = np.where(exposed & (release.stds == 0), math.inf, 0.0)
         noisy = np.flatnonzero(exposed & (release.stds > 0))
         # float64, exact for these integers
         columns = (release.samples, release.batches, release.client_steps, release.stds, counts)
         kinds = np.stack([column[noisy] for column in columns], 1)
-        _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        clients = noisy[first]
+        kinds, member = np.unique(kinds, axis=0, return_inverse=True)
+        samples, batches, steps, times = kinds[:, [0, 1, 2, 4]].astype(np.int64).T
         if name in FORMULAS:
             of_kinds = FORMULAS[name].claims(
-                release.stds[clients],
+                kinds[:, 3],
                 release.delta,
-                counts[clients],
+                times,
                 bound=release.bound,
-                batch=release.batches[clients],
-                samples=release.samples[clients],
-                steps=release.client_steps[clients],
+                batch=batches,
+                samples=samples,
+                steps=steps,
             )
         else:
-            times = counts[clients].tolist()
-            pairs = zip(clients.tolist(), times, strict=True)
+            first = noisy[np.unique(member, return_index=True)[1]]
+            pairs = zip(first.tolist(), times.tolist(), strict=True)
             of_kinds = np.array([self._curve(name, k, n, n)[0] for k, n in pairs])
         epsilons[noisy] = of_kinds[member.reshape(-1)]
         return epsilons
+
+    def _exposed(self, participations: Participations) -> tuple[np.ndarray, np.ndarray]:
+        """How often clients took part, int64 [N], and whether any of their samples did, bool."""
+        counts = self.release.counts(participations)
+        return counts, (counts > 0) & (self.release.samples > 0)
 
     def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
         """Epsilon of client k after first, ..., last participations, once for clients alike."""
@@ -289,9 +290,8 @@ class LocalStepsReport(ReleaseReport):
         client. Public clients are exclusions; if only they take part, epsilon is infinite.
         """
         assert participations is not None
-        counts = self.release.counts(participations)
-        clients = np.flatnonzero((counts > 0) & (self.release.samples > 0))
-        return [self._guarantee(name, counts, clients) for name in self.names]
+        counts, exposed = self._exposed(participations)
+        return [self._guarantee(name, counts, np.flatnonzero(exposed)) for name in self.names]
 
     def _guarantee(self, name: str, counts: np.ndarray, clients: np.ndarray) -> Guarantee:
         """By one accountant or formula, for the worst of the clients that it covers."""
@@ -339,17 +339,10 @@ class LocalStepsReport(ReleaseReport):
         if std == 0:
             return release.delta, (NOISELESS,)
         if name not in FORMULAS:
-            return release.delta, (UNREACHED.format(name),) if math.isinf(epsilon) else ()
+            return release.delta, (UNREACHED.format(name),) * math.isinf(epsilon)
         arguments = release.formula_arguments(k, count)
         delta, failed = FORMULAS[name].conditions(epsilon, std, release.delta, **arguments)
         return delta, failed + release.unmet_conditions()
-
-    def quantiles(self, accountant: str, participations: Participations) -> np.ndarray:
-        release = self.release
-        counts = release.counts(participations)
-        protected = (counts > 0) & (release.samples > 0) & ~release.public
-        spent = self.epsilons(accountant, counts)[protected]
-        return quantiles(spent) if len(spent) else np.zeros(0)
 
     def client_table(self, participations: Participations) -> list[dict[str, Any]]:
         """A row for a client that took part: sizes, participations, steps, noise (`noise_std` on
@@ -450,7 +443,22 @@ class LocalStepsReport(ReleaseReport):
         )
 
 
-def scope_of(release: LocalSteps, k: int, count: int, spent: ArrayLike = ()) -> Scope:
+def row_quantiles(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Quantiles at `SHARES` of a column of `LocalStepsReport.client_table`, over the clients that
+    are not public; empty where there is nothing in it.
+    """
+    private = (row[name] for row in rows if row["epsilon_claimed"] != math.inf)
+    return _quantiles([value for value in private if value is not None])
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """Quantiles at `SHARES`, each one of the values; empty where there is none."""
+    ordered = sorted(values)
+    places = [max(math.ceil(share * len(ordered)) - 1, 0) for share in SHARES]
+    return [ordered[place] for place in places] if ordered else []
+
+
+def scope_of(release: LocalSteps, k: int, count: int, spent: Sequence[float] = ()) -> Scope:
     """What a guarantee of client k relies on after `count` participations. `spent` are the epsilons
     of all clients that took part, of which client k spent most; empty: unknown.
     """
@@ -468,10 +476,9 @@ def scope_of(release: LocalSteps, k: int, count: int, spent: ArrayLike = ()) -> 
     words += f"{count} participations"
     if release.side_query:
         words += f", the {release.side_query.name} released at each"
-    epsilons = np.asarray(spent, np.float64)
-    if len(epsilons) > 1:
-        values = ", ".join(f"{value:.4g}" for value in quantiles(epsilons).tolist())
-        words += f", the worst of {len(epsilons)} whose epsilons have quartiles {values}"
+    if len(spent) > 1:
+        values = ", ".join(f"{value:.4g}" for value in _quantiles(spent))
+        words += f", the worst of {len(spent)} whose epsilons have quartiles {values}"
     if not hidden:
         return Scope(words, client=k)
     return Scope(words, "batch hidden", BATCHES, client=k)

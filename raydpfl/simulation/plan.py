@@ -134,8 +134,8 @@ class Plan:
         arrays = [
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
+            self.mechanism.step_stds if self.mechanism else None,
         ]
-        arrays += self.mechanism.client_facts() if self.mechanism else ()
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
             arrays.append(
@@ -314,7 +314,8 @@ class Plan:
         """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
         None when there is none.
         """
-        return self.mechanism.step_stds(clients) if self.mechanism else None
+        stds = self.mechanism.step_stds if self.mechanism else None
+        return None if stds is None else stds[clients]
 
     def chunk_costs(self, clients: np.ndarray) -> np.ndarray | None:
         """What chunks of these clients are cut by, float64 [3, r]; see

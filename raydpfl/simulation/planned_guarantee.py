@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,14 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from raydpfl import models
-from raydpfl.errors import BudgetError, ConfigError
+from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.methods import server
 from raydpfl.privacy import LocalSteps, Mechanism
-from raydpfl.privacy.calculator.answer import Budget, PersonalBudget, Unknown
-from raydpfl.privacy.calculator.solve import Question
-from raydpfl.privacy.local_steps import Participations
-from raydpfl.privacy.release_report import LocalStepsReport
+from raydpfl.privacy.calculator import Budget, PersonalBudget, Unknown
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
@@ -49,12 +45,13 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     )
     budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
-        budget = of_personal(cast(LocalSteps, plan.mechanism), seen, experiment.privacy.accountants)
+        steps = cast(LocalSteps, plan.mechanism)
+        budget = PersonalBudget(steps, seen, experiment.privacy.accountants)
     else:
         budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
-    if experiment.privacy.budget is None:
-        return budget
-    return replace(budget, notes=(*budget.notes, _lasts(plan, experiment.privacy.budget)))
+    if experiment.privacy.budget is not None:
+        budget.notes.append(_lasts(plan, experiment.privacy.budget))
+    return budget
 
 
 def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
@@ -69,10 +66,9 @@ def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
     unknown: Unknown = "epsilon" if target is None else "noise"
     most = max(seen.values(), default=1) if experiment.noise.simulated() else None
     terms = plan.terms
-    question = Question(
-        mechanism, terms.relation, terms.delta, unknown, target, participations=most, v=terms.v
+    return Budget(
+        mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism
     )
-    return question.budget(mechanism)
 
 
 def _lasts(plan: Plan, budget: float) -> str:
@@ -96,30 +92,3 @@ def _without_model(experiment: Experiment) -> Experiment:
     if "server" in experiment.unread:
         changes["server"] = server.ServerSgd()
     return experiment.model_copy(update=changes)
-
-
-def of_personal(
-    mechanism: LocalSteps,
-    participations: Participations,
-    accountants: Sequence[str] = ("pld", "rdp", "paper"),
-) -> PersonalBudget:
-    """What noise at local steps guarantees, for every client and for the one that spends most.
-
-    Args:
-        mechanism: what the clients release.
-        participations: how often each takes part, by id or int64 [N].
-        accountants: their names.
-    """
-    report = LocalStepsReport(mechanism, accountants)
-    try:
-        report.check_claims(participations)
-        broken = None
-    except BudgetError as error:
-        broken = str(error)
-    rows = report.client_table(participations)
-    guarantees = report.guarantees(participations)
-    notes = [
-        *report.warnings(participations),
-        *(f"not accounted for: {exclusion}" for exclusion in mechanism.exclusions),
-    ]
-    return PersonalBudget(mechanism, tuple(rows), tuple(guarantees), broken, tuple(notes))

@@ -8,14 +8,14 @@ import hashlib
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import pyarrow as pa
 
 from raydpfl.errors import RunError
-from raydpfl.privacy import Guarantee, Ledger, check_budget, rigorous
+from raydpfl.privacy import Guarantee, Ledger, check_budget, column, rigorous
 from raydpfl.privacy.guarantee import SHARES
+from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
 from raydpfl.simulation.plan import Plan
 from raydpfl.storage.tables import schema, write_table
 
@@ -136,12 +136,11 @@ class Account:
         if mechanism is None or not mechanism.by_draws:
             return None
         _, seen = self._recorded(rounds, participations)
-        report = self.plan.report
-        rows = report.client_table(seen) or []
+        rows = cast(LocalStepsReport, self.plan.report).client_table(seen)
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
         columns: dict[str, list[Any]] = {"at": list(SHARES)}
         for name in rigorous(self.plan.named):
-            quantiles = report.quantiles(name, seen).tolist()
-            columns[name] = [value if np.isfinite(value) else "infinity" for value in quantiles]
+            quantiles = row_quantiles(rows, column(name))
+            columns[name] = [value if math.isfinite(value) else "infinity" for value in quantiles]
         return columns

@@ -22,7 +22,7 @@ from raydpfl.methods.probes.client_optima import Heterogeneity
 from raydpfl.methods.probes.clipping import BoundingProbe
 from raydpfl.methods.probes.trajectory import together
 from raydpfl.methods.selection.privacy_aware_solver import solve
-from raydpfl.privacy import paper_formulas
+from raydpfl.privacy import budget_variance
 from raydpfl.simulation.resolution import resolve
 
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
@@ -554,7 +554,7 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     budgets = asked.noise.epsilon.draw(asked.seed, 12)
     assert np.array_equal(rows["budget"], budgets)
     batches = np.minimum(10, sizes)
-    variance = paper_formulas.budget_variance(budgets, 1e-3, batch=batches, samples=sizes)
+    variance = budget_variance(budgets, 1e-3, batch=batches, samples=sizes)
     assert np.allclose(rows["variance"], variance)
     solved = solve(sizes / sizes.sum(), 0.01 * plan.d * variance).probabilities
     assert np.allclose(rows["probability"], solved, atol=1e-12)

@@ -16,7 +16,7 @@ from raydpfl.methods.selection.privacy_aware_solver import (
     solve,
     solve_cvxpy,
 )
-from raydpfl.privacy.paper_formulas import budget_variance
+from raydpfl.privacy import budget_variance
 
 
 def instance(

@@ -334,7 +334,7 @@ def test_claims_that_do_not_hold_are_shown_with_the_truth():
     release = {"samples": [500, 500], "batch": 250, "steps": 1, "bound": 1.0, "delta": 1e-5}
     noise = {"participations": [1, 1], "budgets": [1.0, 20.0], "calibration": "paper"}
     release = privacy.calibrate_local_steps(**release, **noise)
-    found = planned_guarantee.of_personal(release, [1, 1])
+    found = calculator.PersonalBudget(release, [1, 1])
     assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
     text = "The noise of Xu 2026 protects 1 of 2 clients less than it claims"
     assert text in " ".join(shown(found).split())
@@ -343,8 +343,8 @@ def test_claims_that_do_not_hold_are_shown_with_the_truth():
 
 
 def test_without_participations_nothing_is_spent():
-    found = planned_guarantee.of_personal(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
-    assert found.guarantees[0].epsilon == 0 and found.rows == () and "Epsilon 0 " in shown(found)
+    found = calculator.PersonalBudget(privacy.LocalSteps([10], 5, 1, 1.0, 1e-5, [1.0]), [0])
+    assert found.guarantees[0].epsilon == 0 and found.rows == [] and "Epsilon 0 " in shown(found)
 
 
 def test_a_delta_above_one_over_the_population_is_noted():

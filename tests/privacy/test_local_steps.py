@@ -29,11 +29,11 @@ from raydpfl.privacy import (
     epsilon,
     gaussian_delta,
     gaussian_epsilon,
-    paper_formulas,
     report_of,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.guarantee import SHARES, column
+from raydpfl.privacy.release_report import row_quantiles
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.minibatches import batches
 
@@ -264,7 +264,7 @@ def test_clients_whom_002_does_not_cover_have_the_exact_noise_and_are_named():
     assert found.stds[[1, 3, 4]] == pytest.approx(exact.stds[[1, 3, 4]], rel=1e-3)
     for k in (0, 2):
         client = {"bound": 1.0, "batch": 10, "samples": SMALL_002["samples"][k], "steps": 300}
-        assert found.stds[k] == paper_formulas.tcdp_noise(0.3, delta=1e-2, **client).value
+        assert found.stds[k] == FORMULAS["Chen 2024 tCDP"].noise(0.3, 1e-2, **client).value
         assert found.stds[k] > 4 * exact.stds[k]
     (said,) = [text for text in report_of(found).warnings(counts) if "does not calibrate" in text]
     assert "Chen 2024 tCDP does not calibrate the noise of 2 of 4 clients (1, 3)" in said
@@ -420,6 +420,7 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
     counts = given["participations"]
     report = report_of(found)
     guarantees = {each.accountant: each for each in report.guarantees(counts)}
+    rows = report.client_table(counts)
     assert list(guarantees) == ["pld", "rdp", *FORMULAS]
     for name, guarantee in guarantees.items():
         spent = report.epsilons(name, counts)
@@ -432,7 +433,7 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
         assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
         ordered = np.sort(spent[counts > 0])
         places = [max(math.ceil(share * len(ordered)) - 1, 0) for share in SHARES]
-        assert report.quantiles(name, counts).tolist() == ordered[places].tolist()
+        assert row_quantiles(rows, column(name)) == ordered[places].tolist()
     assert guarantees["pld"].epsilon == pytest.approx(given["budgets"][counts > 0].max(), rel=2e-3)
     batches = str(guarantees["pld"].sampling)
     assert "fixed size 32 of" in batches and "batch hidden" in batches
@@ -455,7 +456,8 @@ def test_the_table_has_a_row_for_each_client_that_took_part():
         expected |= {column(name): spent[name][k] for name in spent}
         assert {name: row[name] for name in expected} == expected
         client = {name: row[name] for name in ("batch", "samples", "steps")}
-        formula = paper_formulas.tcdp_epsilon(row["noise_std"], delta=1e-5, bound=2.0, **client)
+        tcdp = FORMULAS["Chen 2024 tCDP"]
+        formula, _ = tcdp.printed(row["noise_std"], 1e-5, bound=2.0, **client)
         failed = [each for each in row["conditions_failed"] if each.startswith("Chen 2024 tCDP")]
         assert failed == [f"Chen 2024 tCDP: {each}" for each in formula.conditions_failed]
     assert pa.table({name: [row[name] for row in rows] for name in rows[0]}).num_rows == len(rows)

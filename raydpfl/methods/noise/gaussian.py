@@ -25,7 +25,6 @@ from raydpfl.privacy import (
     Sampling,
     Terms,
     budgets,
-    paper_formulas,
 )
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.types import Placement
@@ -264,7 +263,7 @@ class Gaussian(Noise):
         if self.drawn_by() != "step" or self.epsilon is None:
             return None
         budgets = self._budgets(seed, len(sizes), root)
-        return paper_formulas.budget_variance(budgets, self.delta, batch=batches, samples=sizes)
+        return privacy.budget_variance(budgets, self.delta, batch=batches, samples=sizes)
 
     def _budgets(self, seed: int, clients: int, root: Path | None) -> np.ndarray:
         """The budget of every client: epsilon, float64 [N]; infinite for a public client."""

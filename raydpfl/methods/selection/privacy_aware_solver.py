@@ -2,7 +2,7 @@
 
 Let p^u be the unbiased probabilities and c_k the cost of drawing client k, a scale times the
 variance of its noise (003: c_k = eta D V_k, V_k =
-`raydpfl.privacy.paper_formulas.budget_variance`). The selection probabilities p minimise over the
+`raydpfl.privacy.budget_variance`). The selection probabilities p minimise over the
 simplex
 
     f(p) = D + F,   D = ||p - p^u||_1,   F = sqrt(D^2 + sum_k c_k p_k^2).

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.privacy.mechanism import Event, Mechanism
-from raydpfl.privacy.observers import place_of
-from raydpfl.privacy.paper_formulas import FormulaValue
 from raydpfl.privacy.types import Relation
 
 NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
@@ -49,7 +48,7 @@ class Accountant:
         """
         sampling = mechanism.sampling
         scheme = sampling.scheme
-        impossible = place_of(mechanism.placement).refuses(sampling, relation)
+        impossible = mechanism.refuses(relation)
         if impossible or sampling.everyone:
             return impossible
         refused = scheme.refuses(relation)
@@ -92,10 +91,21 @@ class Accountant:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class FormulaValue:
+    """What a formula gives, and the conditions of its paper that do not hold, in words."""
+
+    value: float
+    conditions_failed: tuple[str, ...] = ()
+
+
 class Formula(Accountant):
-    """Base of the papers' formulas for noise at local steps. A member gives `printed` and `noise`.
-    `std` is that of the noise on the mean gradient of a batch, and `client` has `bound` (per-sample
-    clip norm), `batch` (B), `samples` (n_k) and `steps` (local steps over all participations).
+    """Base of the papers' formulas for noise at local steps. These are not guarantees of what ran;
+    `raydpfl.privacy.epsilon` is. A member gives `printed` and `noise`.
+
+    `std` (sigma) is that of the noise on the mean gradient of a batch, and `client` has `bound`
+    (per-sample clip norm, c or G), `batch` (B), `samples` (n_k) and `steps` (K_i Q or T_k T_l: the
+    local steps over all participations).
     """
 
     rigorous = False
@@ -125,7 +135,7 @@ class Formula(Accountant):
         self,
         std: ArrayLike,
         delta: float,
-        counts: np.ndarray,
+        counts: ArrayLike,
         *,
         bound: float,
         batch: ArrayLike,
@@ -135,7 +145,7 @@ class Formula(Accountant):
         """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps: of one
         client, or of n clients whose `std`, `batch`, `samples` and `steps` are [n].
         """
-        columns = np.broadcast_arrays(std, np.asarray(steps) * counts, batch, samples)
+        columns = np.broadcast_arrays(std, np.multiply(steps, counts), batch, samples)
         return np.array(
             [
                 self.printed(z, delta, bound=bound, batch=b, samples=n, steps=times)[0].value

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from raydpfl.privacy import paper_formulas
-from raydpfl.privacy.accountants.base import Formula
+import math
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.papers import PAPERS
 
 
 class Tcdp(Formula):
-    """Truncated concentrated DP per client, replace-one of one sample."""
+    """Truncated concentrated DP per client, replace-one of one sample:
+
+    epsilon = rho + 2 sqrt(rho ln(1/delta)) where the condition of Lemma 2 holds,
+    delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1).
+
+    Solved for the noise, by the former: sigma^2 = 26 K_i Q G^2 / (n_i^2 rho) with
+    rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2. Noise for which a condition fails is
+    refused.
+    """
 
     name = f"{PAPERS['002']} tCDP"
     calibration = "tcdp"
@@ -17,7 +27,51 @@ class Tcdp(Formula):
         return failed
 
     def printed(self, std, delta, **client):
-        return paper_formulas.tcdp_epsilon(std, delta=delta, **client), delta
+        surprise = math.log(1 / delta)
+        rho, omega, failed = tcdp(std, **client)
+        if not omega > 1:
+            return FormulaValue(math.inf, (*failed, f"omega = {omega:.4g} > 1")), delta
+        if delta >= least_delta(rho, omega):
+            return FormulaValue(rho + 2 * math.sqrt(rho * surprise), failed), delta
+        return FormulaValue(rho * omega + surprise / (omega - 1), failed), delta
 
     def noise(self, epsilon, delta, **client):
-        return paper_formulas.tcdp_noise(epsilon, delta=delta, **client)
+        if not (0 < epsilon < math.inf):
+            raise ConfigError("epsilon", epsilon, "a positive finite number")
+        surprise = math.log(1 / delta)
+        # of rho, without cancellation
+        root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))
+        std = client["bound"] / client["samples"] * math.sqrt(26 * client["steps"]) / root
+        rho, omega, failed = tcdp(std, **client)
+        limit = least_delta(rho, omega) if omega > 1 else 1.0
+        if delta < limit:
+            failed += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
+        return FormulaValue(std, failed)
+
+
+def tcdp(
+    std: float, *, bound: float, batch: int, samples: int, steps: int
+) -> tuple[float, float, tuple[str, ...]]:
+    """rho = 26 K_i Q G^2 / (n_i^2 sigma^2) and omega = B^2 sigma^2 ln(n_i/B) / (8 G^2) of a
+    client's subsampled steps (002 Lemmas 1, 3 and 4), and the conditions that fail; (infinity, 0)
+    without noise. The arguments are those of `Formula`.
+    """
+    q = batch / samples
+    z = batch * std / bound
+    rho1 = 2 / z / z if z else math.inf
+    amplification = math.log(1 / q)
+    order = 3 * rho1 * (2 - math.log2(rho1)) if 0 < rho1 < math.inf else 0.0
+    omega = z * amplification * z / 8 if amplification else 0.0
+    conditions = {
+        f"rho1 = {rho1:.4g} <= 0.1": rho1 <= 0.1,
+        f"q = {q:.4g} <= 0.1": q <= 0.1,
+        f"ln(1/q) = {amplification:.4g} >= 3 rho1 (2 + log2(1/rho1))": amplification >= order,
+        f"ln(1/q) / (2 rho1) = {2 * omega:.4g} >= 3": 2 * omega >= 3,
+    }
+    failed = tuple(text for text, holds in conditions.items() if not holds)
+    return 13 * q * q * steps * rho1, omega, failed
+
+
+def least_delta(rho: float, omega: float) -> float:
+    """e^(-(omega-1)^2 rho), down to which 002 Lemma 2 converts."""
+    return math.exp(-((omega - 1) * rho * (omega - 1))) if rho else 0.0

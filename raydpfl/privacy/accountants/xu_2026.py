@@ -1,12 +1,20 @@
-"""Personal budgets of 003: sigma_k of eq. 6 and its inverse (PRIVACY.md sec. 5)."""
+"""Personal budgets of 003: sigma_k of eq. 6 and its inverse (PRIVACY.md sec. 5). Budgets, deltas,
+batches B and samples n_k may be numbers or arrays of one shape, which the results have too.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from typing import Any
 
-from raydpfl.privacy import paper_formulas
-from raydpfl.privacy.accountants.base import Formula
+import numpy as np
+from numpy.typing import ArrayLike
+
+from raydpfl.errors import ConfigError
+from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.papers import PAPERS
+from raydpfl.privacy.pld import gaussian_delta
+from raydpfl.privacy.search import halved, safe_end
 
 
 class PersonalBudgets(Formula):
@@ -19,14 +27,86 @@ class PersonalBudgets(Formula):
     calibration = "paper"
 
     def printed(self, std, delta, **client):
-        return paper_formulas.budget_epsilon(std, delta, **client), delta
+        epsilon = float(self.claims(std, delta, 1, **client))
+        return FormulaValue(epsilon, self.conditions(epsilon, std, delta, **client)[1]), delta
 
-    def noise(self, epsilon, delta, **client):
-        return paper_formulas.budget_noise(epsilon, delta, **client)
+    def noise(self, epsilon, delta, *, bound, batch, samples, steps):
+        variance = budget_variance(epsilon, delta, batch=batch, samples=samples)
+        failed = _lemma2(epsilon, delta, batch, samples)
+        return FormulaValue(bound * math.sqrt(variance * steps), failed)
 
     def claims(self, std, delta, counts, *, bound, batch, samples, steps):
-        root = std / (bound * np.sqrt(steps * counts))
-        return paper_formulas.budget_epsilons(root, delta, batch=batch, samples=samples)
+        """By bisection, to a relative 1e-13."""
+        root, batch, samples = np.broadcast_arrays(
+            std / (bound * np.sqrt(steps * counts)), np.asarray(batch), np.asarray(samples)
+        )
+
+        def asks(log_epsilon: np.ndarray) -> np.ndarray:
+            asked = budget_variance(np.exp(log_epsilon), delta, batch=batch, samples=samples)
+            return np.sqrt(asked) > root
+
+        low, high = np.full(root.shape, -500.0), np.full(root.shape, 500.0)
+        return np.where(root > 0, np.exp(halved(asks, low, high, times=60)), math.inf)[()]
 
     def conditions(self, epsilon, std, delta, *, bound, batch, samples, steps):
-        return delta, paper_formulas.lemma2(epsilon, delta, batch=batch, samples=samples)
+        return delta, _lemma2(epsilon, delta, batch, samples)
+
+
+def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
+    """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before
+    amplification (Lemma 1), float64 [...].
+    """
+    epsilon = np.asarray(epsilon, float)
+    r = np.asarray(batch, float) / np.asarray(samples, float)
+    small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
+    # without e^epsilon, which would overflow
+    large = epsilon - np.log(r) + np.log1p((r - 1) * np.exp(-epsilon))
+    return np.where(epsilon > 30, large, small)[()]
+
+
+def budget_variance(
+    epsilon: ArrayLike, delta: ArrayLike, *, batch: ArrayLike, samples: ArrayLike
+) -> Any:
+    """V_k = 8 ln(e + r eps' / delta) / (n_k r eps')^2, r = B / n_k (003 eq. 7): the noise variance
+    for one local step and a bound of 1, float64 [...].
+
+    Args:
+        epsilon: above 0; infinite for a public client, whose variance is 0.
+        delta: between 0 and 1.
+        batch, samples: B, from 1 to n_k, and n_k.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    b, n, at = (np.asarray(value, float) for value in (batch, samples, delta))
+    for field, value, fits, expected in (
+        ("epsilon", epsilon, np.asarray(epsilon) > 0, "a positive number, inf for a public client"),
+        ("delta", delta, (at > 0) & (at < 1), "a number between 0 and 1, both excluded"),
+        ("batch", batch, (b >= 1) & (b <= n), f"from 1 to the client's samples ({samples!s})"),
+    ):
+        if not np.all(fits):
+            raise ConfigError(field, value, expected)
+    inner = unamplified_budget(epsilon, batch=b, samples=n)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        # ln(e + r eps' / delta), whose argument may overflow
+        surprise = np.logaddexp(1.0, np.log(b / n) + np.log(inner) - np.log(delta))
+        variance = np.square(np.sqrt(8 * surprise) / inner / b)
+    return np.where(np.isinf(epsilon), 0.0, variance)[()]
+
+
+def _lemma2(epsilon: float, delta: float, batch: int, samples: int) -> tuple[str, ...]:
+    """The condition that fails, in words, if 003 Lemma 2 does not hold where it is used, at eps'
+    and delta / r, by the exact Gaussian curve. It gives large budgets too little noise, at r = 1
+    and delta 1e-5 those above 169.
+    """
+    r = batch / samples
+
+    def excess(inner: float) -> float:
+        surprise = np.logaddexp(1.0, math.log(inner) - math.log(delta / r))
+        return float(gaussian_delta(inner, inner / math.sqrt(8 * surprise)) - delta / r)
+
+    inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
+    if math.isinf(epsilon) or inner < 10 or excess(inner) <= 0:
+        return ()
+    most = safe_end(excess, 10.0, inner, xtol=0.0, rtol=1e-6)
+    return (f"eps' = {inner:.4g} <= {most:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)

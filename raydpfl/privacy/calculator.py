@@ -1,0 +1,614 @@
+"""The privacy budget calculator: of noise, epsilon and rounds any two determine the third, by every
+accountant, against every observer.
+
+>>> budget = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
+>>> for answer in budget.answers:
+...     guarantee = answer.guarantee
+...     print(f"{guarantee.accountant:5} {guarantee.observer}: {guarantee.epsilon:.4g}")
+pld   every aggregate: 0.9837
+pld   every aggregate: 33.1
+pld   every single update: 1190
+rdp   every aggregate: 2.044
+rdp   every aggregate: 35.08
+rdp   every single update: 1212
+paper every aggregate: 0.7069
+>>> round(budget.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
+0.98
+>>> print(budget.sentence())  # doctest: +NORMALIZE_WHITESPACE
+Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, an observer of every aggregate,
+but not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of
+the time; blind guessing detects 5%.
+
+One client's local steps (002, 003), where samples are protected and every update is seen:
+
+>>> sample = {"samples": 600, "batch": 10, "steps": 300, "participations": 1}
+>>> for answer in of_samples(**sample, epsilon=0.3, delta=1e-2).answers:
+...     # std of the mean gradient / bound
+...     print(f"{answer.guarantee.accountant}: {answer.noise_multiplier / 10:.3f}")
+pld: 0.343
+rdp: 0.667
+Chen 2024 tCDP: 2.140
+Chen 2024 Theorem 5: 0.106
+Xu 2026: 2.277
+
+Noise is the multiplier z = std of the noise on the sum / bound. `from_options` is the command line;
+`raydpfl.simulation.planned_guarantee` answers for an experiment, with a `PersonalBudget` where the
+noise is at local steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from raydpfl.errors import BudgetError, ConfigError, renamed
+from raydpfl.privacy.accountants import FORMULAS, Formula, FormulaValue
+from raydpfl.privacy.accountants.paper import paper_multiplier
+from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
+from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
+from raydpfl.privacy.guarantee import SHARES, Guarantee, loose
+from raydpfl.privacy.local_steps import LocalSteps, Participations
+from raydpfl.privacy.mechanism import Mechanism, Query
+from raydpfl.privacy.observers import ObserverView, views
+from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
+from raydpfl.privacy.sampling import Sampling, scheme_of
+from raydpfl.privacy.types import Placement, Relation
+
+Unknown = Literal["epsilon", "noise", "rounds"]
+LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
+RIGOROUS = ("pld", "rdp")
+_COUNTS = range(1, MOST_ROUNDS + 1)
+# What one draw of the noise is on, where it is not the sum; what else a reader should know.
+_DRAW = {"client": "one_client", "step": "the_mean_gradient"}
+_CAVEATS = {
+    "client": "k clients who pool what they know of their own noise, or k that drop out, leave "
+    "sqrt((r - k) / r) of the noise on a sum of r",
+    "step": "it holds for a fresh batch at each step, not for shuffled epochs; participations are "
+    "those that occur, or a cap that is kept",
+}
+# What the parameters of `raydpfl.privacy` are called where samples are protected.
+_OF_SAMPLES = {"population": "samples", "cohort": "batch", "rounds": "participations"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one accountant answers against one observer.
+
+    Args:
+        guarantee: for that noise and those rounds (for one round if there are none).
+        noise_multiplier: std of the noise on the sum / bound, of the mechanism itself, whatever the
+            observer sees of it; infinite if no noise is enough.
+        rounds: of the run, or, where samples are protected, of the client; 0 if one spends too
+            much.
+        true_epsilon: for a paper's formula, the epsilon that holds there, at the formula's own
+            delta.
+    """
+
+    guarantee: Guarantee
+    noise_multiplier: float
+    rounds: int
+    true_epsilon: float | None = None
+
+    @property
+    def overclaims(self) -> bool:
+        """Whether it is a formula that claims a smaller epsilon than holds."""
+        if self.true_epsilon is None:
+            return False
+        return self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
+
+
+@dataclass
+class Budget:
+    """The answers to a question, of every accountant against every observer, and the guarantees of
+    one mechanism: that with the noise and rounds of the first answer (pld, against the observer who
+    sees least), or `run`.
+
+    Args:
+        asked: the mechanism, in which a 1 stands for the noise or the rounds if they are unknown.
+        epsilon: the one asked for; None if it is the unknown.
+        steps: local steps of a round where samples are protected, else 1.
+        participations: the largest number of rounds of any client; None: unknown.
+        v: the constant of the formula of 000 and 001.
+        run: what a config runs, if the question is about one.
+
+    Raises:
+        ConfigError: an argument is out of range, or one round spends more than epsilon.
+    """
+
+    asked: Mechanism
+    relation: Relation
+    delta: float
+    unknown: Unknown
+    epsilon: float | None
+    steps: int = 1
+    participations: int | None = None
+    v: float = 4.0
+    run: Mechanism | None = None
+
+    def __post_init__(self) -> None:
+        self.answers = tuple(self._answers(self.asked, self.unknown))
+        first = self.answers[0]
+        if first.rounds == 0:
+            expected = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
+            raise ConfigError("epsilon", self.epsilon, f"{expected}or more noise")
+        self.mechanism = self.run or self._at(first.noise_multiplier, first.rounds)
+        held = self.answers
+        if self.unknown != "epsilon":
+            held = tuple(self._answers(self.mechanism, "epsilon"))
+        self.guarantees = tuple(answer.guarantee for answer in held)
+        lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
+        caveat = _CAVEATS.get(self.asked.placement)
+        self.notes = [note for note in (lax, caveat) if note]
+        self.notes += [f"not accounted for: {words}" for words in self.mechanism.exclusions]
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether samples are protected, by noise at every local step of one client."""
+        return self.mechanism.unit == "sample"
+
+    @property
+    def repeated(self) -> str:
+        """What composes."""
+        return "participations" if self.of_samples else "rounds"
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of the mechanism."""
+        return self.mechanism.rounds // self.steps
+
+    @property
+    def released(self) -> str:
+        """What is released, in words."""
+        sampling = self.mechanism.sampling
+        if self.of_samples:
+            steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
+            return f"{steps}, each a sum over a batch of samples: {sampling}"
+        text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        survey = self.mechanism.survey
+        return f"{text}; and {survey}" if survey else text
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Multiplier, bound, sensitivity of the sum, std of the noise on it, and of one draw."""
+        query = self.mechanism.queries[0]
+        noise = {
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "bound": query.bound,
+            "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
+            "std_of_the_sum": query.std,
+        }
+        draw = _DRAW.get(self.mechanism.placement)
+        if draw:
+            noise[f"std_of_{draw}"] = query.std / self.mechanism.draws
+        per_client = (other for other in self.mechanism.queries if other.per_client)
+        return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
+
+    def sentence(self) -> str:
+        """What the first guarantee means: the largest power of a test at 5% false alarms."""
+        return self.guarantees[0].detection()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
+        return {
+            "unknown": self.unknown,
+            "unit": self.mechanism.unit,
+            "sampling": asdict(self.mechanism.sampling),
+            self.repeated: self.rounds,
+            **({"steps": self.steps} if self.of_samples else {}),
+            "relation": self.relation,
+            "placement": self.mechanism.placement,
+            "delta": self.delta,
+            "noise": self.noise,
+            "answers": [
+                {
+                    "noise_multiplier": _to_json(answer.noise_multiplier),
+                    self.repeated: answer.rounds,
+                    "true_epsilon": _to_json(answer.true_epsilon),
+                    "guarantee": answer.guarantee.to_dict(),
+                }
+                for answer in self.answers
+            ],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "sentence": self.sentence(),
+            "notes": self.notes,
+        }
+
+    def _answers(self, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
+        """By the rigorous accountants, against every observer, and by the papers' formulas."""
+        for name in RIGOROUS:
+            yield from self._counted(name, mechanism, unknown)
+        if mechanism.unit == "client":
+            yield self._by_paper(mechanism, unknown)
+        else:
+            for formula in FORMULAS.values():
+                yield self._by_formula(formula, mechanism, unknown)
+
+    @property
+    def _target(self) -> float:
+        assert self.epsilon is not None
+        return self.epsilon
+
+    def _at(self, z: float, rounds: int) -> Mechanism:
+        """The mechanism with this noise multiplier, for so many rounds."""
+        return replace(self.asked.with_noise(z), rounds=rounds * self.steps)
+
+    def _seen(self, mechanism: Mechanism, rounds: int) -> list[ObserverView]:
+        """What observers see in so many rounds."""
+        return list(views(mechanism, self.relation, rounds * self.steps, self.participations))
+
+    def _against(self, place: int, name: str, z: float, rounds: int, delta: float) -> Guarantee:
+        """Against the observer at this place, for this noise and these rounds (1 for 0)."""
+        rounds = max(rounds, 1)
+        return guarantee_against(self._seen(self._at(z, rounds), rounds)[place], name, delta)
+
+    def _counted(self, name: str, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
+        """By a rigorous accountant, one answer against every observer."""
+        rounds = mechanism.rounds // self.steps
+        for place, view in enumerate(self._seen(mechanism, rounds)):
+            z, lasting = mechanism.noise_multiplier, rounds
+            if not covers(name, view.mechanism, view.relation):
+                if unknown == "rounds":
+                    lasting = self._lasting(name, place, view)
+                elif unknown == "noise":
+                    z *= self._scale(name, view)
+            guarantee = self._against(place, name, min(z, LARGE), lasting, self.delta)
+            yield Answer(guarantee, z, lasting)
+
+    def _scale(self, name: str, view: ObserverView) -> float:
+        """The factor on the noise multiplier that an accountant asks for against an observer, who
+        sees a fixed multiple of the mechanism's own noise; infinite where a survey alone spends
+        more against it, or no proof is known.
+        """
+        seen = view.mechanism
+        try:
+            z = noise_for(self._target, seen, view.relation, self.delta, name, view.rounds)
+        except ConfigError as refusal:
+            if refusal.field != "target" or not (seen.survey or seen.unproved):
+                raise
+            return math.inf
+        return z / seen.noise_multiplier
+
+    def _lasting(self, name: str, place: int, view: ObserverView) -> int:
+        """The largest number of rounds in which the observer at this place stays within epsilon."""
+        spent = (self._target, view.mechanism, view.relation, self.delta, name, self.v)
+        most = rounds_for(*spent)
+        return bisect_right(_COUNTS, most, key=lambda t: self._seen(self.asked, t)[place].rounds)
+
+    def _by_paper(self, mechanism: Mechanism, unknown: Unknown) -> Answer:
+        """By the formula of 000 and 001, which is about the first observer only."""
+        name = "paper"
+        z = mechanism.noise_multiplier
+        rounds = mechanism.rounds
+        view = self._seen(mechanism, rounds)[0]
+        if unknown == "rounds":
+            rounds = self._lasting(name, 0, view)
+        elif unknown == "noise":
+            sampling = view.mechanism.sampling
+            z = paper_multiplier(self._target, sampling, view.rounds, self.delta, self.v)
+        at = self._at(z, max(rounds, 1))
+        (printed,) = guarantees(at, self.relation, self.delta, None, [name], v=self.v)
+        return Answer(printed, z, rounds, self._truth(z, rounds, self.delta))
+
+    def _truth(self, z: float, rounds: int, delta: float) -> float:
+        """Epsilon by pld, or by rdp where `delta` is too small for pld to tell."""
+        if not 0 < delta < 1:
+            return math.inf
+        spent = (self._against(0, name, z, rounds, delta).epsilon for name in RIGOROUS)
+        return next((epsilon for epsilon in spent if math.isfinite(epsilon)), math.inf)
+
+    def _by_formula(self, formula: Formula, mechanism: Mechanism, unknown: Unknown) -> Answer:
+        """By a formula for the local steps of one client."""
+        batches = mechanism.sampling
+        fits = batches.cohort <= batches.population  # draws with replacement may be more
+        query = mechanism.queries[0]
+        std = query.std / batches.cohort
+        rounds = mechanism.rounds // self.steps
+        epsilon, delta = math.inf, self.delta
+        client = {"bound": query.bound, "batch": batches.cohort, "samples": batches.population}
+
+        def printed(std: float, times: int) -> tuple[FormulaValue, float]:
+            return formula.printed(std, self.delta, **client, steps=max(times, 1) * self.steps)
+
+        if not fits:
+            std = math.inf if unknown == "noise" else std
+            rounds = 0 if unknown == "rounds" else rounds
+            samples = f"from at least as many samples (here: {batches.population})"
+            failed: tuple[str, ...] = (f"a batch of {batches.cohort} {samples}",)
+        elif unknown == "noise":
+            steps = rounds * self.steps
+            noise = formula.noise(self._target, self.delta, **client, steps=steps)
+            std, failed = noise.value, noise.conditions_failed
+            if math.isfinite(std):
+                epsilon = self._target
+                delta = printed(std, rounds)[1]
+        else:
+            if unknown == "rounds":
+                rounds = bisect_right(_COUNTS, self._target, key=lambda t: printed(std, t)[0].value)
+            value, delta = printed(std, rounds)
+            epsilon, failed = value.value, value.conditions_failed
+        z = batches.cohort * std / query.bound
+        truth = self._truth(z, rounds, delta) if fits and math.isfinite(std) else None
+        if not batches.scheme.as_in_the_papers(batches):
+            failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
+        if delta != self.delta:
+            alone = f"the formula gives its epsilon at delta {delta:.3g} alone"
+            failed += (f"delta = {self.delta:g} ({alone})",)
+        (view,) = self._seen(mechanism, 1)
+        guarantee = view.guarantee(formula.name, epsilon, delta, failed)
+        guarantee = replace(guarantee, kind="paper", relation=formula.relation)
+        return Answer(guarantee, z, rounds, truth)
+
+
+@dataclass
+class PersonalBudget:
+    """What noise at local steps guarantees a client's samples: `rows` of
+    `LocalStepsReport.client_table`, the guarantees of the client that spends most, and which
+    clients were promised more than holds, in words.
+
+    Args:
+        mechanism: what the clients release.
+        participations: how often each takes part, by id or int64 [N].
+        accountants: their names.
+    """
+
+    mechanism: LocalSteps
+    participations: Participations
+    accountants: Sequence[str] = ("pld", "rdp", "paper")
+
+    def __post_init__(self) -> None:
+        report = LocalStepsReport(self.mechanism, self.accountants)
+        self.rows = report.client_table(self.participations)
+        self.guarantees = tuple(report.guarantees(self.participations))
+        self.broken: str | None = None
+        try:
+            report.check_claims(self.participations)
+        except BudgetError as error:
+            self.broken = str(error)
+        self.notes = [*report.warnings(self.participations)]
+        self.notes += [f"not accounted for: {words}" for words in self.mechanism.exclusions]
+
+    @property
+    def released(self) -> str:
+        """What is released, in words."""
+        mechanism = self.mechanism
+        steps = _range(mechanism.client_steps[mechanism.samples > 0], "local steps")
+        batch = "all samples"
+        if mechanism.batch is not None:
+            batch = _range(np.atleast_1d(mechanism.batch), "samples")
+        order = "" if mechanism.sampling == "fresh" else ", in shuffled epochs"
+        steps += f", in a participation, each on {batch}{order}"
+        return f"every update of {len(self.rows)} clients: {steps}"
+
+    @property
+    def protected(self) -> list[dict[str, Any]]:
+        """The rows of the clients that are not public."""
+        return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
+
+    def quantiles(self, column: str) -> list[float | None]:
+        """Quantiles of a column of `rows` at `SHARES`, of private clients; None where missing."""
+        return [*row_quantiles(self.rows, column)] or [None for _ in SHARES]
+
+    def sentence(self) -> str:
+        """What the first guarantee means for the client that spends most."""
+        return self.guarantees[0].detection()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for strict JSON: an infinite number is the string "infinity"."""
+        mechanism = self.mechanism
+        columns = dict.fromkeys(self.rows[0] if self.rows else ())
+        for name in ("client", "calibrated_by", "conditions_failed"):
+            columns.pop(name, None)
+        query = mechanism.side_query
+        calibration = mechanism.calibration
+        counts = mechanism.client_steps[mechanism.samples > 0]
+        least, most = int(counts.min()), int(counts.max())
+        return {
+            "unit": "sample",
+            "relation": "replace_one",
+            "placement": "step",
+            "calibration": calibration and calibration.method,
+            "delta": mechanism.delta,
+            "bound": mechanism.bound,
+            "steps": least if least == most else {"least": least, "most": most},
+            **({f"std_of_the_{query.name}": query.std} if query else {}),
+            "quantiles": {"at": list(SHARES)}
+            | {name: list(map(_to_json, self.quantiles(name))) for name in columns},
+            "clients": [
+                {name: _to_json(value) for name, value in row.items()} for row in self.rows
+            ],
+            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "broken": self.broken,
+            "sentence": self.sentence(),
+            "notes": self.notes,
+        }
+
+
+def _range(counts: np.ndarray, noun: str) -> str:
+    """The one count, or where clients differ the least and the most, in words."""
+    least, most = counts.min(), counts.max()
+    return f"{least} {noun}" if least == most else f"{least} to {most} {noun}, by the client's size"
+
+
+def _to_json(value: Any) -> Any:
+    return "infinity" if value == math.inf else value
+
+
+def of_clients(
+    *,
+    population: int,
+    cohort: int | None = None,
+    rounds: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    std: float | None = None,
+    bound: float | None = None,
+    delta: float = 1e-5,
+    sampling: str = "fixed",
+    relation: str = "auto",
+    placement: str = "auto",
+    participations: int | None = None,
+    v: float = 4.0,
+) -> Budget:
+    """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
+    001). Give two of epsilon, rounds and noise.
+
+    Noise is `noise_multiplier`, std of the sum / `bound`; or `std`, which needs `bound`: that of
+    one client's noise with placement `client`, of the noise on the sum with `server`.
+    `participations` is the largest number of rounds (with replacement: of draws) of any client,
+    against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
+    auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
+    constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
+    """
+    size = scheme_of(sampling).default(population) if cohort is None else cohort
+    who = Sampling(sampling, population, cast(int, size))  # which refuses None
+    # auto: the clients, unless their part of the noise would depend on a secret
+    auto: Placement = "client" if who.coins is None else "server"
+    places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
+    place = places.get(placement)
+    if not place:
+        raise ConfigError("placement", placement, "client or server")
+    query = Query("updates", bound or 1.0, 0.0)
+    mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=place)
+    z = _multiplier(noise_multiplier, std, bound, mechanism.draws)
+    unknown = _unknown(z, epsilon, rounds, "rounds")
+    limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
+    if participations is not None and not 1 <= participations <= limit:
+        expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
+        raise ConfigError("participations", participations, expected)
+    asked = _covered(mechanism, relation, delta)
+    mechanism = mechanism.with_noise(z or 1.0)
+    return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
+
+
+def of_samples(
+    *,
+    samples: int,
+    batch: int,
+    steps: int,
+    participations: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    std: float | None = None,
+    bound: float | None = None,
+    delta: float = 1e-5,
+    sampling: str = "fixed",
+    relation: str = "auto",
+) -> Budget:
+    """The budget where one client's samples are protected, by noise at every local step, against an
+    observer of every update (002, 003). Give two of epsilon, participations and noise.
+
+    `participations` are the rounds that the client takes part in, as they occur or capped; never
+    T r / N. `bound` is the per-sample clip norm. Noise is `noise_multiplier`, std of the sum over a
+    batch / `bound`; or `std`, which needs `bound`: that of the noise on the mean gradient. Each of
+    the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError` on the name of a
+    parameter.
+    """
+    with renamed(lambda name: _OF_SAMPLES.get(name, name)):
+        if sampling == "epochs":
+            expected = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
+            raise ConfigError("sampling", sampling, expected)
+        for name, value in (("steps", steps), ("participations", participations)):
+            if value is not None and value < 1:
+                raise ConfigError(name, value, "an integer, at least 1")
+        z = _multiplier(noise_multiplier, std, bound, batch)
+        unknown = _unknown(z, epsilon, participations, "participations")
+        query = Query("gradients", bound or 1.0, 0.0)
+        rounds = steps * (1 if participations is None else participations)
+        who = Sampling(sampling, samples, batch)
+        mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
+        asked = _covered(mechanism, relation, delta)
+        return Budget(mechanism.with_noise(z or 1.0), asked, delta, unknown, epsilon, steps=steps)
+
+
+_UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_samples}
+
+
+def from_options(unit: str = "client", **options: Any) -> Budget:
+    """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
+    underscores. Options that are None count as absent. Raises `ConfigError` on an option.
+    """
+    if unit not in _UNITS:
+        raise ConfigError("--unit", unit, "client or sample")
+    parameters = inspect.signature(_UNITS[unit]).parameters
+    for name, value in options.items():
+        if name not in parameters:
+            takes = ", ".join(map(_flag, parameters))
+            raise ConfigError(_flag(name), value, f"none with --unit {unit}, which takes {takes}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            expected = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
+            raise ConfigError(_flag(name), None, expected)
+    stated = {
+        name: value.replace("-", "_") if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    names = {"kind": "sampling", "target": "epsilon"} | {name: name for name in parameters}
+    with renamed(lambda name: _flag(names[name]) if name in names else name):
+        return _UNITS[unit](**stated)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _multiplier(
+    z: float | None, std: float | None, bound: float | None, draws: float
+) -> float | None:
+    """z as stated, or from the std of one draw, `draws` times which is the std of the sum."""
+    for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(name, value, "a positive finite number")
+    if std is not None and z is not None:
+        raise ConfigError("std", std, "--noise-multiplier or --std, not both")
+    if std is not None and bound is None:
+        raise ConfigError("bound", None, "the L2 bound that --std is to be compared with")
+    field, value = ("noise_multiplier", z) if std is None else ("std", std)
+    z = z if std is None or bound is None else std * draws / bound
+    if z is not None and not 1e-6 <= z <= 1e6:  # its squares must not leave float64
+        expected = f"a noise multiplier from 1e-06 to 1e+06; this one is {z:.4g}"
+        raise ConfigError(field, value, expected)
+    return z
+
+
+def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
+    values: dict[Unknown, float | None] = {"noise": z, "epsilon": epsilon, "rounds": rounds}
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) != 1:
+        stated = [name for name in values if name not in missing]
+        expected = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
+        raise ConfigError("given", stated or None, f"{expected}the third is computed")
+    return missing[0]
+
+
+def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
+    """The relation asked for; auto: replace_one, unless the sampling scheme refuses it. Raises
+    `ConfigError` for a delta out of range, and for what no rigorous accountant covers, with the
+    nearest combination that is covered.
+    """
+    if not 0 < delta < 1:
+        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
+    who = mechanism.sampling
+    auto = "add_remove" if who.scheme.refuses("replace_one") else "replace_one"
+    relation = cast(Relation, auto if asked == "auto" else asked)  # `covers` refuses other words
+    reason = covers("pld", mechanism, relation)
+    if not reason:
+        return relation
+    others: tuple[Relation, ...] = get_args(Relation)
+    relations = [other for other in others if not covers("pld", mechanism, other)]
+    nearest = [f"--relation {relation}" for relation in relations]
+    if not covers("pld", replace(mechanism, placement="server"), relation):
+        nearest.append("--placement server")
+    if who.cohort <= who.population:
+        for kind in ("fixed", "poisson", "with_replacement"):
+            drawn = replace(mechanism, sampling=replace(who, kind=kind))
+            nearest += [] if covers("pld", drawn, relation) else [f"--sampling {kind}"]
+    expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
+    if relations:
+        raise ConfigError("relation", relation, expected)
+    raise ConfigError("placement", mechanism.placement, expected)
