@@ -28,8 +28,8 @@ from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.recorder import joined
 from raydpfl.simulation.population import composed
+from raydpfl.simulation.recorder import joined
 from raydpfl.training.backends.base import Block
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
