@@ -10,7 +10,7 @@
 (0.05, 'none')
 
 A section with a `kind` is one choice of a family and is checked by that member. What depends on the
-data or on the machine is checked by `raydpfl.simulation.plan` and `raydpfl.runtime.actor_pool`,
+data or on the machine is checked by `raydpfl.simulation.resolution` and `raydpfl.runtime.launcher`,
 still before anything starts.
 """
 
@@ -35,12 +35,10 @@ from raydpfl.config.registry import Member, Section, importing, is_path, unread,
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
-from raydpfl.data import Shards
 from raydpfl.data.features import Features
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.methods.local import Local
-from raydpfl.methods.selection import Population
 from raydpfl.methods.selection.response_times import Response
 from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric, with_defaults
@@ -48,6 +46,7 @@ from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.privacy import Relation, Terms, budgets
 from raydpfl.privacy.accountants import resolved
 from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
+from raydpfl.training.backends import BACKENDS
 
 PERSONAL = (
     "each client's own model (personal): it is not released, and no epsilon covers it against who "
@@ -286,25 +285,17 @@ class Experiment(Section):
         return with_defaults(metrics)
 
     @property
+    def clients_are_units(self) -> bool:
+        """Whether all that a client trains, its personal model included, has the same bits in any
+        chunk.
+        """
+        return BACKENDS[self.client.backend].threads and self.personal is None
+
+    @property
     def scored_by(self) -> tuple[Metric, ...]:
         """All that a model is scored by, by every client's own rows included."""
         metric = self.evaluate.per_client
         return (*self.metrics, *((metric,) if metric else ()))
-
-    def problem(self, shards: Shards, population: Population) -> probes.Problem:
-        """What the run is to solve, as probes are shown it."""
-        return probes.Problem(
-            seed=self.seed,
-            rounds=self.rounds,
-            model=self.model,
-            task=self.data.task,
-            selection=self.selection,
-            local=self.local,
-            bounding=self.bounding,
-            weights=self.weights,
-            shards=shards,
-            population=population,
-        )
 
     @property
     def scores(self) -> tuple[str, ...]:

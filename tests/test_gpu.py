@@ -725,11 +725,11 @@ def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkey
     facts = {"device": "NVIDIA H200", "cuda": "13.2", "cudnn": "1", "cublas": ":4096:8"}
     monkeypatch.setattr(starting, "_nodes", lambda: [{"CPU": 8, "GPU": 8}])
     monkeypatch.setattr(starting, "_gpu_facts", lambda gpus: facts)
-    assert starting.placed(plan).origin() == {**plan.origin(), **facts}
-    assert starting.placed(plan).noise_seed != plan.noise_seed
+    assert starting.decide(plan).origin() == {**plan.origin(), **facts}
+    assert starting.decide(plan).noise_seed != plan.noise_seed
     monkeypatch.setattr(starting, "_gpu_facts", lambda gpus: {})
     with pytest.raises(ConfigError, match=r"torch can use no GPU on a node that Ray counts one of"):
-        starting.placed(plan)
+        starting.decide(plan)
 
 
 COUNTED = """

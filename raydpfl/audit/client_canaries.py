@@ -22,13 +22,13 @@ from raydpfl.audit.canaries import CanaryRun, carried_out
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.noise import Whitening
+from raydpfl.methods.population import composed
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.population import composed
 from raydpfl.simulation.recorder import joined
 from raydpfl.training.backends.base import Block
 

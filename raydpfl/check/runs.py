@@ -19,7 +19,7 @@ from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline
 from raydpfl.simulation.recorder import joined
-from raydpfl.simulation.scheduler import Costs, assign_singly, assigner
+from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_clients, assign_singly
 
 
 class SeveralActors(Inline):
@@ -32,7 +32,7 @@ class SeveralActors(Inline):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
         self.count = actors or self.client.shards.clients
-        self._assign = assigner(experiment.client.backend, experiment.personal is not None)
+        self._assign = assign_clients if experiment.clients_are_units else assign_chunks
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:

@@ -15,8 +15,8 @@ from raydpfl.check.claims import Claims
 from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, made_up
 from raydpfl.check.example import Example
 from raydpfl.errors import RAISED
+from raydpfl.methods.population import composed
 from raydpfl.methods.selection import Cohort, Population, Selection
-from raydpfl.simulation.population import composed
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 ROUNDS = 400

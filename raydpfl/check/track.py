@@ -7,7 +7,6 @@ from pathlib import Path
 
 from raydpfl.check.contract import Untried, hold
 from raydpfl.check.example import Example
-from raydpfl.config.overrides import flat
 from raydpfl.errors import ConfigError
 from raydpfl.tracking import Tracked, installed
 from raydpfl.tracking.sender import Book, Sender
@@ -64,7 +63,7 @@ def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int
     folder.mkdir(exist_ok=True)
     book = Book(folder)
     name, rounds = book.entry(tracker.kind)
-    run = Tracked(folder, str(folder), "checked", "", flat(case.tree()), name, rounds)
+    run = Tracked(folder, str(folder), "checked", "", case.tree(), name, rounds)
     with Heard() as recorder:
         sender = Sender(tracker.kept_in(folder), run, book)
         for t in range(first, last):

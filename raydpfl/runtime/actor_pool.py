@@ -39,7 +39,7 @@ from raydpfl.runtime.worker import Started, ready
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.evaluation import Scored
 from raydpfl.simulation.provenance import differences
-from raydpfl.simulation.scheduler import Costs, assign_singly, assigner, rows
+from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_clients, assign_singly, rows
 
 START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one assignment may cost before the run gives up
@@ -134,7 +134,7 @@ class ActorPool:
         self._kind = experiment.model.kind
         self._count = count
         self._costs = Costs()
-        self._assign = assigner(client.backend, experiment.personal is not None)
+        self._assign = assign_clients if experiment.clients_are_units else assign_chunks
         self._patience = {method: Patience(client.timeout) for method in METHODS}
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         node = ray.get_runtime_context().get_node_id()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,7 @@ class Launcher:
         if self._session:
             self._session.check()
 
-    def placed(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
+    def decide(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
         """The plan with the number of client actors, and with what its clients' GPUs compute like
         where this process has none: a node of the cluster is asked.
 
@@ -203,7 +204,10 @@ class Launcher:
         with contained():
             pool = self._started(plan, on_stage) if self._count else None
             if pool is None or self._group:
-                return _inline(Coordinator(plan, out, pool, resume, fresh_noise))
+                coordinator = Coordinator(plan, out, pool, resume, fresh_noise)
+                call = partial(_inline, coordinator)
+                call("start")
+                return call
             # an actor on a joined cluster has another working directory, and another sys.path
             path = tuple(os.path.abspath(entry) for entry in sys.path)
             run = (pickle.dumps(plan), path, os.path.abspath(out), pool, resume, fresh_noise)
@@ -291,17 +295,12 @@ def round_seconds(plan: Plan, limit: float) -> float:
         log.setLevel(level)
 
 
-def _inline(coordinator: Coordinator) -> Call:
-    """Calls on a coordinator in this process, which is started."""
-
-    def call(method: str, *arguments: Any) -> Any:
-        try:
-            with contained(f"round {coordinator.state.t}" if method == "round" else ""):
-                return getattr(coordinator, method)(*arguments)
-        except (RunError, ConfigError, MemoryError, OSError):
-            raise
-        except Exception as error:  # a user-defined member may raise anything
-            raise RunError(f"the run failed: {traceback_text(error)}") from error
-
-    call("start")
-    return call
+def _inline(coordinator: Coordinator, method: str, *arguments: Any) -> Any:
+    """Calls a method of a coordinator in this process."""
+    try:
+        with contained(f"round {coordinator.state.t}" if method == "round" else ""):
+            return getattr(coordinator, method)(*arguments)
+    except (RunError, ConfigError, MemoryError, OSError):
+        raise
+    except Exception as error:  # a user-defined member may raise anything
+        raise RunError(f"the run failed: {traceback_text(error)}") from error

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from filelock import Timeout
 
-from raydpfl import models, storage, tracking
-from raydpfl.config.overrides import flat
+from raydpfl import storage, tracking
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import peak_rss_mb, single_blas
 from raydpfl.data import Shards, prepare
@@ -42,7 +41,7 @@ from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log
 from raydpfl.tracking import Tracked
-from raydpfl.tracking.sender import FILE, PATIENCE, Sender, senders
+from raydpfl.tracking.sender import FILE, PATIENCE, Book, Sender, senders
 
 log = logging.getLogger("raydpfl")
 # what is done before there are rows, and once it is interrupted, in words
@@ -110,11 +109,11 @@ def run(
             on_stage(PREPARING)
             with contained():
                 plan = resolve(experiment, root, prepare)
-                plan.check_claims()
+                plan.check_guarantees()
             if resume:
                 check_same_run(plan.experiment, folder)
             tracking.installed(plan.experiment.track)
-            plan = launcher.placed(plan, on_stage)
+            plan = launcher.decide(plan, on_stage)
             signals.check()
             with _taken(folder, resume):
                 config = plan.experiment.to_yaml().encode()
@@ -297,7 +296,7 @@ class _Drive:
         try:
             with contained():
                 summary = self.call("finish", self.status, whole)
-                numbers = torch.from_numpy(self.call("parameters").copy())
+                parameters = self.call("parameters")
         except Exception:
             if self.failure and not isinstance(self.failure, (KeyboardInterrupt, BudgetError)):
                 raise self.failure from None  # the coordinator is gone: its end is the news
@@ -314,9 +313,8 @@ class _Drive:
             summary |= dict.fromkeys(self.lasting)
             summary["reason"] = MISSING.format(", ".join(self.lasting))
         self.summary = summary
-        experiment = self.plan.experiment
-        form = Shards.open(self.plan.shards).form(experiment.data.task)
-        self.module = models.load(models.build(experiment.model, form, experiment.seed), numbers)
+        form = Shards.open(self.plan.shards).form(self.plan.experiment.data.task)
+        self.module = self.plan.trained(form, parameters)
         try:
             export.write_model(self.folder, self.module, form, summary)
             write_json(self.folder / "summary.json", summary)
@@ -370,5 +368,5 @@ def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sen
     parts = place.rstrip("/").split("/")
     group = parts[-3] if parts[-2:-1] == ["trials"] else ""
     name = f"{group}/{parts[-1]}".strip("/")
-    config = flat(plan.experiment.to_dict())
-    return senders(trackers, Tracked(folder, place, name, group, config), done, rows, fresh_noise)
+    run = Tracked(folder, place, name, group, plan.experiment.to_dict())
+    return senders(trackers, run, Book(folder), done, rows, fresh_noise)

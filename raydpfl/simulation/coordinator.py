@@ -75,7 +75,7 @@ class Coordinator:
         self.plan, self.accounts, state = checkpoint
         plan = self.plan
         self.ledger = self.accounts.ledger
-        self.problem = self.experiment.problem(self.shards, plan.population)
+        self.problem = plan.problem(self.shards)
         self.state = state or RunState.first(plan, models.flatten(self.problem.module).numpy())
         std = plan.sum_std if plan.mechanism else None
         self.noise = MonitoredNoise(

@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import nn
 
-from raydpfl import privacy
+from raydpfl import models, privacy
 from raydpfl.core import hardware
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment
+from raydpfl.methods.population import client_weights
+from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population
+from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
-from raydpfl.simulation.population import client_weights
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -75,6 +79,27 @@ class Plan:
         chunk = self.experiment.client.chunk
         assert isinstance(chunk, int)  # `auto` is resolved
         return max(1, round(self.cohort / chunk))
+
+    def problem(self, shards: Shards) -> Problem:
+        """What the run is to solve, as probes are shown it."""
+        experiment = self.experiment
+        return Problem(
+            seed=experiment.seed,
+            rounds=experiment.rounds,
+            model=experiment.model,
+            task=experiment.data.task,
+            selection=experiment.selection,
+            local=experiment.local,
+            bounding=experiment.bounding,
+            weights=experiment.weights,
+            shards=shards,
+            population=self.population,
+        )
+
+    def trained(self, form: Form, parameters: np.ndarray) -> nn.Module:
+        """The module of the run, of samples of this form, with these parameters, float32 [d]."""
+        module = models.build(self.experiment.model, form, self.experiment.seed)
+        return models.load(module, torch.from_numpy(parameters.copy()))
 
     def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
         """This plan for a run that has released `segments`: going on in the last of them, or
@@ -236,21 +261,25 @@ class Plan:
         """
         return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
 
-    def check_budget(self) -> None:
-        """Raises `ConfigError` where the budget could only be held by an epsilon that no proof
-        stands behind.
+    def check(self, shards: Shards) -> None:
+        """Raises `ConfigError` for what cannot be scored or measured of these data, and for a
+        budget that could only be held by an epsilon that no proof stands behind.
         """
-        budget = self.experiment.privacy.budget
+        experiment = self.experiment
+        form = shards.form(experiment.data.task)
+        for metric in experiment.scored_by:
+            metric.fits(form)
+        problem = self.problem(shards)
+        for probe in experiment.measure:
+            probe.fits(problem)
+        budget = experiment.privacy.budget
         if budget is None or self.mechanism is None:
             return
+        reason = self.mechanism.unproved and f"no proof holds it: {self.mechanism.unproved}"
         if not self.rigorous:
-            reason = self.uncovered(self.named[-1])
-            expected = f"none here, as no rigorous accountant can hold it: {reason}"
-        elif self.mechanism.unproved:
-            expected = f"none here, as no proof holds it: {self.mechanism.unproved}"
-        else:
-            return
-        raise ConfigError("privacy.budget", budget, expected)
+            reason = f"no rigorous accountant can hold it: {self.uncovered(self.named[-1])}"
+        if reason:
+            raise ConfigError("privacy.budget", budget, f"none here, as {reason}")
 
     def uncovered(self, accountant: str) -> str | None:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
@@ -326,26 +355,25 @@ class Plan:
         local = self.experiment.local
         return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
 
-    def check_claims(self) -> None:
+    def check_guarantees(self) -> None:
         """Warns of what a reader of the results should know; raises `BudgetError` when the claimed
         guarantee of a client will not hold, which is a warning where rounds were released twice.
         """
         experiment = self.experiment
         client = experiment.client
-        if client.precision == "bfloat16" and not client.num_gpus and not hardware.has_bfloat16():
-            log.warning(SLOW)
-        classes = _classes(Shards.open(self.shards))
-        for warning in (*([classes] if classes else ()), *experiment.warnings()):
-            log.warning(warning)
         mechanism = self.mechanism
+        by_draws = mechanism is not None and mechanism.by_draws
+        participations = self.participations(experiment.rounds) if by_draws else {}
+        half = client.precision == "bfloat16" and not client.num_gpus
+        warnings = [SLOW if half and not hardware.has_bfloat16() else None]
+        warnings += [_classes(Shards.open(self.shards)), *experiment.warnings()]
+        if mechanism:
+            warnings.append(privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit))
+            warnings += self.report.warnings(participations)
+        for warning in filter(None, warnings):
+            log.warning(warning)
         if not mechanism:
             return
-        loose = privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit)
-        if loose:
-            log.warning(loose)
-        participations = self.participations(experiment.rounds) if mechanism.by_draws else {}
-        for warning in self.report.warnings(participations):
-            log.warning(warning)
         try:
             self.report.check_claims(participations)
         except BudgetError as error:

@@ -16,39 +16,43 @@ from pathlib import Path
 import numpy as np
 
 from raydpfl import models
+from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
-from raydpfl.methods.selection import Population
-from raydpfl.simulation import provenance
-from raydpfl.simulation.plan import SHOWS, Plan
-from raydpfl.simulation.population import (
+from raydpfl.methods.population import (
     calibration_draws,
     check_means,
     client_weights,
     composed,
-    population_of,
 )
+from raydpfl.methods.selection import Population
+from raydpfl.simulation import provenance
+from raydpfl.simulation.plan import SHOWS, Plan
 from raydpfl.simulation.scheduler import chunk_width, held_at_once
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.validation import check_counts
 
 
-def preview(experiment: Experiment, data_root: Path | None) -> None:
-    """Outlines what is released, as far as the config determines it before the data are touched: of
-    so many clients with one sample each, where their number is known.
+def preview(experiment: Experiment, data_root: Path | None) -> Setting:
+    """Checks what the config determines before the data are touched, and outlines what is released:
+    of so many clients with one sample each, where their number is known.
 
     Raises:
-        ConfigError: the selection does not fit so many clients, or no accountant covers it.
+        ConfigError: a user-defined class is not complete, the selection does not fit so many
+            clients, or no accountant covers it.
     """
+    setting = experiment.setting()
+    experiment.complete()
     count = experiment.data.clients
     if count is not None:
         selection = experiment.selection
         selection.fits(count)
         population = Population.balanced(count, selection.table(count, data_root))
-        experiment.noise.outline(experiment.setting(), lambda: selection.sampling(population))
+        experiment.noise.outline(setting, lambda: selection.sampling(population))
+    return setting
 
 
 def resolve(
@@ -64,10 +68,8 @@ def resolve(
         data_root: the folder of data sets; None: the default.
         prepare: in place of `raydpfl.data.prepare`.
     """
-    experiment.complete()
     with as_fields(), single_blas():
-        preview(experiment, data_root)
-        setting = experiment.setting()
+        setting = preview(experiment, data_root)
         seed, rounds, client = experiment.seed, experiment.rounds, experiment.client
         selection, local = experiment.selection, experiment.local
         path = prepare(experiment.data, seed, data_root, validation=setting.held_out)
@@ -84,13 +86,12 @@ def resolve(
         bound, gpus = setting.per_sample_bound, client.num_gpus
         how = (client.backend, bound, gpus > 0, client.precision)
         backend = choose_backend(module, local, form, *how)
-        population = population_of(selection, local, experiment.noise, sizes, d, seed, data_root)
+        samples = np.maximum(sizes, 1)  # a client without samples is never drawn
+        batches = local.batch_sizes(samples)
+        variances = partial(experiment.noise.variances, seed, samples, batches, data_root)
+        table = selection.table(len(sizes), data_root)
+        population = Population(sizes, selection.costs(d, variances), table)
         check_means(selection, experiment.bounding, experiment.stateful, population)
-        problem = experiment.problem(shards, population)
-        for score in experiment.scored_by:
-            score.fits(form)
-        for probe in experiment.measure:
-            probe.fits(problem)
         cohorts = selection.sampling(population)
         chunk = client.chunk
         if chunk == "auto":
@@ -143,5 +144,5 @@ def resolve(
         mechanism=mechanism,
         platform=provenance.of(unseen),
     )
-    plan.check_budget()
+    plan.check(shards)
     return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +16,6 @@ from raydpfl.data import Shards
 from raydpfl.methods.local import Local
 from raydpfl.methods.selection import Cohort
 from raydpfl.models.tasks import Form
-from raydpfl.training.backends import BACKENDS
 
 CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
 
@@ -198,15 +197,6 @@ def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> li
         if parts:
             assignments.append(parts)
     return assignments
-
-
-def assigner(
-    backend: str, personal: bool
-) -> Callable[[Sequence[Chunk], int, np.ndarray], list[list[Chunk]]]:
-    """`assign_clients` where all that a client trains with this backend, its personal model
-    included, has the same bits in any chunk; else `assign_chunks`.
-    """
-    return assign_clients if BACKENDS[backend].threads and not personal else assign_chunks
 
 
 def assign_singly(chunks: Sequence[Chunk]) -> list[list[Chunk]]:

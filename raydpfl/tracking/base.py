@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from raydpfl.config.overrides import flat
 from raydpfl.config.registry import Member
 
 # Of a summary, what `facts` gives of it besides the scores.
@@ -24,7 +25,7 @@ class Tracked:
         place: the whole path of its directory, or its address.
         name: what it may be called: its directory's name; of a trial, that of the sweep before it.
         group: the name of its sweep; empty for a run by itself.
-        config: complete, by dotted key.
+        tree: its complete config.
         id: what an earlier part of this run was called by `Log.id`; empty for a run that begins.
         first: the first round, counted from 0, that this tracker has not been sent.
     """
@@ -33,9 +34,14 @@ class Tracked:
     place: str
     name: str
     group: str
-    config: Mapping[str, Any]
+    tree: Mapping[str, Any]
     id: str = ""
     first: int = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config by dotted key."""
+        return flat(self.tree)
 
 
 class Log:

@@ -149,7 +149,12 @@ class Sender:
 
 
 def senders(
-    trackers: Sequence[Tracker], run: Tracked, done: int, rows: Sequence[Row], fresh_noise: bool
+    trackers: Sequence[Tracker],
+    run: Tracked,
+    book: Book,
+    done: int,
+    rows: Sequence[Row],
+    fresh_noise: bool,
 ) -> list[Sender]:
     """A sender for each tracker of a run, once its library is imported and it shows the run: rounds
     that go on meanwhile would be slower, and be recorded as slow. It is waited for `OPENING` at
@@ -158,11 +163,11 @@ def senders(
     Args:
         trackers: of the run.
         run: as trackers see it, but for what they themselves know of it.
+        book: the file of what they were sent.
         done: rounds that are done.
         rows: of these rounds.
         fresh_noise: whether the rounds to come are others than those that were done before.
     """
-    book = Book(run.folder)
     found = []
     for tracker in trackers:
         name, first = book.entry(tracker.kind)

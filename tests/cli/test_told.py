@@ -91,7 +91,7 @@ def test_a_gap_in_the_labels_or_a_single_class_is_warned_of_at_every_run(
     for _ in range(2):  # the second time the data are in the cache
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            resolve(experiment(data=data, selection={"kind": "full"})).check_claims()
+            resolve(experiment(data=data, selection={"kind": "full"})).check_guarantees()
         assert any(said in each.message for each in caplog.records) if said else not caplog.records
 
 

@@ -308,7 +308,7 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
             tree[section][field] = value
         plan = resolve(Experiment.from_dict(tree))
         seen = plan.participations(2)
-        plan.check_claims()
+        plan.check_guarantees()
         said = {each.accountant: each for each in plan.guarantees(2, seen)}
         assert said.keys() == {"pld", "rdp", *privacy.accountants.FORMULAS}
         assert said["pld"].epsilon <= 0.3 * (1 + 1e-6) and said["pld"].kind == "rigorous"
@@ -352,7 +352,7 @@ def test_000_001_and_003_have_their_papers_noise_and_the_exact_one_at_one_epsilo
     for calibration in ("paper", "rigorous"):
         sized = {**noise, "calibration": calibration}
         plan = resolve(experiment(**OF_SUMS[method], noise=sized, privacy=asked))
-        plan.check_claims()
+        plan.check_guarantees()
         guarantees = plan.guarantees(4, plan.participations(4))
         assert {each.delta for each in guarantees if "Theorem 5" not in each.accountant} == {1e-3}
         first = {}

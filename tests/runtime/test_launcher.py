@@ -35,7 +35,7 @@ def chosen(monkeypatch):
         monkeypatch.setattr(launcher, "round_seconds", lambda plan, limit: min(seconds, limit))
         of = experiment(**{"client": AUTO, "rounds": 10, **sections})
         with Launcher(of.client, None) as starting:
-            plan = starting.placed(resolve(of))
+            plan = starting.decide(resolve(of))
             assert plan.experiment.client.actors == starting.summary()["actors"]
             return plan.experiment.client.actors, starting.summary()["why_not"]
 

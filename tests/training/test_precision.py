@@ -138,7 +138,7 @@ def test_a_processor_without_bfloat16_is_warned_of(monkeypatch, caplog):
         monkeypatch.setattr(hardware, "has_bfloat16", lambda has=has: has)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "raydpfl"):
-            resolve(experiment(client={"precision": "bfloat16"})).check_claims()
+            resolve(experiment(client={"precision": "bfloat16"})).check_guarantees()
         assert ("has no instructions for it" in caplog.text) is not has
 
 

@@ -4,36 +4,13 @@ be.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from raydpfl.config.registry import Member
 from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import Bounding
-from raydpfl.methods.local import Local
-from raydpfl.methods.noise import Noise
 from raydpfl.methods.selection import Population, Selection
 from raydpfl.methods.weights import Weights
-
-
-def population_of(
-    selection: Selection,
-    local: Local,
-    noise: Noise,
-    sizes: np.ndarray,
-    d: int,
-    seed: int,
-    data_root: Path | None,
-) -> Population:
-    """What is public of clients with these samples, int64 [N], and a model of d parameters."""
-
-    def variances() -> np.ndarray | None:
-        samples = np.maximum(sizes, 1)  # a client without samples is never drawn
-        return noise.variances(seed, samples, local.batch_sizes(samples), data_root)
-
-    table = selection.table(len(sizes), data_root)
-    return Population(sizes, selection.costs(d, variances), table)
 
 
 def check_means(
