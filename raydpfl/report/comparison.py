@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from raydpfl.config.overrides import flat
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.report.labels import axis, in_print, listed, quantity
-from raydpfl.report.run_reader import Run, grouped
+from raydpfl.report.run_reader import Run, grouped, largest_held
 from raydpfl.report.statistics import SeedSpread, over_seeds
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
@@ -31,19 +32,13 @@ LONG = 24  # characters of a value in a label
 TERMS = ("unit", "relation", "delta", "observer")  # of a guarantee, as labels of an epsilon
 
 
-def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, str]:
+def leaves(tree: Mapping[str, Any]) -> dict[str, str]:
     """The leaves of a config in print, by dotted key.
 
     >>> leaves({"seed": 1, "local": {"kind": "sgd", "lr": 0.1}})
     {'seed': '1', 'local.kind': 'sgd', 'local.lr': '0.1'}
     """
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= leaves(value, f"{path}{key}.")
-        else:
-            flat[f"{path}{key}"] = json.dumps(value, default=str).strip('"')
-    return flat
+    return {key: json.dumps(value, default=str).strip('"') for key, value in flat(tree).items()}
 
 
 def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
@@ -109,9 +104,8 @@ class SeedGroup:
 
     @property
     def epsilon(self) -> float | None:
-        """The largest epsilon that holds, over the runs; None where one of them has none."""
-        holds = [run.holds for run in self.runs]
-        return max(stated[0].epsilon for stated in holds) if all(holds) else None
+        """The largest that holds, over the runs; None where one of them has none."""
+        return largest_held(self.runs)
 
     @property
     def accountants(self) -> list[str]:

@@ -20,6 +20,7 @@ from raydpfl.report.plot_style import INK, RenderedPlot
 from raydpfl.report.tables import Table
 
 FOLDER = Path(__file__).parent
+BLOCKS = {Table: "table", Words: "words", Missing: "missing"}  # in the template
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class PageSection:
 
     title: str
     pieces: Sequence[Piece]
+
+    @property
+    def blocks(self) -> list[tuple[str, list[Any]]]:
+        """The pieces that it shows, neighbours of one kind together: figures of one panel stand in
+        a row.
+        """
+
+        def kind(piece: Any) -> str:
+            if isinstance(piece, Plot):
+                return "row" if len(piece.subplots) == 1 else "plot"
+            return BLOCKS[type(piece)]
+
+        blocks = [(block, [*pieces]) for block, pieces in groupby(self.pieces, kind)]
+        return [block for block in blocks if block[0] != "missing"]
 
 
 @dataclass(frozen=True)
@@ -69,31 +84,15 @@ def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
         finalize=_unbroken,
     )
     environment.filters["anchor"] = _anchor
-    sections = [(section.title, _blocks(section)) for section in page.sections]
     return environment.get_template("page.html.jinja").render(
         page=page,
         style=Markup((FOLDER / "style.css").read_text()),
-        sections=[(title, blocks) for title, blocks in sections if blocks],
+        sections=[section for section in page.sections if section.blocks],
         missing=[*dict.fromkeys(piece for piece in page.pieces if isinstance(piece, Missing))],
         flaws=[*dict.fromkeys(page.flaws)],
         svgs={name: [Markup(svg) for svg in plot.inline] for name, plot in plots.items()},
         ink=INK,
     )
-
-
-def _blocks(section: PageSection) -> list[tuple[str, list[Any]]]:
-    """The pieces that a section shows, neighbours of one kind together: figures of one panel stand
-    in a row.
-    """
-    names = {Table: "table", Words: "words", Missing: "missing"}
-
-    def name(piece: Any) -> str:
-        if isinstance(piece, Plot):
-            return "row" if len(piece.subplots) == 1 else "plot"
-        return names[type(piece)]
-
-    blocks = [(block, [*pieces]) for block, pieces in groupby(section.pieces, name)]
-    return [block for block in blocks if block[0] != "missing"]
 
 
 def _unbroken(value: Any) -> Any:

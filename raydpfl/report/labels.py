@@ -37,7 +37,13 @@ class Quantity:
         """The words with their unit, for an axis or the head of a table."""
         return f"{self.words} ({self.unit})" if self.unit else self.words
 
+    @property
+    def stored_unit(self) -> str:
+        """The unit in files, where a share is no percentage."""
+        return "fraction" if self.percent else self.unit
 
+
+BARE = ("none", "true", "false", "auto", "inf")  # labels that need their axis, as numbers do
 # Those of which the name and the metric do not say all.
 QUANTITIES = {
     one.name: one
@@ -113,6 +119,22 @@ def axis(name: str) -> str:
     return " ".join(parts[-2:]) if len(parts[-1]) < 3 else parts[-1]
 
 
+def in_words(labels: Mapping[str, str]) -> str:
+    """Labels by axis in a row, empty ones left out.
+
+    >>> in_words({"arm": "Clip", "noise.epsilon": "8", "accounting": "paper", "data": ""})
+    'Clip, epsilon 8, paper accounting'
+    """
+    return ", ".join(named(axis, label) for axis, label in labels.items() if label)
+
+
+def named(name: str, label: str) -> str:
+    """A label that says by itself what it is of, or with its axis."""
+    if name == "accounting":
+        return f"{label} accounting"
+    return f"{axis(name)} {label}" if label in BARE or numeric([label]) else label
+
+
 def number(value: Any, percent: bool = False) -> str:
     """A value in print: four digits, a comma every three of a large one; empty for none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -127,6 +149,12 @@ def number(value: Any, percent: bool = False) -> str:
     return f"{value:,.0f}" if whole or abs(value) >= 1000 else f"{value:.4g}"
 
 
+def as_number(value: Any) -> float | None:
+    """A number as float; None for anything else, and for NaN."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and value == value else None
+
+
 def with_std(mean: float, std: float, percent: bool = False) -> str:
     """A mean with its standard deviation (NaN for none) in print.
 
@@ -138,15 +166,6 @@ def with_std(mean: float, std: float, percent: bool = False) -> str:
     if percent:
         return f"{100 * mean:.2f} \N{PLUS-MINUS SIGN} {100 * std:.2f} %"
     return f"{number(mean)} \N{PLUS-MINUS SIGN} {std:.2g}"
-
-
-def unit_of(measured: Quantity) -> str:
-    """The unit of a quantity in files: a share is no percentage there.
-
-    >>> unit_of(quantity("test_accuracy")), unit_of(quantity("seconds")), unit_of(quantity("snr"))
-    ('fraction', 's', '')
-    """
-    return "fraction" if measured.percent else measured.unit
 
 
 def numeric(labels: Sequence[str]) -> bool:

@@ -27,6 +27,8 @@ from raydpfl.report.labels import Quantity
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:  # reading a study imports no matplotlib
+    Axes = Figure = Any
 
 INK = "#010203"  # in whose place an SVG has the colour of the text around it
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
@@ -109,34 +111,28 @@ class Plot:
     keys: Sequence[LegendKey] = ()
     height: float = HEIGHT
 
-    @property
-    def grid(self) -> list[list[Subplot | None]]:
-        """The subplots by row and column, None for an empty place; rows of up to two where they
-        have no places.
+    def grid(self, most: int | None = None) -> list[list[Subplot | None]]:
+        """The subplots by row and column, None for an empty place; longer rows are cut into several
+        of `most` places, none of them empty. Those without places of their own are one row.
         """
-        places = {subplot.place: subplot for subplot in self.subplots}
-        if None in places or len(places) < len(self.subplots):
-            return broken([[*self.subplots]], 2)
-        rows, columns = (
-            range(1 + max(indices)) for indices in zip(*filter(None, places), strict=True)
-        )
-        return [[places.get((row, column)) for column in columns] for row in rows]
+        rows: list[list[Subplot | None]] = [[*self.subplots]]
+        if self.across:
+            places = {subplot.place: subplot for subplot in self.subplots}
+            down = range(1 + max(place[0] for place in places if place))
+            rows = [[places.get((row, column)) for column in range(self.across)] for row in down]
+        most = min(most or len(rows[0]), len(rows[0]))
+        pieces = [row[at : at + most] for row in rows for at in range(0, len(row), most)]
+        return [[*piece, *[None] * (most - len(piece))] for piece in pieces if any(piece)]
 
     @property
     def across(self) -> int:
-        """The columns of the grid; 0: as many as there is room for."""
-        return len(self.grid[0]) if all(subplot.place for subplot in self.subplots) else 0
-
-    def only(self, subplot: Subplot) -> Plot:
-        """One of the subplots, without the legend."""
-        return replace(self, subplots=[replace(subplot, place=None)], keys=())
-
-
-def broken(rows: Sequence[Sequence[Subplot | None]], most: int) -> list[list[Subplot | None]]:
-    """The rows of a grid, longer ones cut into several of `most` places, none of them empty."""
-    across = min(most, max(map(len, rows)))
-    pieces = [[*row[at : at + across]] for row in rows for at in range(0, len(row), across)]
-    return [[*piece, *[None] * (across - len(piece))] for piece in pieces if any(piece)]
+        """The columns of the grid; 0: as many as there is room for, the subplots having no places
+        of their own.
+        """
+        places = {subplot.place for subplot in self.subplots}
+        if None in places or len(places) < len(self.subplots):
+            return 0
+        return 1 + max(place[1] for place in places if place)
 
 
 @dataclass(frozen=True)
@@ -164,13 +160,15 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
         with style.context(PAPER_STYLE if columns else {}):
             together = _laid_out(_figure(plot, columns))
             text = _svg(together)
-            files = {"svg": _alone(text).encode(), "pdf": _pdf(together), "png": _png(together)}
+            pdf = _file(together, "pdf", metadata={"CreationDate": None, "Producer": None})
+            files = {"svg": _alone(text).encode(), "pdf": pdf, "png": _png(together)}
         svgs = [text]
         if len(plot.subplots) > 1 or plot.keys or columns:
-            shown = itertools.chain(*plot.grid) if plot.across else plot.subplots
-            svgs = [
-                _svg(_laid_out(_figure(plot.only(subplot)))) if subplot else "" for subplot in shown
+            alone = [
+                replace(plot, subplots=[replace(part, place=None)], keys=()) if part else None
+                for part in itertools.chain(*plot.grid())
             ]
+            svgs = [_svg(_laid_out(_figure(part))) if part else "" for part in alone]
     inline = [
         _inline(svg, f"{plot.name}-{place}-", plot.title) if svg else ""
         for place, svg in enumerate(svgs)
@@ -193,10 +191,9 @@ def _figure(plot: Plot, columns: int | None = None) -> Figure:
     `render`.
     """
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = broken(plot.grid, columns or 2)
+    rows = plot.grid(columns or 2)
     across = len(rows[0])
     width = across * (WIDTH if across == 1 else NARROW)
     height = plot.height
@@ -208,7 +205,6 @@ def _figure(plot: Plot, columns: int | None = None) -> Figure:
     keys_across = max(1, int(width / ((0.55 + 0.08 * longest) * size)))
     lines = math.ceil(len(plot.keys) / keys_across)
     figure = Figure(figsize=(width, height * len(rows) + 0.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(rows), across, squeeze=False)
     for subplot, axes in zip(itertools.chain(*rows), grid.ravel(), strict=True):
         if subplot is None:
@@ -244,42 +240,27 @@ def _laid_out(figure: Figure) -> Figure:
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # savefig would lay it out again
     for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
         patch.set_visible(False)
     return figure
 
 
-# Each canvas is asked for its file directly: savefig would draw the figure a second time.
-
-
-def _pdf(figure: Figure) -> bytes:
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-
+def _file(figure: Figure, suffix: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    FigureCanvasPdf(figure).print_pdf(buffer, metadata={"CreationDate": None, "Producer": None})
+    figure.savefig(buffer, format=suffix, **options)
     return buffer.getvalue()
 
 
 def _png(figure: Figure) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     figure.patch.set_visible(True)
-    figure.patch.set_facecolor("white")
-    figure.set_dpi(144)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
-    return buffer.getvalue()
+    return _file(figure, "png", dpi=144, facecolor="white", metadata={"Software": None})
 
 
 def _svg(figure: Figure) -> str:
     """The SVG, the font left to the page, colours of text as `currentColor`."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    buffer = io.BytesIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
-    text = buffer.getvalue().decode()
+    text = _file(figure, "svg", metadata=metadata).decode()
     text = re.sub(r"<metadata>.*?</metadata>|<!DOCTYPE.*?>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
     text = re.sub(r"(font: [^'\"]*)'DejaVu Sans'[^;\"]*", r"\1system-ui, sans-serif", text)

@@ -20,35 +20,31 @@ from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import RIGOROUS, Guarantee, column
-from raydpfl.report.labels import axis as axis_words
-from raydpfl.report.labels import quantity
+from raydpfl.report.labels import as_number, in_words, quantity
 from raydpfl.storage.files import read_json
 from raydpfl.storage.tables import read_log
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 Columns = Mapping[str, np.ndarray]
-BARE = ("none", "true", "false", "auto")  # labels that need their axis, as numbers do
 ACROSS = 4  # panels of a row, at most
 
 
-def read_table(path: Path, flaws: list[str]) -> pa.Table | None:
-    """A Parquet file; None where there is none, or, with a line in `flaws`, a damaged one."""
-    if not path.is_file():
-        return None
+def read_table(path: Path, flaws: list[str]) -> pa.Table:
+    """A Parquet file; without columns where there is none, or, with a line in `flaws`, a damaged
+    one.
+    """
     try:
-        return pq.read_table(path)
+        return pq.read_table(path) if path.is_file() else pa.table({})
     except (OSError, pa.ArrowException) as error:
         flaws.append(f"{path.name} cannot be read ({' '.join(str(error).split())[:120]})")
-        return None
+        return pa.table({})
 
 
-def arrays_of(table: pa.Table | None) -> dict[str, np.ndarray]:
+def arrays_of(table: pa.Table) -> dict[str, np.ndarray]:
     """Columns of numbers as float64 [n] with NaN for null, all others as objects [n]."""
     columns = {}
-    for name, values in (
-        zip(table.column_names, table.columns, strict=True) if table is not None else ()
-    ):
+    for name, values in zip(table.column_names, table.columns, strict=True):
         if pa.types.is_floating(values.type) or pa.types.is_integer(values.type):
             columns[name] = values.cast(pa.float64()).fill_null(math.nan).to_numpy()
         else:
@@ -71,12 +67,6 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def as_number(value: Any) -> float | None:
-    """A number as float; None for anything else, and for NaN."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if number and value == value else None
-
-
 @dataclass(eq=False)
 class Run:
     """The directory of a run. `name`: what the report calls it."""
@@ -89,10 +79,10 @@ class Run:
     def table(self, name: str) -> Columns:
         """The columns of `name`.parquet (of rounds, if that is missing, those of its log)."""
         if name not in self._tables:
-            columns = arrays_of(read_table(self.folder / f"{name}.parquet", self.flaws))
-            if name == "rounds" and not columns:
-                columns = arrays_of(read_log(self.folder, name))
-            self._tables[name] = columns
+            table = read_table(self.folder / f"{name}.parquet", self.flaws)
+            if name == "rounds" and not table.column_names:
+                table = read_log(self.folder, name) or table
+            self._tables[name] = arrays_of(table)
         return self._tables[name]
 
     def has(self, table: str, names: Sequence[str]) -> bool:
@@ -101,6 +91,18 @@ class Run:
             return self.path is not None
         column_of = self.series if table == "rounds" else self.table(table).get
         return all(some(column_of(name)) for name in names)
+
+    def pairs(self, table: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a table with numbers in both columns: their rounds, float64 [n] (NaN where
+        the table has none), and the columns, float64 [n, 2].
+        """
+        columns = self.table(table)
+        if not {x, y} <= columns.keys():
+            return np.empty(0), np.empty((0, 2))
+        points = np.stack([columns[x], columns[y]], 1)
+        finite = np.isfinite(points).all(1)
+        rounds = columns.get("round", np.full(len(points), math.nan))
+        return rounds[finite], points[finite]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -195,21 +197,19 @@ class Run:
     @cached_property
     def path(self) -> np.ndarray | None:
         """The models of trajectory.bin, float32 [T + 1, d], mapped; None where there are none."""
-        path = self.folder / "trajectory.bin"
-        d = self.summary.get("parameters")
-        if not path.is_file() or not isinstance(d, int) or d < 1:
-            return None
-        models = path.stat().st_size // (4 * d)
-        return np.memmap(path, "<f4", "r", shape=(models, d)) if models else None
+        return self._models("trajectory.bin", "<f4")
 
     @cached_property
     def optimum(self) -> np.ndarray | None:
-        """The best model there is, float64 [d], from optimum.bin; None where it is not known."""
-        path = self.folder / "optimum.bin"
-        d = self.summary.get("parameters")
-        if not path.is_file() or not isinstance(d, int) or path.stat().st_size != 8 * d:
+        """The best model there is, float64 [1, d], from optimum.bin; None where it is not known."""
+        return self._models("optimum.bin", "<f8")
+
+    def _models(self, name: str, dtype: str) -> np.ndarray | None:
+        path, d = self.folder / name, self.summary.get("parameters")
+        if not path.is_file() or not isinstance(d, int) or d < 1:
             return None
-        return np.fromfile(path, "<f8")
+        models = path.stat().st_size // (np.dtype(dtype).itemsize * d)
+        return np.memmap(path, dtype, "r", shape=(models, d)) if models else None
 
     @property
     def per_sample(self) -> bool:
@@ -248,16 +248,22 @@ class LabelledRun:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The runs that one line stands for, seeds of one setting; `place` gives its look."""
+    """The cases that one line stands for, seeds of one setting; `place` gives its look."""
 
     label: str
     place: int
-    runs: Sequence[Run]
+    cases: Sequence[LabelledRun]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [case.run for case in self.cases]
 
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """What is drawn on one pair of axes. `place`: its row and column, where it has one."""
+    """What is drawn on one pair of axes: the cases with the same labels, which its title has in
+    words. `place`: its row and column, where it has one.
+    """
 
     title: str
     groups: Sequence[Group]
@@ -269,13 +275,10 @@ class Panel:
         return self.groups[0].runs[0]
 
 
-@dataclass(frozen=True)
-class Facet:
-    """Cases with the same labels: these in words, empty for none, and their place in a grid."""
-
-    title: str
-    cases: Sequence[LabelledRun]
-    place: tuple[int, int] | None = None
+def largest_held(runs: Sequence[Run]) -> float | None:
+    """The largest epsilon that holds, over the runs; None where one of them has none."""
+    holds = [run.holds for run in runs]
+    return max(stated[0].epsilon for stated in holds) if all(holds) else None
 
 
 def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
@@ -302,67 +305,54 @@ def varying(cases: Sequence[LabelledRun]) -> list[str]:
     return [axis for axis in axes if len(labels_of(cases, axis)) > 1]
 
 
-def facets(
-    cases: Sequence[LabelledRun], without: Sequence[str], named: Sequence[str] = ()
-) -> list[Facet]:
-    """The cases by the labels of all axes that vary.
+def arrange(
+    cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = (), x: str = ""
+) -> list[Panel]:
+    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
+
+    Runs are never averaged over anything but their seeds.
 
     Args:
         cases: all of them.
-        without: axes that are left out.
-        named: axes that make a grid, where two of them vary: the last one goes across, unless it
+        colour: the axis of the groups.
+        facet: axes that make a grid, where two of them vary: the last one goes across, unless it
             has too many labels, and the others, with all further axes, go down.
+        x: an axis whose labels stand side by side in each panel.
     """
-    axes = [axis for axis in varying(cases) if axis not in without]
-    groups = grouped(cases, lambda case: case.at(axes))
-    named = [axis for axis in named if axis in axes]
-    places: dict[tuple[str, ...], tuple[int, int]] = {}
-    columns = [*dict.fromkeys(labels[axes.index(named[-1])] for labels in groups)] if named else []
-    if len(named) > 1 and len(columns) <= ACROSS:
-        down = [*named[:-1], *(axis for axis in axes if axis not in named)]
-        keys = {labels: tuple(labels[axes.index(axis)] for axis in down) for labels in groups}
-        rows = in_order(keys.values(), cases, down)
-        across = axes.index(named[-1])
-        places = {key: (rows.index(keys[key]), columns.index(key[across])) for key in groups}
-    return [
-        Facet(in_words(dict(zip(axes, labels, strict=True))), inside, places.get(labels))
-        for labels, inside in groups.items()
-    ]
-
-
-def in_words(labels: Mapping[str, str]) -> str:
-    """Labels by axis in a row, empty ones left out."""
-    return ", ".join(named(axis, label) for axis, label in labels.items() if label)
-
-
-def named(axis: str, label: str) -> str:
-    """A label that says by itself what it is of, or with its axis."""
-    try:
-        float(label)
-    except ValueError:
-        if axis == "accounting":
-            return f"{label} accounting"
-        if label not in BARE:
-            return label
-    return f"{axis_words(axis)} {label}"
-
-
-def arrange(cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = ()) -> list[Panel]:
-    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
-
-    Runs are never averaged over anything but their seeds. `facet`: the axes of a grid, see
-    `facets`.
-    """
-    places = {label: place for place, label in enumerate(labels_of(cases, colour))}
-    arranged = []
-    for part in facets(cases, (colour,), facet):
-        runs = grouped(part.cases, lambda case: case.labels.get(colour, ""))
+    axes = [axis for axis in varying(cases) if axis not in (colour, x)]
+    inside = grouped(cases, lambda case: case.at(axes))
+    places = _grid(inside, cases, axes, [axis for axis in facet if axis in axes])
+    colours = labels_of(cases, colour)
+    panels = []
+    for labels, there in inside.items():
         groups = [
-            Group(label, places.get(label, 0), [case.run for case in inside])
-            for label, inside in runs.items()
+            Group(label, colours.index(label) if label in colours else 0, same)
+            for label, same in grouped(there, lambda case: case.labels.get(colour, "")).items()
         ]
-        arranged.append(Panel(part.title, groups, part.place))
-    return arranged
+        title = in_words(dict(zip(axes, labels, strict=True)))
+        panels.append(Panel(title, groups, places.get(labels)))
+    return panels
+
+
+def _grid(
+    keys: Iterable[tuple[str, ...]],
+    cases: Sequence[LabelledRun],
+    axes: Sequence[str],
+    facet: Sequence[str],
+) -> dict[tuple[str, ...], tuple[int, int]]:
+    """The row and column of each combination of labels, where two axes of the facets vary and the
+    last one has few labels; else none.
+    """
+    if len(facet) < 2:
+        return {}
+    last = axes.index(facet[-1])
+    columns = [*dict.fromkeys(key[last] for key in keys)]
+    if len(columns) > ACROSS:
+        return {}
+    down = [*facet[:-1], *(axis for axis in axes if axis not in facet)]
+    at = {key: tuple(key[axes.index(axis)] for axis in down) for key in keys}
+    rows = in_order(at.values(), cases, down)
+    return {key: (rows.index(at[key]), columns.index(key[last])) for key in keys}
 
 
 def json_of(text: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A table in Markdown and CSV, and its cells for a page.
 
->>> columns = [Column("arm", ["A|B"]), Column("accuracy", [0.5], percent=True)]
->>> table = Table("means", "Means", "Of a run.", columns)
+>>> share = Quantity("accuracy", "accuracy", percent=True)
+>>> table = Table("means", "Means", "Of a run.", [{"arm": "A|B", share: 0.5}])
 >>> print(markdown(table).strip())
 **Means.** Of a run.
 <BLANKLINE>
@@ -19,14 +19,17 @@ import csv
 import html
 import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from raydpfl.report.labels import number, quantity, with_std
+from raydpfl.report.labels import Quantity, as_number, axis, number, with_std
 from raydpfl.report.statistics import SeedSpread
 
 LONG = 28  # characters from which a cell is a text, or a word may be broken
+Head = str | Quantity  # of a column: words, or a quantity, whose label it then has
+Row = dict[Any, Any]  # the cells of a row, by the `Head` of their columns
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,17 @@ class PrintedCell:
     value: Any
     text: str
     strong: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        return isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+
+    def classes(self, numeric: bool) -> str:
+        """The CSS classes of the cell, in a column that has numbers or none."""
+        long = len(self.text) > LONG
+        unbroken = any(len(word) > LONG for word in self.text.split())
+        kinds = {"number": numeric and not long, "text": long, "unbroken": unbroken}
+        return " ".join(kind for kind, holds in kinds.items() if holds)
 
 
 def mean_cell(spread: SeedSpread, percent: bool, sign: bool = False) -> PrintedCell | None:
@@ -50,105 +64,75 @@ def mean_cell(spread: SeedSpread, percent: bool, sign: bool = False) -> PrintedC
     return PrintedCell(spread.mean, text)
 
 
-@dataclass(frozen=True)
-class Column:
-    """The values of a column under its `head`; `percent`: shares, which print shows in percent."""
+def spread_row(mean: str, std: str, spread: SeedSpread, percent: bool) -> Row:
+    """A mean and its standard deviation in two columns of these heads, None for none."""
+    row = {mean: spread.mean, std: spread.std}
+    return {Quantity(head, head, percent=percent): as_number(row[head]) for head in row}
 
-    head: str
-    values: Sequence[Any]
-    percent: bool = False
 
-    @classmethod
-    def of(cls, name: str, values: Sequence[Any]) -> Column:
-        """A column of the quantity `name`, under its label."""
-        measured = quantity(name)
-        return cls(measured.label, values, measured.percent)
-
-    @property
-    def numeric(self) -> bool:
-        """Whether it has a number."""
-        return any(
-            isinstance(value, (int, float)) and not isinstance(value, bool)
-            for value in map(_value, self.values)
-        )
-
-    @property
-    def empty(self) -> bool:
-        """Whether no cell of it has anything."""
-        return all(value in (None, "") for value in self.values)
-
-    @property
-    def texts(self) -> list[str]:
-        """The values in print."""
-        return [
-            value.text if isinstance(value, PrintedCell) else number(value, self.percent)
-            for value in self.values
-        ]
+def axes_row(axes: Sequence[str], labels: Sequence[str]) -> Row:
+    """Labels, a column for each axis."""
+    heads = [Quantity(name, axis(name)) for name in axes]
+    return dict(zip(heads, labels, strict=True))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns side by side. `name`: of its files; `most`: how many rows a page shows, all being in
-    the files; `unit`: that of the numbers in CSV, where they keep all their digits, which then has
-    it as a column of its own.
+    """Rows, each a mapping of the heads of its columns to values. `name`: of its files; `most`: how
+    many rows a page shows, all being in the files; `unit`: that of the numbers in CSV, where they
+    keep all their digits, which then has it as a column of its own.
     """
 
     name: str
     title: str
     caption: str
-    columns: Sequence[Column]
+    rows: Sequence[Row]
     most: int = 60
     unit: str = ""
 
-    @property
-    def head(self) -> list[str]:
-        return [column.head for column in self.columns]
+    @cached_property
+    def columns(self) -> list[Head]:
+        return [*dict.fromkeys(head for row in self.rows for head in row)]
 
     @property
-    def rows(self) -> list[tuple[Any, ...]]:
-        return [*zip(*(column.values for column in self.columns), strict=True)]
+    def heads(self) -> list[str]:
+        """The heads in print."""
+        return [head.label if isinstance(head, Quantity) else head for head in self.columns]
 
     @property
-    def head_cells(self) -> list[tuple[str, str, bool]]:
-        """The text of each cell of the head, its CSS classes, and whether it is strong."""
-        return [
-            (column.head, _classes(column.head, column.numeric), False) for column in self.columns
-        ]
+    def head_cells(self) -> list[PrintedCell]:
+        return [PrintedCell(head, head) for head in self.heads]
 
-    @property
-    def cells(self) -> list[tuple[tuple[str, str, bool], ...]]:
-        """The cells of the rows that a page shows, as `head_cells`."""
-        columns = []
-        for column in self.columns:
-            strong = [isinstance(value, PrintedCell) and value.strong for value in column.values]
-            classes = [_classes(text, column.numeric) for text in column.texts]
-            columns.append([*zip(column.texts, classes, strong, strict=True)][: self.most])
-        return [*zip(*columns, strict=True)]
+    @cached_property
+    def cells(self) -> list[list[PrintedCell]]:
+        """The cells of each row."""
+        return [[_cell(row.get(head), head) for head in self.columns] for row in self.rows]
+
+    @cached_property
+    def numeric(self) -> list[bool]:
+        """Of each column, whether it has a number."""
+        columns = zip(*self.cells, strict=True)
+        return [any(cell.numeric for cell in cells) for cells in columns]
 
 
-def columns_of(heads: Iterable[str], rows: Iterable[Sequence[Any]]) -> list[Column]:
-    """Columns of rows, none of them in percent."""
-    rows = [*rows]
-    return [Column(head, [row[place] for row in rows]) for place, head in enumerate(heads)]
+def _cell(value: Any, head: Head) -> PrintedCell:
+    if isinstance(value, PrintedCell):
+        return value
+    return PrintedCell(value, number(value, isinstance(head, Quantity) and head.percent))
 
 
-def _value(value: Any) -> Any:
-    return value.value if isinstance(value, PrintedCell) else value
-
-
-def _classes(text: str, numeric: bool) -> str:
-    long = len(text) > LONG
-    unbroken = any(len(word) > LONG for word in text.split())
-    kinds = {"number": numeric and not long, "text": long, "unbroken": unbroken}
-    return " ".join(kind for kind, holds in kinds.items() if holds)
+def without_empty(rows: Sequence[Row], optional: Collection[Head]) -> list[Row]:
+    """The rows without those optional columns in which no cell has anything."""
+    empty = {head for head in optional if all(row.get(head) in (None, "") for row in rows)}
+    return [{head: value for head, value in row.items() if head not in empty} for row in rows]
 
 
 def markdown(table: Table) -> str:
     """The table as Markdown has it, under its title and caption; text is never HTML or a link."""
     lines = [
-        map(_escaped, table.head),
-        ("--:" if column.numeric else ":--" for column in table.columns),
-        *zip(*(map(_escaped, column.texts) for column in table.columns), strict=True),
+        map(_escaped, table.heads),
+        ("--:" if numeric else ":--" for numeric in table.numeric),
+        *(tuple(_escaped(cell.text) for cell in row) for row in table.cells),
     ]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"**{_escaped(table.title)}.** {_escaped(table.caption)}\n\n{rows}\n"
@@ -163,9 +147,10 @@ def csv_of(table: Table) -> str:
     """The table as CSV, an empty field for none. No field is a formula."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(_inert, [*table.head, *(["unit"] if table.unit else [])]))
-    for row in table.rows:
-        writer.writerow(map(_inert, [*map(_value, row), *([table.unit] if table.unit else [])]))
+    unit = [table.unit] if table.unit else []
+    writer.writerow(map(_inert, [*table.heads, *(["unit"] if unit else [])]))
+    for row in table.cells:
+        writer.writerow(map(_inert, [*(cell.value for cell in row), *unit]))
     return out.getvalue()
 
 

@@ -176,7 +176,7 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
         if hasattr(piece, "rows")
     }
     assert len(tables["results"].rows) == 9
-    assert tables["differences"].head == ["setting", "local.lr"]
+    assert tables["differences"].heads == ["setting", "local.lr"]
 
 
 @pytest.mark.slow

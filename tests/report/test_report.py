@@ -22,15 +22,17 @@ from matplotlib.figure import Figure
 from raydpfl import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.report import write
-from raydpfl.report.figures import FAMILY, Missing, Plot, parse
+from raydpfl.report.figures import Missing, Plot, parse
 from raydpfl.report.figures.confusion import matrix_of
 from raydpfl.report.html import Page, PageSection, render
+from raydpfl.report.labels import Quantity
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
+from raydpfl.report.pages.run import SECTIONS
 from raydpfl.report.plot_style import LegendKey, RenderedPlot, Subplot, look, whole
 from raydpfl.report.plot_style import render as drawn
-from raydpfl.report.run_reader import LabelledRun, Run, arrange, facets
-from raydpfl.report.tables import Column, PrintedCell, Table, columns_of, csv_of, markdown
+from raydpfl.report.run_reader import LabelledRun, Run, arrange
+from raydpfl.report.tables import PrintedCell, Table, csv_of, markdown
 
 ROUNDS = 6
 CLIENTS = 12
@@ -138,6 +140,11 @@ def pieces(*folders) -> dict:
     return {getattr(piece, "name", piece.title): piece for piece in every}
 
 
+def values(table) -> list[tuple]:
+    """The values in the rows of a table."""
+    return [tuple(cell.value for cell in row) for row in table.cells]
+
+
 class Balance(HTMLParser):
     """Whether every tag is closed, and what ids there are."""
 
@@ -192,10 +199,10 @@ def test_names_are_escaped(run):
 def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
     cases = [LabelledRun({"run": "one"}, Run(run, "one"))]
     names = {path.stem for path in (run / "report" / "figures").iterdir()}
-    placed = [(cls, place) for cls in FAMILY.values() for place in cls.placed]
-    assert len(placed) > 12
-    for cls, place in placed:
-        (drawing,) = cls.model_validate({**place.fields, "colour": "run"}).make(cases)
+    items = [item for section in SECTIONS.values() for item in section]
+    assert len(items) > 12
+    for item in items:
+        (drawing,) = parse({**item, "colour": "run"}, "show").make(cases)
         assert drawing.name in names
     for name in names:
         stem = run / "report" / "figures" / name
@@ -327,12 +334,12 @@ def test_the_last_facet_goes_across_and_the_others_down(tmp_path):
     run = Run(made(tmp_path / "run"), "r")
     labels = [("s", "1", "x"), ("s", "2", "x"), ("s", "1", "y"), ("t", "2", "x")]
     cases = [LabelledRun({"split": a, "size": b, "by": c}, run) for a, b, c in labels]
-    found = facets(cases, (), ("split", "size"))
+    found = arrange(cases, "", ("split", "size"))
     assert [each.place for each in found] == [(0, 0), (0, 1), (1, 0), (2, 1)]
-    assert {each.place for each in facets(cases, (), ("size",))} == {None}
+    assert {each.place for each in arrange(cases, "", ("size",))} == {None}
     (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
     assert drawing.across == 2
-    titles = [[part and part.title for part in row] for row in drawing.grid]
+    titles = [[part and part.title for part in row] for row in drawing.grid()]
     assert titles == [
         ["s, size 1, x", "s, size 2, x"],
         ["s, size 1, y", None],
@@ -344,7 +351,7 @@ def test_parts_without_places_fill_rows_of_two():
     parts = [Subplot(str(place), lambda axes: None) for place in range(3)]
     drawing = Plot("n", "N", "", parts)
     assert drawing.across == 0
-    assert [[part and part.title for part in row] for row in drawing.grid] == [
+    assert [[part and part.title for part in row] for row in drawing.grid(2)] == [
         ["0", "1"],
         ["2", None],
     ]
@@ -355,8 +362,8 @@ def test_the_rows_of_a_table_are_in_the_order_of_the_axes_that_it_names(kind, tm
     run = Run(made(tmp_path / "run"), "r")
     labels = [(a, b) for a in ("x", "y") for b in ("2", "1")]
     cases = [LabelledRun({"slow": a, "fast": b}, run, {"snr": 1.0}, 1) for a, b in labels]
-    rows = parse({kind: "snr", "rows": ["fast", "slow"]}, "show.0").make(cases)[0].rows
-    assert [row[:2] for row in rows] == [("2", "x"), ("2", "y"), ("1", "x"), ("1", "y")]
+    table = parse({kind: "snr", "rows": ["fast", "slow"]}, "show.0").make(cases)[0]
+    assert [row[:2] for row in values(table)] == [("2", "x"), ("2", "y"), ("1", "x"), ("1", "y")]
 
 
 def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
@@ -418,7 +425,7 @@ def test_budgets_that_nothing_finite_was_spent_of_are_left_out(tmp_path):
 
 def test_the_numbers_of_a_run_are_those_of_its_summary(tmp_path):
     table = pieces(made(tmp_path / "run", deep={"number": 3.5}))["summary"]
-    found = {name: value for name, value in table.rows}
+    found = dict(values(table))
     assert found["test_accuracy"] == 0.75 and found["deep.number"] == 3.5
 
 
@@ -478,11 +485,12 @@ def swept_over_sections(folder):
 def test_a_sweep_over_whole_sections_names_them_and_finds_the_best_for_each_value(tmp_path):
     swept_over_sections(tmp_path)
     found = pieces(tmp_path)
-    assert [row[0] for row in found["settings"].rows[:2]] == ["normalize", "clip, bound 1"]
-    assert [row[5] for row in found["settings"].rows] == ["best", *[""] * 5]
+    settings = values(found["settings"])
+    assert [row[0] for row in settings[:2]] == ["normalize", "clip, bound 1"]
+    assert [row[5] for row in settings] == ["best", *[""] * 5]
     per_value = found["best-for-noise.epsilon"]
-    assert per_value.head[-2:] == ["bounding", "at an edge"]
-    assert [[*row[:2], *row[3:6]] for row in per_value.rows] == [
+    assert per_value.heads[-2:] == ["bounding", "at an edge"]
+    assert [[*row[:2], *row[3:6]] for row in values(per_value)] == [
         ["2", 0.56, 2, "clip, bound 3", "local.lr"],
         ["20", 0.71, 2, "normalize", ""],
     ]
@@ -596,9 +604,10 @@ def items(study):
 
 
 def rows_of(items, name):
+    """The rows of a table in print, by head."""
     table = items[name]
-    cells = [[getattr(cell, "text", cell) for cell in row] for row in table.rows]
-    return [dict(zip(table.head, row, strict=True)) for row in cells]
+    texts = [[cell.text for cell in row] for row in table.cells]
+    return [dict(zip(table.heads, row, strict=True)) for row in texts]
 
 
 def test_a_study_shows_every_item_of_its_list(items):
@@ -632,7 +641,7 @@ def test_a_table_has_means_spreads_and_differences_over_the_seeds(items):
 def test_a_run_without_noise_stands_under_every_accounting(items):
     rows = rows_of(items, "table-test_accuracy")
     assert len(rows) == 4 and len({row["Free"] for row in rows}) == 1
-    assert rows_of(items, "epsilons")[0]["epsilon that holds"] == 3.0
+    assert rows_of(items, "epsilons")[0]["epsilon that holds"] == "3"
 
 
 def test_a_printed_number_is_beside_ours_only_for_the_same_task(items):
@@ -642,9 +651,9 @@ def test_a_printed_number_is_beside_ours_only_for_the_same_task(items):
         if row["accounting"] == "paper"
     }
     assert cells["iid", "A-1"]["printed"] == "44.5 %"
-    assert cells["iid", "B"]["printed"] is None
+    assert cells["iid", "B"]["printed"] == ""
     assert cells["iid", "B"]["printed for another task"] == "other task: 99 % on mnist"
-    assert cells["0.5", "A-1"]["printed"] is None
+    assert cells["0.5", "A-1"]["printed"] == ""
 
 
 def test_a_csv_has_all_numbers_of_a_cell_in_one_unit_which_it_names(items):
@@ -792,8 +801,8 @@ def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
 
 
 def test_tables_say_the_same_in_three_forms():
-    columns = [Column("name", ["<a|b>", "c"]), Column("share", [0.5, None], percent=True)]
-    table = Table("t", "T", "Of.", columns)
+    share = Quantity("share", "share", percent=True)
+    table = Table("t", "T", "Of.", [{"name": "<a|b>", share: 0.5}, {"name": "c"}])
     assert "| &lt;a\\|b&gt; | 50.00 % |" in markdown(table)
     assert csv_of(table) == "name,share\n<a|b>,0.5\nc,\n"
     page = render(Page("P", [], [], [PageSection("S", [table])]), {})
@@ -805,10 +814,10 @@ NUMBERS = (-0.5, np.float32(-2.0), -3, "-0.5", "+1e-3", "-inf", "a=1", "1-2", ""
 
 
 def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers():
-    cells = [PrintedCell(text, text) for text in FORMULAS]
-    table = Table("t", "T", "Of.", [Column("=cmd()", cells), Column("-n", NUMBERS)], unit="@u")
-    texts = [[f"a{text}" for text in FORMULAS[:2]], ["a\r=1", "a\n=1"]]
-    inside = replace(table, columns=columns_of(table.head, texts))
+    pairs = zip(FORMULAS, NUMBERS, strict=True)
+    rows = [{"=cmd()": PrintedCell(text, text), "-n": number} for text, number in pairs]
+    table = Table("t", "T", "Of.", rows, unit="@u")
+    inside = replace(table, rows=[{"=cmd()": f"a{text}"} for text in (*FORMULAS[:2], "\r=1")])
     assert all(row[0][0] == "a" for row in list(csv.reader(csv_of(inside).splitlines()))[1:])
     head, *found = csv.reader(io.StringIO(csv_of(table), newline=""))
     assert head == ["'=cmd()", "'-n", "unit"] and all(row[2] == "'@u" for row in found)
@@ -818,7 +827,7 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers():
 
 def test_what_markdown_shows_is_neither_html_nor_a_link():
     hostile = "<img src=x onerror=alert(1)> &lt; [a](javascript:b)"
-    table = Table("t", hostile, hostile, [Column(hostile, [hostile])])
+    table = Table("t", hostile, hostile, [{hostile: hostile}])
     found = markdown(table)
     assert "<" not in found and "](" not in found and found.count("&lt;img") == 4
     assert "&amp;lt;" in found
@@ -830,7 +839,7 @@ def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_pa
         drawing = Plot("few", "Few", "", parts[:count])
         width, _ = whole(drawing).get_size_inches()
         assert width <= most
-    assert [len(row) for row in drawing.grid] == [2, 2]
+    assert [len(row) for row in drawing.grid(2)] == [2, 2]
 
 
 def test_figures_of_four_columns_are_two_by_two(tmp_path):

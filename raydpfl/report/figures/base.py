@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from raydpfl.config.registry import Member
 from raydpfl.report.labels import listed
-from raydpfl.report.plot_style import LegendKey, Plot, Subplot, look
+from raydpfl.report.plot_style import Axes, LegendKey, Plot, Subplot, look
 from raydpfl.report.run_reader import ACROSS, LabelledRun, Panel, Run, arrange
 from raydpfl.report.tables import Table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -58,31 +55,22 @@ class Words:
 Piece = Plot | Table | Missing | Words
 
 
-@dataclass(frozen=True)
-class Placed:
-    """An item that every page of runs has: in which section, with which fields; those of a lower
-    `rank` come first.
-    """
-
-    section: str
-    fields: dict[str, Any]
-    rank: int = 0
-
-
 def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _texts(labels: Any) -> tuple[str, ...]:
-    """Labels as a study has them, which are texts as YAML writes them."""
-    several = labels if isinstance(labels, (list, tuple)) else (labels,)
-    return tuple(value if isinstance(value, str) else json.dumps(value) for value in several)
-
-
 def _labels(value: Any) -> Any:
+    """Labels by axis as a study has them, which are texts as YAML writes them."""
     if not isinstance(value, dict):
         return value
-    return {str(axis): _texts(labels) for axis, labels in value.items()}
+    several = {
+        str(axis): labels if isinstance(labels, (list, tuple)) else (labels,)
+        for axis, labels in value.items()
+    }
+    return {
+        axis: tuple(label if isinstance(label, str) else json.dumps(label) for label in labels)
+        for axis, labels in several.items()
+    }
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]  # one name, or a list of them
@@ -106,17 +94,11 @@ class ReportItem(Member):
     item's title, `note` is put behind its caption.
     """
 
-    placed: ClassVar[tuple[Placed, ...]] = ()
     axes_named: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
 
     only: Only = Field(default_factory=dict)
     title: str = ""
     note: str = ""
-
-    @classmethod
-    def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
-        """Where it stands on the page of runs whose rounds tables have these columns."""
-        return cls.placed
 
     def axes(self) -> Iterable[str]:
         """The axes of the cases that the item names."""
@@ -147,13 +129,11 @@ class ReportItem(Member):
         """The item, of these runs. It reads their directories and nothing else."""
         raise NotImplementedError
 
-    def unasked(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        """As `make`, for a page that shows the item by itself: left out where it says nothing."""
-        return self.make(cases)
 
-
-class PanelledItem(ReportItem):
-    """Base of items with panels.
+class PlotItem(ReportItem):
+    """Base of figures with a panel for each label of the facets, and in it a group for each colour
+    (a line, say). With `per_group` every group has a panel, across where there are several of both.
+    A run that lacks any of `need` is left out.
 
     `colour` is the axis of the lines of a panel (arms, or the runs that are compared), and `facet`
     the axes that make panels; any other axis that varies makes panels too, so that nothing but
@@ -162,23 +142,21 @@ class PanelledItem(ReportItem):
     """
 
     axes_named: ClassVar[tuple[str, ...]] = ("colour", "facet")
-
-    colour: str = "arm"
-    facet: Names = ()
-
-
-class PlotItem(PanelledItem):
-    """Base of figures with a panel for each label of the facets, and in it a group for each colour
-    (a line, say). With `per_group` every group has a panel, across where there are several of both.
-    A run that lacks any of `need` is left out.
-    """
-
     need: ClassVar[Need]
     heading: ClassVar[str] = ""
     per_group: ClassVar[bool] = False
 
-    def needs(self) -> Need:
+    colour: str = "arm"
+    facet: Names = ()
+
+    def needs(self) -> Need | str:
+        """What it is drawn from; what it lacks without, in words."""
         return self.need
+
+    def has(self, case: LabelledRun) -> bool:
+        """Whether a run has what is needed."""
+        need = self.needs()
+        return isinstance(need, str) or case.run.has(need.table, need.columns)
 
     def headline(self) -> str:
         """The title, where the item has no other."""
@@ -187,6 +165,11 @@ class PlotItem(PanelledItem):
     def slug(self) -> str:
         """What its files are named by."""
         return name_of(type(self).model_fields["kind"].default)
+
+    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+        """The panels of these runs."""
+        panels = arrange(cases, self.colour, self.facet)
+        return _per_group(panels) if self.per_group else panels
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """What all panels have in common, computed once; None: there is nothing to draw."""
@@ -206,13 +189,10 @@ class PlotItem(PanelledItem):
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         title = self.title or self.headline()
-        need = self.needs()
-        drawn = [case for case in cases if case.run.has(need.table, need.columns)]
+        drawn = [case for case in cases if self.has(case)]
         if not drawn:
-            return [Missing(title, f"needs {need}")]
-        panels = arrange(drawn, self.colour, self.facet)
-        if self.per_group:
-            panels = _per_group(panels)
+            return [Missing(title, f"needs {self.needs()}")]
+        panels = self.arranged(drawn)
         common = self.prepare(panels)
         if common is None:
             return [Missing(title, "there is nothing to draw: no points of it are known")]
@@ -243,13 +223,15 @@ def _per_group(panels: Sequence[Panel]) -> list[Panel]:
     return facets
 
 
+def group_places(panels: Sequence[Panel]) -> list[tuple[int, str]]:
+    """The place of each group of any panel, with its label."""
+    return sorted({(group.place, group.label) for panel in panels for group in panel.groups})
+
+
 def group_keys(panels: Sequence[Panel], shape: str = "line") -> list[LegendKey]:
     """A line for each group of any panel; none where there is only one."""
-    places = {group.label: group.place for panel in panels for group in panel.groups}
-    if len(places) < 2:
-        return []
-    ordered = sorted(places, key=lambda label: places[label])
-    return [LegendKey(label, look(places[label]), shape) for label in ordered]
+    groups = group_places(panels)
+    return [LegendKey(label, look(place), shape) for place, label in groups if len(groups) > 1]
 
 
 def runs_of(panels: Sequence[Panel]) -> list[Run]:

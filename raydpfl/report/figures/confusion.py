@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, Placed, PlotItem
-from raydpfl.report.plot_style import PALETTE, thin
+from raydpfl.report.figures.base import Need, PlotItem
+from raydpfl.report.plot_style import PALETTE, Axes, thin
 from raydpfl.report.run_reader import Panel, Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WRITTEN = 12  # classes, up to which each cell has its number
 TICKS = 12  # classes that are named at most
@@ -25,7 +22,6 @@ class Confusion(PlotItem):
     row, the share that was taken for each class. Of several seeds the samples are added up.
     """
 
-    placed: ClassVar[tuple[Placed, ...]] = (Placed("Accuracy and loss", {}, 9),)
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Which classes are taken for which"
 
@@ -37,12 +33,12 @@ class Confusion(PlotItem):
         return Need(f"{self.of}_confusion_matrix", ("actual", "predicted", "samples"), hint)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        return {id(panel): matrix_of(panel.groups[0].runs, self.needs().table) for panel in panels}
+        return {panel: matrix_of(panel.groups[0].runs, self.needs().table) for panel in panels}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
-        matrix = common[id(panel)]
+        matrix = common[panel]
         shares = matrix.shares()
         classes = len(shares)
         deep = to_rgba(PALETTE[0])
@@ -51,9 +47,9 @@ class Confusion(PlotItem):
         axes.pcolormesh(edges, edges, shares, cmap=colours, vmin=0.0, vmax=1.0)
         for actual, predicted in np.argwhere(shares > 0) if classes <= WRITTEN else ():
             share = shares[actual, predicted]
-            light = "white" if share > 0.6 else None
-            text = f"{share:.0%}".rstrip("%")
-            axes.text(predicted, actual, text, ha="center", va="center", fontsize=7, color=light)
+            style: Any = {"ha": "center", "va": "center", "fontsize": 7}
+            style["color"] = "white" if share > 0.6 else None
+            axes.text(predicted, actual, f"{100 * share:.0f}", **style)
         ticks = thin(classes, TICKS)
         labels = [matrix.names[place] for place in ticks]
         turned = 90 if max(map(len, labels)) > 2 else 0
@@ -96,10 +92,9 @@ def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
         tables.append({name: values[rows].astype(int) for name, values in columns.items()})
     names = [str(name) for name in runs[0].summary.get("class_names") or ()]
     seen = [int(table[name].max()) + 1 for table in tables for name in ("actual", "predicted")]
-    classes = max(*seen, len(names))
-    counts = np.zeros((classes, classes))
+    names = names or [str(place) for place in range(max(seen))]
+    counts = np.zeros([max(*seen, len(names))] * 2)
     for columns in tables:
         np.add.at(counts, (columns["actual"], columns["predicted"]), columns["samples"])
-    names = names or [str(place) for place in range(classes)]
     short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
     return Matrix(counts, short, int(tables[0]["round"][0]))

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.models.metric_columns import is_score
 from raydpfl.privacy.papers import cited
 from raydpfl.report.figures.base import (
-    Missing,
     Names,
     Need,
-    Piece,
-    Placed,
     PlotItem,
     group_keys,
+    group_places,
     name_of,
     runs_of,
 )
 from raydpfl.report.labels import Quantity, listed, quantity
-from raydpfl.report.plot_style import FACTOR, LegendKey, look, scale
-from raydpfl.report.run_reader import Group, LabelledRun, Panel, Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from raydpfl.report.plot_style import FACTOR, Axes, LegendKey, Look, look, scale
+from raydpfl.report.run_reader import Group, Panel, Run
 
 BOUNDING = "measure: [bounding]"
 HINTS = {
@@ -38,7 +33,6 @@ HINTS = {
     "epsilon": "noise that an accountant covers",
     "epsilon_*": "noise that an accountant covers",
 }
-SECONDS = 5.0  # that a run takes, from which curves by second say more than those by round
 MARKS = 12  # markers on a line at most
 # The titles of columns that begin so.
 TITLES = {
@@ -68,10 +62,6 @@ ALONE = (
 CLIPPED = "The share of the cohort whose updates bounding shortened."
 CLIPPED_SAMPLES = "The share of gradients longer than the bound, averaged over the cohort."
 X_WORDS = {"round": "round", "seconds": "second", "epsilon": "epsilon"}
-LOSSES = {"of": ["test_loss", "train_loss"], "main": "test_loss"}
-EPSILONS = {"of": "epsilon_*", "main": "epsilon"}
-ANGLES = ["angle_p10", "angle_p50", "angle_p90"]
-BIASES = ["bias_within", "bias_across"]
 
 
 class Curves(PlotItem):
@@ -85,38 +75,11 @@ class Curves(PlotItem):
         {"of": "test_accuracy"},
         {"of": ["test_loss", "train_loss"], "x": "seconds"},
     )
-    placed: ClassVar[tuple[Placed, ...]] = (
-        *(Placed("Accuracy and loss", {"of": "test_accuracy", "x": x}) for x in X_WORDS),
-        *(Placed("Accuracy and loss", {**LOSSES, "x": x}) for x in ("round", "seconds")),
-        *(Placed("Privacy", {**EPSILONS, "x": x}) for x in ("round", "seconds")),
-        Placed("Bounding and noise", {"of": "clipped"}, 1),
-        Placed("Bounding and noise", {"of": "snr"}, 2),
-        Placed("Bounding and noise", {"of": ANGLES, "main": "angle_p50"}, 3),
-        Placed("Bounding and noise", {"of": BIASES, "main": "bias_across"}, 5),
-    )
-
     kind: str = "curves"
     of: Names = ("test_accuracy",)
     x: str = "round"
     main: str = ""
     log: bool | None = None
-
-    def unasked(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        if self.x == "seconds":
-            times = [case.run.series("seconds") for case in cases]
-            ends = [np.append(0.0, seconds) for seconds in times if seconds is not None]
-            longest = max((float(np.nanmax(seconds)) for seconds in ends), default=0.0)
-            if longest < SECONDS:
-                why = f"needs a run of {SECONDS:g} s: the longest here took {longest:.2g} s"
-                return [Missing(self.title or self.headline(), why)]
-        return self.make(cases)
-
-    @classmethod
-    def placed_for(cls, columns: Collection[str]) -> tuple[Placed, ...]:
-        """A curve of each other score too."""
-        drawn = {name for place in cls.placed for name in cls.model_validate(place.fields).of}
-        others = [name for name in columns if is_score(name) and name not in drawn]
-        return (*cls.placed, *(Placed("Accuracy and loss", {"of": name}) for name in others))
 
     def numbers(self) -> Sequence[str]:
         return self.of
@@ -137,49 +100,35 @@ class Curves(PlotItem):
         title = "Loss" if len(self.of) > 1 and first.endswith("loss") else words
         return f"{TITLES.get(first.split('_')[0], title)} {how}"
 
-    def columns(self, panels: Sequence[Panel]) -> list[str]:
-        """The columns that are drawn."""
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        """The columns that are drawn, and by group and column what is: see `line`."""
         runs = runs_of(panels)
         several = any(len(panel.groups) > 1 for panel in panels)
         columns: dict[str, None] = {}
         for name in (self.main,) if several and self.main else self.of:
             epsilons = [epsilon for run in runs for epsilon in run.epsilons]
             columns |= dict.fromkeys(fnmatch.filter(epsilons, name) if "*" in name else [name])
-        return [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
-
-    def prepare(self, panels: Sequence[Panel]) -> Any:
-        columns = self.columns(panels)
+        there = [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
         groups = [group for panel in panels for group in panel.groups]
-        keys = itertools.product(groups, columns)
-        every = {(id(group), name): line(group, name, self.x) for group, name in keys}
-        lines = {key: values for key, values in every.items() if values is not None}
-        if not lines:
-            return None
-        x = np.concatenate([x for x, *_ in lines.values()])
-        y = np.concatenate([side for _, _, *band in lines.values() for side in band])
-        return {"columns": columns, "lines": lines, "x": x, "y": y}
+        drawn = {
+            (group, name): values
+            for group, name in itertools.product(groups, there)
+            if (values := line(group, name, self.x)) is not None
+        }
+        return (there, drawn) if drawn else None
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        columns = common["columns"]
-        for group in panel.groups:
-            for place, name in enumerate(columns):
-                if (id(group), name) not in common["lines"]:
-                    continue
-                x, mean, low, high = common["lines"][id(group), name]
-                if len(panel.groups) == 1 and len(columns) > 1:
-                    drawn = look(place)
-                else:
-                    drawn = look(group.place, place if len(columns) > 1 else None)
-                if len(group.runs) > 1:
-                    axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
-                if len(x) == 1:  # no band is seen there
-                    axes.vlines(x, low, high, color=drawn.colour, linewidth=1)
-                every = max(1, len(x) // MARKS)
-                axes.plot(x, mean, marker=drawn.marker, markevery=every, **drawn.line)
-        x = common["x"]
+        columns, lines = common
+        alone = len(panel.groups) == 1 and len(columns) > 1
+        for group, (place, name) in itertools.product(panel.groups, enumerate(columns)):
+            if (group, name) in lines:
+                drawn = look(place) if alone else _look(group.place, place, columns)
+                _draw_line(axes, lines[group, name], drawn, len(group.runs) > 1)
+        x = np.concatenate([x for x, *_ in lines.values()])
         far = self.x.startswith("epsilon") and x.max() >= FACTOR * x.min()
         scale(axes, "x", quantity(self.x), x, far or None)
-        scale(axes, "y", self._measured(columns), common["y"], self.log)
+        y = np.concatenate([side for _, _, *band in lines.values() for side in band])
+        scale(axes, "y", self._measured(columns), y, self.log)
 
     def _measured(self, columns: Sequence[str]) -> Quantity:
         first = quantity(columns[0])
@@ -187,25 +136,24 @@ class Curves(PlotItem):
         if len(columns) == 1 and kind not in ("angle", "bias"):
             return first
         word = kind if kind in ("epsilon", "angle", "bias") else columns[0].split("_")[-1]
-        return Quantity(first.name, word, first.unit, first.percent, first.wide)
+        return replace(first, words=word)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        columns = common["columns"]
+        columns, _ = common
         groups = group_keys(panels)
         if len(columns) == 1:
             return groups
         if not groups:
             words = [_of_column(name, panels[0].run) for name in columns]
             return [LegendKey(text, look(place)) for place, text in enumerate(words)]
-        places = {group.label: group.place for panel in panels for group in panel.groups}
         return [
-            LegendKey(f"{key.label}: {quantity(name).words}", look(places[key.label], place))
-            for key in groups
+            LegendKey(f"{label}: {quantity(name).words}", _look(at, place, columns))
+            for at, label in group_places(panels)
             for place, name in enumerate(columns)
         ]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        columns = common["columns"]
+        columns, _ = common
         text = " ".join(filter(None, [_about(name, panels) for name in columns]))
         if any(name.startswith("epsilon_") for name in columns):
             text += f" {_whose(panels)} Rigorous ones hold; a formula is what its paper prints."
@@ -221,6 +169,21 @@ class Curves(PlotItem):
         return f"{text} From rounds.parquet.".strip()
 
 
+def _look(place: int, column: int, columns: Sequence[str]) -> Look:
+    """The look of a group, with a dash for each column where there are several."""
+    return look(place, column if len(columns) > 1 else None)
+
+
+def _draw_line(axes: Axes, line: Sequence[np.ndarray], drawn: Look, band: bool) -> None:
+    x, mean, low, high = line
+    if band:
+        axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
+    if len(x) == 1:  # no band is seen there
+        axes.vlines(x, low, high, color=drawn.colour, linewidth=1)
+    every = max(1, len(x) // MARKS)
+    axes.plot(x, mean, marker=drawn.marker, markevery=every, **drawn.line)
+
+
 def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
     """What is drawn of a group: x, mean, least and greatest, float64 [n] each, at the rounds of
     which all of its runs have both; None for none.
@@ -230,14 +193,11 @@ def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
         if run.has("rounds", (name, x)):
             columns = np.array([run.table("rounds")["round"], run.series(x), run.series(name)])
             tables.append(columns[:, np.isfinite(columns).all(0)])
-    if not tables:
-        return None
-    shared = reduce(np.intersect1d, [rounds for rounds, _, _ in tables])
+    shared = reduce(np.intersect1d, [rounds for rounds, _, _ in tables]) if tables else ()
     if not len(shared):
         return None
-    across, values = np.array([rows[1:, np.isin(rows[0], shared)] for rows in tables]).swapaxes(
-        0, 1
-    )
+    inside = np.array([rows[1:, np.isin(rows[0], shared)] for rows in tables])
+    across, values = inside.swapaxes(0, 1)
     return across.mean(0), values.mean(0), values.min(0), values.max(0)
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Missing, PanelledItem, Piece, name_of
+from raydpfl.report.figures.base import PlotItem, name_of
 from raydpfl.report.labels import Quantity, axis, numeric, quantity
-from raydpfl.report.plot_style import FACTOR, LegendKey, Look, Plot, Subplot, dots, look, scale
-from raydpfl.report.run_reader import LabelledRun, facets, grouped, labels_of, varying
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from raydpfl.report.plot_style import FACTOR, Axes, Look, dots, look, scale
+from raydpfl.report.run_reader import LabelledRun, Panel, arrange, grouped, labels_of
 
 TICKS = 9  # numbers that each have a tick
 LONG = 34  # characters of all labels beyond which they are turned
 
 
-class Points(PanelledItem):
+class Points(PlotItem):
     """A number of a run (`of`, in the table of results or the summary) over an axis `x`: a point
     for each run, a line through the means over the seeds. Labels stand where they are as numbers,
     or side by side where any of them is none.
@@ -37,79 +33,85 @@ class Points(PanelledItem):
     def numbers(self) -> Sequence[str]:
         return (self.of,)
 
-    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        measured = quantity(self.of)
-        title = self.title or f"{measured.words.capitalize()} over {axis(self.x)}"
-        cases = [case for case in cases if case.number(self.of) is not None]
-        cases = [case for case in cases if self.x in case.labels]
-        if not cases:
-            return [Missing(title, f"needs {self.of} of runs along the axis {self.x}")]
-        axes = varying(cases)
-        cells = [self._scores(cell) for cell in grouped(cases, lambda case: case.at(axes)).values()]
-        labels = labels_of(cases, self.x)
-        colours = labels_of(cases, self.colour)
-        reach = [score for scores in cells for score in reached(scores)]
-        draw = partial(self._draw, labels=labels, colours=colours, reach=reach)
-        subplots = [
-            Subplot(facet.title, partial(draw, cases=facet.cases), facet.place)
-            for facet in facets(cases, (self.x, self.colour), self.facet)
-        ]
-        keys = [LegendKey(name, look(place)) for place, name in enumerate(colours)]
-        caption = (
-            "A point is a run in its last round, a line goes through the means over the seeds."
-        )
+    def needs(self) -> str:
+        return f"{self.of} of runs along the axis {self.x}"
+
+    def has(self, case: LabelledRun) -> bool:
+        return self.x in case.labels and case.number(self.of) is not None
+
+    def across(self) -> str:
+        """What the labels are of, in words."""
+        return axis(self.x)
+
+    def headline(self) -> str:
+        return f"{quantity(self.of).words.capitalize()} over {self.across()}"
+
+    def slug(self) -> str:
+        return name_of(self.of, "over", self.across())
+
+    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+        return arrange(cases, self.colour, self.facet, self.x)
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        """Where each label stands, and the scores at each place of each line."""
+        groups = [group for panel in panels for group in panel.groups]
+        labels = self.ordered(labels_of([case for one in groups for case in one.cases], self.x))
+        cells = []
+        for group in groups:
+            inside = grouped(group.cases, lambda case: case.labels[self.x])
+            cells += [[case.number(self.of) for case in cell] for cell in inside.values()]
+        numbers = labels if numeric(labels) else range(len(labels))
+        return dict(zip(labels, map(float, numbers), strict=True)), cells
+
+    def ordered(self, labels: list[str]) -> list[str]:
+        """Labels in their order side by side."""
+        return labels
+
+    def connect(self, axes: Axes, points: np.ndarray, drawn: Look) -> None:
+        """Draws the points of a line, float64 [n, 2]."""
+        with_bars(axes, points, drawn)
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        places, cells = common
+        for group in sorted(panel.groups, key=lambda group: group.place):
+            points = [(places[case.labels[self.x]], case.number(self.of)) for case in group.cases]
+            self.connect(axes, np.array(points, np.float64), look(group.place))
+        label_axis(axes, self.across(), places, self.log)
+        scale(axes, "y", quantity(self.of), [y for cell in cells for y in reached(cell)])
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        text = "A point is a run in its last round, a line goes through the means over the seeds."
         if self.of.startswith("best_"):
-            caption = "A point is a run in its best round, chosen on what is shown, which flatters."
-        caption += f"{bars_in_words(max(map(len, cells)))} From the summaries of the runs."
-        name = name_of(self.of, "over", axis(self.x))
-        return [Plot(name, title, caption, subplots, keys if len(keys) > 1 else [])]
-
-    def _scores(self, cases: Sequence[LabelledRun]) -> list[float]:
-        return [score for case in cases if (score := case.number(self.of)) is not None]
-
-    def _draw(
-        self,
-        axes: Axes,
-        cases: Sequence[LabelledRun],
-        labels: Sequence[str],
-        colours: Sequence[str],
-        reach: Sequence[float],
-    ) -> None:
-        across = dict(zip(labels, positions(labels), strict=True))
-        inside = grouped(cases, lambda case: case.labels.get(self.colour, ""))
-        for place, colour in enumerate(colours or [""]):
-            if points := [
-                (across[case.labels[self.x]], case.number(self.of))
-                for case in inside.get(colour, ())
-            ]:
-                with_bars(axes, points, look(place))
-        label_axis(axes, axis(self.x), labels, self.log)
-        scale(axes, "y", quantity(self.of), reach)
+            text = "A point is a run in its best round, chosen on what is shown, which flatters."
+        return f"{text}{bars_in_words(common)} From the summaries of the runs."
 
 
-def label_axis(axes: Axes, words: str, labels: Sequence[str], log: bool | None = None) -> None:
+def label_axis(
+    axes: Axes, words: str, places: Mapping[str, float], log: bool | None = None
+) -> None:
     """Sets up the axis that labels stand on, with a tick for each where they are few: numbers where
     they are, logarithmic (or as `log` says) where the largest is `FACTOR` times the smallest; else
     side by side.
     """
-    places = positions(labels)
-    if not numeric(labels):
-        axes.set_xticks(places, labels, rotation=25 if sum(map(len, labels)) > LONG else 0)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
+    numbers = [*places.values()]
+    if not numeric([*places]):
+        turned = sum(map(len, places)) > LONG
+        axes.set_xticks(numbers, [*places], rotation=25 if turned else 0)
+        axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_xlabel(words)
         return
-    wide = bool(places.min() > 0 and places.max() / places.min() >= FACTOR)
-    scale(axes, "x", Quantity(words, words), places, wide if log is None else log)
+    wide = min(numbers) > 0 and max(numbers) / min(numbers) >= FACTOR
+    scale(axes, "x", Quantity(words, words), numbers, wide if log is None else log)
     if len(places) <= TICKS:
-        axes.set_xticks(places)
+        axes.set_xticks(numbers)
         axes.set_xticks([], minor=True)
 
 
-def with_bars(axes: Axes, points: Any, drawn: Look) -> None:
-    """Points (pairs of numbers), a line through the means of those at one place, and at each mean
-    an error bar of one sample standard deviation, where there are several points.
+def with_bars(axes: Axes, points: np.ndarray, drawn: Look) -> None:
+    """Points, float64 [n, 2], a line through the means of those at one place, and at each mean an
+    error bar of one sample standard deviation, where there are several points.
     """
-    x, y = np.array(points, np.float64).T
+    x, y = points.T
     groups = {place: y[x == place] for place in np.unique(x)}
     dots(axes, points, drawn, 0.35 if len(groups) < len(x) else 0.7)
     axes.plot([*groups], [group.mean() for group in groups.values()], **drawn.line)
@@ -127,13 +129,9 @@ def reached(scores: Sequence[float]) -> list[float]:
     return [*scores, mean - bar, mean + bar]
 
 
-def bars_in_words(most: int) -> str:
-    """What the error bars of `with_bars` are, for a caption; `most`: runs at one place."""
+def bars_in_words(common: Any) -> str:
+    """What the error bars are of what `Points.prepare` gave, for a caption; empty without any."""
+    most = max(map(len, common[1]))
     if most < 2:
         return ""
     return f" Error bars are one sample standard deviation over the seeds (up to {most})."
-
-
-def positions(labels: Sequence[str]) -> np.ndarray:
-    """Where labels stand on an axis: their numbers, or side by side, float64 [n]."""
-    return np.array(labels if numeric(labels) else range(len(labels)), np.float64)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, Placed, PlotItem
+from raydpfl.report.figures.base import Need, PlotItem
 from raydpfl.report.labels import Quantity, number
-from raydpfl.report.plot_style import look, scale
+from raydpfl.report.plot_style import Axes, look, scale
 from raydpfl.report.run_reader import Panel, Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # The phases of a round, in their order, in words.
 PHASES = {
@@ -30,7 +27,6 @@ class Phases(PlotItem):
     """The seconds of all rounds by phase, a bar each; of several seeds the mean."""
 
     need: ClassVar[Need] = Need("rounds", ("seconds_collect",))
-    placed: ClassVar[tuple[Placed, ...]] = (Placed("Time", {}),)
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Seconds by phase"
 

@@ -1,24 +1,37 @@
-"""A number of every cell of a study: means, differences, and what is printed."""
+"""Numbers of the cells of a study: means, differences, and what is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from raydpfl.config.overrides import at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
-from raydpfl.report.labels import axis as in_words
-from raydpfl.report.labels import quantity, unit_of
+from raydpfl.report.labels import quantity
 from raydpfl.report.published_numbers import PublishedTable
-from raydpfl.report.run_reader import LabelledRun, as_number, grouped, in_order, labels_of, varying
+from raydpfl.report.run_reader import (
+    LabelledRun,
+    grouped,
+    in_order,
+    labels_of,
+    largest_held,
+    varying,
+)
 from raydpfl.report.statistics import SeedSpread, over_seeds, paired
-from raydpfl.report.tables import Column, PrintedCell, Table, columns_of, mean_cell
+from raydpfl.report.tables import (
+    PrintedCell,
+    Row,
+    Table,
+    axes_row,
+    mean_cell,
+    spread_row,
+    without_empty,
+)
 
-Labels = tuple[str, ...]  # of a row
+Key = tuple[tuple[str, ...], str]  # of a cell: the labels of its row, and that of its column
 
 
 class TableItem(ReportItem):
@@ -56,179 +69,170 @@ class TableItem(ReportItem):
         return (self.of,)
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        title = self.title or quantity(self.of).words.capitalize()
-        grid = CellGrid(self, cases)
+        measured = quantity(self.of)
+        title = self.title or measured.words.capitalize()
+        best = f"best_{self.of}"
+        grid = CellGrid(cases, self.rows, self.columns)
+        base = self.against if self.against in grid.across else grid.across[0]
+        points = ", in percentage points" if measured.percent else ""
         if not grid.has(self.of):
             return [Missing(title, f"needs {self.of} of a finished run")]
-        tables = [self._means(grid, title, self.of, "in the last round")]
-        best = f"best_{self.of}"
+
+        def table(name: str, title: str, text: str, rows: Sequence[Row], more: str = "") -> Table:
+            caption = f"{text} From results.parquet.{more}"
+            return Table(name, title, caption, rows, unit=measured.stored_unit)
+
+        def means(name: str) -> list[Row]:
+            return grid.rows(lambda key: mean_cell(grid.spread(name, key), measured.percent))
+
+        text = "Means and sample standard deviations over the seeds, in the "
+        name = name_of("table", self.of)
+        tables = [table(name, title, f"{text}last round.", means(self.of))]
         if self.best and grid.has(best):
-            tables.append(self._means(grid, f"{title}, best round", best, "in the best round"))
+            text += "best round. It is chosen by what is shown, on the test set, which flatters."
+            tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
         if len(grid.across) > 1 and any(case.seed is not None for case in cases):
-            tables.append(self._differences(grid, title))
-        return [*tables, self._cells(grid, title)]
-
-    def _table(self, name: str, title: str, text: str, columns: Sequence[Column]) -> Table:
-        return Table(name, title, text, columns, unit=unit_of(quantity(self.of)))
-
-    def _means(self, grid: CellGrid, title: str, name: str, which: str) -> Table:
-        percent = quantity(name).percent
-        columns = grid.heads(grid.down)
-        for across in grid.across:
-            spreads = [grid.spread(name, (down, across)) for down in grid.down]
-            columns.append(Column(across, [mean_cell(spread, percent) for spread in spreads]))
-        text = f"Means and sample standard deviations over the seeds, {which}."
-        if name.startswith("best_"):
-            text += " It is chosen by what is shown, on the test set, which flatters."
-        return self._table(name_of("table", name), title, f"{text} From results.parquet.", columns)
-
-    def _differences(self, grid: CellGrid, title: str) -> Table:
-        percent = quantity(self.of).percent
-        columns = grid.heads(grid.down)
-        for across in grid.across:
-            if across != grid.base:
-                gains = [grid.gain((down, across)) for down in grid.down]
-                columns.append(
-                    Column(across, [mean_cell(gain, percent, sign=True) for gain in gains])
-                )
-        text = (
-            f"Differences to {grid.base} seed by seed, in the last round: mean and sample standard"
-        )
-        text += f" deviation over the seeds that both have{_points(percent)}. From results.parquet."
-        name = name_of("differences", self.of)
-        return self._table(name, f"{title}, against {grid.base}", text, columns)
-
-    def _cells(self, grid: CellGrid, title: str) -> Table:
-        percent = quantity(self.of).percent
-        keys = [(down, across) for down in grid.down for across in grid.across]
-        keys = [key for key in keys if key in grid.cases]
-        spreads = [grid.spread(self.of, key) for key in keys]
-        gains = [grid.gain(key) if key[1] != grid.base else over_seeds({}) for key in keys]
-        printed = [grid.printed(key) for key in keys]
-        columns = [
-            *grid.heads([down for down, _ in keys]),
-            Column(self.columns, [across for _, across in keys]),
-            Column("seeds", [spread.count for spread in spreads]),
-        ]
-        optional = [
-            Column("epsilon that holds", [grid.holds(key) for key in keys]),
-            Column("printed", [ours for ours, _ in printed]),
-            Column("printed for another task", [other for _, other in printed]),
-        ]
-        for mean, std, values in (
-            (f"against {grid.base}", "std of the difference", gains),
-            (
-                "best round",
-                "std of the best",
-                [grid.spread(f"best_{self.of}", key) for key in keys],
-            ),
-            ("mean", "std", spreads),
-        ):
-            optional[:0] = [
-                Column(mean, [as_number(spread.mean) for spread in values], percent),
-                Column(std, [as_number(spread.std) for spread in values], percent),
-            ]
-        columns += [column for column in optional if not column.empty]
-        text = f"All of it, a row for each cell; differences seed by seed{_points(percent)}."
-        text += " From results.parquet."
+            text = f"Differences to {base} seed by seed, in the last round: mean and sample "
+            text += f"standard deviation over the seeds that both have{points}."
+            name = name_of("differences", self.of)
+            rows = grid.rows(
+                lambda key: mean_cell(grid.gain(self.of, key, base), measured.percent, sign=True),
+                without=base,
+            )
+            tables.append(table(name, f"{title}, against {base}", text, rows))
+        text = f"All of it, a row for each cell; differences seed by seed{points}."
+        more = ""
         if self.published:
-            text += f" Printed numbers are those of published/{self.published}; a number of another"
-            text += " data set is not put beside ours."
-        return self._table(name_of("cells", self.of), f"{title}, every cell", text, columns)
+            more = f" Printed numbers are those of published/{self.published}; a number of another"
+            more += " data set is not put beside ours."
+        name = name_of("cells", self.of)
+        return [*tables, table(name, f"{title}, every cell", text, self._cells(grid, base), more)]
 
+    def _cells(self, grid: CellGrid, base: str) -> list[Row]:
+        """All numbers, a row for each cell."""
+        percent = quantity(self.of).percent
+        best = f"best_{self.of}"
+        published = self._published(grid.cases[0].home)
+        rows = []
+        for key, cases in grid.cells.items():
+            mean = grid.spread(self.of, key)
+            gain = grid.gain(self.of, key, base) if key[1] != base else over_seeds({})
+            ours, other = self._printed(published, grid, cases[0])
+            optional = {
+                **spread_row("mean", "std", mean, percent),
+                **spread_row("best round", "std of the best", grid.spread(best, key), percent),
+                **spread_row(f"against {base}", "std of the difference", gain, percent),
+                "epsilon that holds": largest_held([case.run for case in cases]),
+                "printed": ours,
+                "printed for another task": other,
+            }
+            heads = axes_row(grid.axes, key[0])
+            rows.append({**heads, self.columns: key[1], "seeds": mean.count, **optional})
+        return without_empty(rows, optional)
 
-def _points(percent: bool) -> str:
-    return ", in percentage points" if percent else ""
-
-
-@dataclass(frozen=True)
-class CellGrid:
-    """The cases of a table; the key of a cell is the labels of its row and that of its column."""
-
-    table: TableItem
-    every: Sequence[LabelledRun]
-
-    @cached_property
-    def axes(self) -> list[str]:
-        """The axes of the rows: those that are named and vary, and any other that does."""
-        there = varying(self.every)
-        named = [axis for axis in self.table.rows if axis in there]
-        return [*named, *(column for column in there if column not in (*named, self.table.columns))]
-
-    def heads(self, rows: Sequence[Labels]) -> list[Column]:
-        """The columns of the labels of these rows."""
-        return columns_of(map(in_words, self.axes), rows)
-
-    @cached_property
-    def cases(self) -> dict[tuple[Labels, str], list[LabelledRun]]:
-        """The runs of each cell."""
-        across = self.table.columns
-        return grouped(self.every, lambda case: (case.at(self.axes), case.labels.get(across, "")))
-
-    @cached_property
-    def down(self) -> list[Labels]:
-        return in_order((down for down, _ in self.cases), self.every, self.axes)
-
-    @cached_property
-    def across(self) -> list[str]:
-        return labels_of(self.every, self.table.columns) or [""]
-
-    @property
-    def base(self) -> str:
-        """The column that differences are to."""
-        return self.table.against if self.table.against in self.across else self.across[0]
-
-    def has(self, name: str) -> bool:
-        """Whether any cell has this number."""
-        return any(self.spread(name, key).count for key in self.cases)
-
-    def values(self, name: str, key: tuple[Labels, str]) -> dict[int, float | None]:
-        """A number of a cell, by seed."""
-        return {
-            place if case.seed is None else case.seed: case.number(name)
-            for place, case in enumerate(self.cases.get(key, ()))
-        }
-
-    def spread(self, name: str, key: tuple[Labels, str]) -> SeedSpread:
-        """A number of a cell over its seeds."""
-        return over_seeds(self.values(name, key))
-
-    def gain(self, key: tuple[Labels, str]) -> SeedSpread:
-        """The difference of a cell to that of the base in its row, seed by seed."""
-        of = self.table.of
-        return paired(self.values(of, key), self.values(of, (key[0], self.base)))
-
-    def holds(self, key: tuple[Labels, str]) -> float | None:
-        """The largest epsilon that holds of the runs of a cell; None where one has none."""
-        guarantees = [case.run.holds for case in self.cases[key]]
-        return max(guarantee[0].epsilon for guarantee in guarantees) if all(guarantees) else None
-
-    @cached_property
-    def _published(self) -> PublishedTable | None:
-        folder = self.every[0].home
-        if not self.table.published or folder is None:
+    def _published(self, home: Path | None) -> PublishedTable | None:
+        if not self.published or home is None:
             return None
         try:
-            return PublishedTable.read(folder / "published" / self.table.published)
+            return PublishedTable.read(home / "published" / self.published)
         except (OSError, ValueError):
             return None
 
-    def printed(self, key: tuple[Labels, str]) -> tuple[Any, str]:
-        """What is printed for the task of a cell, and what for another one, in words."""
-        if self._published is None:
+    def _printed(
+        self, published: PublishedTable | None, grid: CellGrid, case: LabelledRun
+    ) -> tuple[PrintedCell | None, str]:
+        """What is printed for the task of a cell, by a case of it, and what for another one, in
+        words.
+        """
+        if published is None:
             return None, ""
-        table = self.table
-        case = self.cases[key][0]
-        axes = {axis: labels_of(self.every, axis) for axis in case.labels}
-        columns = self._published.columns(axes, table.match)
+        axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
+        columns = published.columns(axes, self.match)
         data = str(at(case.run.config, "data.kind"))
-        number = self._published.number(case.labels, columns, data, table.where, table.value)
+        number = published.number(case.labels, columns, data, self.where, self.value)
         if number is None:
             return None, ""
-        percent = quantity(table.of).percent
+        percent = quantity(self.of).percent
         std = f" \N{PLUS-MINUS SIGN} {number.std}" if number.std else ""
         text = f"{number.text}{std}{' %' if percent else ''}"
         if number.other:
             return None, f"other task: {text} on {number.other}"
         value = float(number.text)
         return PrintedCell(round(value / 100, 6) if percent else value, text), ""
+
+
+class CellGrid:
+    """The cases of a table by cell: `axes` are those of the rows, first the ones that are named and
+    vary; `down` has their labels, and `across` those of the columns.
+    """
+
+    def __init__(self, cases: Sequence[LabelledRun], rows: Sequence[str], columns: str):
+        self.cases = cases
+        there = varying(cases)
+        named = [axis for axis in rows if axis in there]
+        self.axes = [*named, *(axis for axis in there if axis not in (*named, columns))]
+        self.across = labels_of(cases, columns) or [""]
+        cells = grouped(cases, lambda case: (case.at(self.axes), case.labels.get(columns, "")))
+        self.down = in_order((down for down, _ in cells), cases, self.axes)
+        keys = [(down, across) for down in self.down for across in self.across]
+        self.cells = {key: cells[key] for key in keys if key in cells}
+
+    def rows(self, cell: Callable[[Key], PrintedCell | None], without: str = "") -> list[Row]:
+        """A row for each label down, with what `cell` says of each column, but for one."""
+        across = [label for label in self.across if label != without]
+        return [
+            {**axes_row(self.axes, down), **{label: cell((down, label)) for label in across}}
+            for down in self.down
+        ]
+
+    def has(self, name: str) -> bool:
+        """Whether any cell has this number."""
+        return any(self.spread(name, key).count for key in self.cells)
+
+    def values(self, name: str, key: Key) -> dict[int, float | None]:
+        """A number of a cell, by seed."""
+        return {
+            place if case.seed is None else case.seed: case.number(name)
+            for place, case in enumerate(self.cells.get(key, ()))
+        }
+
+    def spread(self, name: str, key: Key) -> SeedSpread:
+        """A number of a cell over its seeds."""
+        return over_seeds(self.values(name, key))
+
+    def gain(self, name: str, key: Key, base: str) -> SeedSpread:
+        """The difference of a cell to that of a column in its row, seed by seed."""
+        return paired(self.values(name, key), self.values(name, (key[0], base)))
+
+
+class Values(ReportItem):
+    """A column for each of the numbers `of` (one of a mapping with a dot: `stationary.final_x`), a
+    row for each cell: `rows` are the axes that come first.
+    """
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"of": ["test_loss", "seconds"]},)
+    axes_named: ClassVar[tuple[str, ...]] = ("rows",)
+
+    kind: str = "values"
+    of: Names = ("test_loss",)
+    rows: Names = ()
+
+    def numbers(self) -> Sequence[str]:
+        return self.of
+
+    def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
+        axes = [*dict.fromkeys([*self.rows, *varying(cases)])]
+        axes = [axis for axis in axes if any(axis in case.labels for case in cases)]
+        cells = grouped(cases, lambda case: case.at(axes))
+        rows: list[Row] = []
+        for labels in in_order(cells, cases, axes):
+            row = axes_row(axes, labels)
+            for name in self.of:
+                numbers = {at: case.number(name) for at, case in enumerate(cells[labels])}
+                row[quantity(name)] = mean_cell(over_seeds(numbers), quantity(name).percent)
+            rows.append(row)
+        title = self.title or "Values"
+        if all(row[quantity(name)] is None for row in rows for name in self.of):
+            return [Missing(title, f"needs {', '.join(self.of)} in the summaries of the runs")]
+        caption = "Means and sample standard deviations over the seeds. From results.parquet."
+        return [Table(name_of("values", *self.of), title, caption, rows)]

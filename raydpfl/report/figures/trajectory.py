@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from raydpfl.methods.probes.trajectory import together
-from raydpfl.report.figures.base import Missing, Need, Piece, Placed, PlotItem, first_seed
+from raydpfl.report.figures.base import Missing, Need, Piece, PlotItem, first_seed
 from raydpfl.report.labels import Quantity
-from raydpfl.report.plot_style import INK, LegendKey, Look, look, scale, thin
+from raydpfl.report.plot_style import INK, Axes, LegendKey, Look, look, scale, thin
 from raydpfl.report.run_reader import LabelledRun, Panel, Run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 POINTS = 80  # models of a run that are drawn, at most
 FEW = 8  # and at least
@@ -28,7 +25,6 @@ class ModelPath(PlotItem):
     """
 
     need: ClassVar[Need] = Need("trajectory", (), "measure: [trajectory]")
-    placed: ClassVar[tuple[Placed, ...]] = (Placed("Path of the model", {}),)
     heading: ClassVar[str] = "Path of the model on common axes"
 
     kind: str = "trajectory"
@@ -46,36 +42,37 @@ class ModelPath(PlotItem):
         paths = [models_of(run, len(runs)) for run in runs]
         if sum(len(path) for path in paths) < 2:
             return None
-        optima = [run.optimum[None] for run in runs if run.optimum is not None]
+        optima = [run.optimum for run in runs if run.optimum is not None]
         placed, marks = together(paths, optima[0] if optima else None)
-        return {"paths": dict(zip(runs, placed, strict=True)), "marks": marks}
+        return dict(zip(runs, placed, strict=True)), marks
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        paths, marks = common
         for group in panel.groups:
             drawn = look(group.place)
-            path = common["paths"][group.runs[0]]
+            path = paths[group.runs[0]]
             marker: Any = {"marker": drawn.marker, "markersize": 3}
             marker["markevery"] = max(1, len(path) // 20)
             axes.plot(*path.T, alpha=0.85, **marker, **drawn.line)
             axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
             axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
-        for mark in common["marks"]:
+        for mark in marks:
             axes.plot(*mark, marker="*", markersize=13, color=INK, zorder=6)
-        every = np.concatenate([*common["paths"].values(), common["marks"]])
+        every = np.concatenate([*paths.values(), marks])
         for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
             scale(axes, which, Quantity("direction", f"{words} direction"), values)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        signs = {"start": "o", "end": "X"} | ({"optimum": "*"} if len(common["marks"]) else {})
+        signs = {"start": "o", "end": "X"} | ({"optimum": "*"} if len(common[1]) else {})
         marks = [LegendKey(name, Look(INK, "none", sign), "point") for name, sign in signs.items()]
         return [*super().keys(panels, common), *marks]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        runs = len(common["paths"])
+        runs, marks = map(len, common)
         of = "the models of all runs together" if runs > 1 else "the models of the run"
         text = f"Models of the rounds, on the two principal directions of {of}."
         text += " Distances are those of the parameters, seen in this plane."
-        files = "trajectory.bin and optimum.bin" if len(common["marks"]) else "trajectory.bin"
+        files = "trajectory.bin and optimum.bin" if marks else "trajectory.bin"
         return f"{text}{first_seed(panels)} From {files}."
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,14 +13,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.figures import Missing, Piece, Plot, Words
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import Quantity, counted, number
-from raydpfl.report.pages.base import PageSource, file_text
-from raydpfl.report.plot_style import CHARACTERS, INK, LegendKey, Look, Subplot, look, scale
+from raydpfl.report.pages.base import PageSource
+from raydpfl.report.plot_style import CHARACTERS, INK, Axes, LegendKey, Look, Subplot, look, scale
 from raydpfl.report.run_reader import Columns, arrays_of, read_table
-from raydpfl.report.tables import Column, PrintedCell, Table, columns_of
+from raydpfl.report.tables import PrintedCell, Row, Table
 from raydpfl.storage.files import read_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PROVEN = Look(look(1).colour, "none", "s")
 ESTIMATED = Look(look(0).colour, "-", "o")
@@ -29,66 +25,46 @@ CLAIM = Look(INK, "--", "")
 INSIDE = look(1)
 OUTSIDE = look(0)
 BINS = 40
-# Columns of the table of observers: the head, and where in a view the number is.
-VIEW = (
-    ("against", "claimed", "observer"),
-    ("sampling", "claimed", "sampling"),
-    ("epsilon claimed", "claimed", "epsilon"),
-    ("delta", "claimed", "delta"),
-    ("accountant", "claimed", "accountant"),
-    ("proven at least", "", "lower"),
-    ("confidence", "", "confidence"),
-    ("estimated", "estimate", "epsilon"),
-    ("from", "estimate", "low"),
-    ("to", "estimate", "high"),
-    ("canaries", "", "canaries"),
-    ("guesses", "", "guesses"),
-    ("right", "", "right"),
-    ("all right would prove", "", "reach"),
-)
 NEVER = (
     "A passing audit is no proof: a lower bound far below the claim is the rule, and shows that "
     "privacy is no better than that, never that it is as good as claimed."
 )
+View = Mapping[str, Any]  # of an observer, in audit.json
 
 
 class AuditSource(PageSource):
     """An audit: audit.json."""
 
-    name = "audit"
+    name: ClassVar[str] = "audit"
+    file: ClassVar[str] = "audit.json"
 
-    def fits(self, folder: Path) -> bool:
-        return (folder / "audit.json").is_file()
-
-    def page(self, folder: Path) -> Page:
-        facts = _facts(folder)
+    def page(self) -> Page:
+        facts = self._facts()
         views = facts["views"]
-        flaws: list[str] = []
-        canaries = arrays_of(read_table(folder / "scores.parquet", flaws))
+        canaries = arrays_of(read_table(self.folder / "scores.parquet", self.flaws))
         # what weakens the audit, and what it never shows
         notes = Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), NEVER])
         pieces = [bounds(views), scores(views, canaries), table(views)]
         sections = [
             PageSection("Bounds against claims", pieces),
             PageSection("Checks", [checks(facts["checks"]), notes]),
-            PageSection("Config", [file_text(folder / "config.yaml", flaws)]),
+            PageSection("Config", [self.file_text("config.yaml")]),
         ]
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
         runs = counted(facts["runs"], "run")
         lead = [facts["verdict"], f"{runs} with canaries, from seed {facts['seed']}."]
-        title = f"Audit {folder.resolve().name}"
-        return Page(title, lead, tiles(facts), sections, warnings, flaws)
+        title = f"Audit {self.folder.resolve().name}"
+        return Page(title, lead, tiles(facts), sections, warnings, self.flaws)
 
-
-def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / "audit.json"
-    try:
-        results = read_json(path)
-        if not {"passed", "verdict", "runs", "seed", "views", "checks"} <= results.keys():
-            raise ValueError("it is not what an audit writes")
-        return results
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("DIR", str(path), f"the file of an audit ({error})") from None
+    def _facts(self) -> dict[str, Any]:
+        path = self.folder / self.file
+        try:
+            results = read_json(path)
+            if not {"passed", "verdict", "runs", "seed", "views", "checks"} <= results.keys():
+                raise ValueError("it is not what an audit writes")
+            return results
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError("DIR", str(path), f"the file of an audit ({error})") from None
 
 
 def tiles(facts: dict[str, Any]) -> list[Tile]:
@@ -105,36 +81,51 @@ def tiles(facts: dict[str, Any]) -> list[Tile]:
     return tiles
 
 
-def table(views: Sequence[dict[str, Any]]) -> Table:
+def table(views: Sequence[View]) -> Table:
     """What is claimed, proven and estimated, a row for each observer."""
-
-    def state(view: dict[str, Any]) -> str:
-        return "refuted" if view["refuted"] else "in doubt" if view["exceeded"] else "stands"
-
-    columns = [
-        Column(
-            head, [view[part][name] if part else view[name] for view in views], name == "confidence"
+    rows: list[Row] = []
+    for view in views:
+        claimed, estimate = view["claimed"], view["estimate"]
+        state = "refuted" if view["refuted"] else "in doubt" if view["exceeded"] else "stands"
+        rows.append(
+            {
+                "against": claimed["observer"],
+                "sampling": claimed["sampling"],
+                "epsilon claimed": claimed["epsilon"],
+                "delta": claimed["delta"],
+                "accountant": claimed["accountant"],
+                "proven at least": view["lower"],
+                Quantity("confidence", "confidence", percent=True): view["confidence"],
+                "estimated": estimate["epsilon"],
+                "from": estimate["low"],
+                "to": estimate["high"],
+                **{name: view[name] for name in ("canaries", "guesses", "right")},
+                "all right would prove": view["reach"],
+                "claim": state,
+            }
         )
-        for head, part, name in VIEW
-    ]
-    states = [state(view) for view in views]
     caption = "What canaries prove and look like, next to each claim. From audit.json."
-    return Table("views", "Observers", caption, [*columns, Column("claim", states)])
+    return Table("views", "Observers", caption, rows)
 
 
-def checks(results: Sequence[dict[str, Any]]) -> Table:
+def checks(results: Sequence[Mapping[str, Any]]) -> Table:
     """The checks of what ran against what was accounted for."""
-    rows = []
-    for check in results:
-        passed = check["passed"]
-        cell = PrintedCell(passed, "passed" if passed else "FAILED", not passed)
-        rows.append((check["name"], cell, check["finding"], check["false_alarm"]))
+    rows: list[Row] = [
+        {
+            "check": check["name"],
+            "passed": PrintedCell(
+                check["passed"], "passed" if check["passed"] else "FAILED", not check["passed"]
+            ),
+            "finding": check["finding"],
+            "false alarm": check["false_alarm"],
+        }
+        for check in results
+    ]
     caption = "What ran against what was accounted for. From audit.json."
-    columns = columns_of(("check", "passed", "finding", "false alarm"), rows)
-    return Table("checks", "Checks", caption, columns)
+    return Table("checks", "Checks", caption, rows)
 
 
-def bounds(views: Sequence[dict[str, Any]]) -> Piece:
+def bounds(views: Sequence[View]) -> Piece:
     """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
     if not views:
         return Missing("Bounds against claims", "needs the views of audit.json")
@@ -152,26 +143,24 @@ def bounds(views: Sequence[dict[str, Any]]) -> Piece:
     return Plot("bounds", "Bounds against claims", caption, subplots, keys, height=2.1)
 
 
-def observer(view: dict[str, Any]) -> str:
+def observer(view: View) -> str:
     """Against whom, in a few words."""
     claimed = view["claimed"]
     text = f"{claimed['observer']} ({claimed['sampling'].split(';')[0]})"
     return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")
 
 
-def _bounds(axes: Axes, view: dict[str, Any]) -> None:
+def _bounds(axes: Axes, view: View) -> None:
     claimed = float(view["claimed"]["epsilon"])
-    estimate = view["estimate"]
+    lower, estimate = view["lower"], view["estimate"]
     axes.axvline(claimed, color=CLAIM.colour, linestyle=CLAIM.dash, linewidth=1.3)
-    axes.plot([view["lower"]], [1], color=PROVEN.colour, marker=PROVEN.marker, markersize=7)
-    axes.plot([0, view["lower"]], [1, 1], color=PROVEN.colour, linewidth=3, alpha=0.5)
-    ends = [estimate["low"], estimate["high"]]
-    axes.plot(ends, [0, 0], color=ESTIMATED.colour, linewidth=2)
+    axes.plot([lower], [1], color=PROVEN.colour, marker=PROVEN.marker, markersize=7)
+    axes.plot([0, lower], [1, 1], color=PROVEN.colour, linewidth=3, alpha=0.5)
+    axes.plot([estimate["low"], estimate["high"]], [0, 0], color=ESTIMATED.colour, linewidth=2)
     axes.plot([estimate["epsilon"]], [0], color=ESTIMATED.colour, marker=ESTIMATED.marker)
-    values = [claimed, view["lower"], estimate["high"]]
-    finite = [value for value in values if np.isfinite(value)]
+    finite = [value for value in (claimed, lower, estimate["high"]) if np.isfinite(value)]
     most = 1.15 * max(finite, default=1.0) or 1.0
-    for height, value, words in ((1, view["lower"], "at least "), (0, estimate["epsilon"], "")):
+    for height, value, words in ((1, lower, "at least "), (0, estimate["epsilon"], "")):
         side = "right" if most / 3 < value < claimed else "left"
         style: Any = {"textcoords": "offset points", "ha": side, "fontsize": 9}
         axes.annotate(f"{words}{number(value)}", (value, height), (0, 8), **style)
@@ -183,7 +172,7 @@ def _bounds(axes: Axes, view: dict[str, Any]) -> None:
     axes.set_xlim(0, most)
 
 
-def scores(views: Sequence[dict[str, Any]], table: Columns) -> Piece:
+def scores(views: Sequence[View], table: Columns) -> Piece:
     """The scores of canaries, by their coins; scores.parquet has them with `view`, the place of the
     observer among the views.
     """

@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raydpfl.report.figures import FAMILY, Missing, Piece, Words
-from raydpfl.report.html import Page, PageSection, Tile
+from raydpfl.report.figures import Missing, Piece, Words
+from raydpfl.report.html import Page, Tile
 from raydpfl.report.labels import number
-from raydpfl.report.run_reader import LabelledRun, Run
+from raydpfl.report.run_reader import Run
 from raydpfl.storage.files import read_text
-
-# The sections that runs have, in this order; the kinds of items say where they stand.
-SECTIONS = (
-    "Accuracy and loss",
-    "Privacy",
-    "Bounding and noise",
-    "Path of the model",
-    "Selection",
-    "Time",
-)
 
 
 class PageSource:
-    """Base of the family: a kind of directory, how it is recognised, and its page."""
+    """Base of the kinds of directories: what one holds, and its page. It reads that and nothing
+    else. `file`: by which a directory of the kind is known; `flaws`: what of it cannot be read.
+    """
 
     name: ClassVar[str] = ""
+    file: ClassVar[str] = ""
 
-    def fits(self, folder: Path) -> bool:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.flaws: list[str] = []
+
+    @classmethod
+    def fits(cls, folder: Path) -> bool:
         """Whether a directory is of this kind."""
+        return (folder / cls.file).is_file()
+
+    def page(self) -> Page:
         raise NotImplementedError
 
-    def page(self, folder: Path) -> Page:
-        """The page of such a directory. It reads that and nothing else."""
-        raise NotImplementedError
-
-    def runs(self, folder: Path, name: str) -> list[Run]:
+    def runs(self, name: str) -> list[Run]:
         """The runs in it that have come to an end, to be compared with others; none where it is of
         other things. `name`: what the directory is called.
         """
         return []
 
-
-def placed(cases: Sequence[LabelledRun], more: Mapping[str, Sequence[Piece]]) -> list[PageSection]:
-    """The sections of runs with all items that are placed there, on the axis `run`.
-
-    Args:
-        cases: the runs.
-        more: what stands before these in a section, by its title.
-    """
-    sections: dict[str, list[Piece]] = {title: [*more.get(title, ())] for title in SECTIONS}
-    runs = [case.run for case in cases]
-    columns = [name for run in runs for name in run.table("rounds") if run.has("rounds", (name,))]
-    columns = [*dict.fromkeys(columns)]
-    places = [(cls, place) for cls in FAMILY.values() for place in cls.placed_for(columns)]
-    for cls, place in sorted(places, key=lambda pair: pair[1].rank):
-        item = cls.model_validate({**place.fields, "colour": "run"})
-        sections[place.section] += item.unasked(cases)
-    return [PageSection(title, pieces) for title, pieces in sections.items()]
+    def file_text(self, name: str) -> Piece:
+        """A file as it stands."""
+        try:
+            return Words("", [f"{name}, as it stands."], read_text(self.folder / name))
+        except (OSError, ValueError) as error:
+            self.flaws.append(f"{name} cannot be read ({error})")
+            return Missing(name, "cannot be read")
 
 
 def not_completed(what: str, summary: Mapping[str, Any]) -> list[str]:
@@ -72,12 +59,3 @@ def time_tile(summary: Mapping[str, Any], note: str) -> list[Tile]:
     """The seconds that a summary states."""
     seconds = summary.get("seconds")
     return [] if seconds is None else [Tile("time", f"{number(seconds)} s", note)]
-
-
-def file_text(path: Path, flaws: list[str]) -> Piece:
-    """A file as it stands. `flaws` is told of one that cannot be read."""
-    try:
-        return Words("", [f"{path.name}, as it stands."], read_text(path))
-    except (OSError, ValueError) as error:
-        flaws.append(f"{path.name} cannot be read ({error})")
-        return Missing(path.name, "cannot be read")

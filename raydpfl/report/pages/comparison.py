@@ -8,14 +8,13 @@ from pathlib import Path
 
 from raydpfl.report.comparison import Compared, SeedGroup
 from raydpfl.report.figures import Piece, Plot
-from raydpfl.report.figures.curves import X_WORDS, Curves
+from raydpfl.report.figures.curves import X_WORDS
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import accountant, counted, number, quantity
-from raydpfl.report.pages.base import file_text, placed
-from raydpfl.report.pages.run import guarantee_columns, state
+from raydpfl.report.labels import Quantity, accountant, counted, number, quantity
+from raydpfl.report.pages.run import RunSource, guarantee_row, run_sections, state, unasked
 from raydpfl.report.plot_style import PALETTE
 from raydpfl.report.run_reader import LabelledRun
-from raydpfl.report.tables import Column, Table
+from raydpfl.report.tables import Row, Table
 
 SCORES = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")
 EACH_ALONE = "Each epsilon holds for its own run alone; showing several runs spends several."
@@ -44,25 +43,18 @@ def page_of_several(compared: Compared) -> Page:
     best = compared.ranked()
     drawn = [setting for setting in settings if setting in best[: len(PALETTE)]]
     cases = [LabelledRun({"run": setting.label}, run) for setting in drawn for run in setting.runs]
-    curves: list[Piece] = []
-    for x in X_WORDS:
-        curves += Curves.model_validate({"of": metric, "x": x, "colour": "run"}).unasked(cases)
+    curves = [piece for x in X_WORDS for piece in unasked({"curves": metric, "x": x}, cases)]
     there = {piece.name for piece in curves if isinstance(piece, Plot)}
     others = [
-        replace(
-            section,
-            pieces=[one for one in section.pieces if getattr(one, "name", None) not in there],
-        )
-        for section in placed(cases, {"Privacy": [guarantees(settings)]})
+        replace(part, pieces=[one for one in part.pieces if getattr(one, "name", "") not in there])
+        for part in run_sections(cases, {"Privacy": guarantees(settings)})
     ]
-    title = f"{measured.words.capitalize()} by round, second and epsilon"
+    first = RunSource(runs[0].folder)
     sections = [
         PageSection("Results", [results(compared), differences(compared)]),
-        PageSection(title, curves),
+        PageSection(f"{measured.words.capitalize()} by round, second and epsilon", curves),
         *others,
-        PageSection(
-            "Config of the first", [file_text(runs[0].folder / "config.yaml", runs[0].flaws)]
-        ),
+        PageSection("Config of the first", [first.file_text(first.file)]),
     ]
 
     def mean(setting: SeedGroup) -> str:
@@ -73,6 +65,7 @@ def page_of_several(compared: Compared) -> Page:
     lead += f"{measured.words} in the last round is {mean(best[0])}, of {best[0].label}."
     tiles = [Tile(setting.label, mean(setting), held(setting)) for setting in settings[:8]]
     flaws = [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws]
+    flaws += [f"{runs[0].name}: {flaw}" for flaw in first.flaws]
     warned = warnings(compared, len(drawn))
     return Page(title, [lead, EACH_ALONE], tiles, sections, warned, flaws)
 
@@ -98,7 +91,6 @@ def held(setting: SeedGroup) -> str:
 
 def results(compared: Compared) -> Table:
     """Scores, and every accountant's epsilon as it is stated first, a row for each setting."""
-    settings = compared.settings
     metric = compared.metric
     kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
     others = [
@@ -106,26 +98,24 @@ def results(compared: Compared) -> Table:
         for name in SCORES
         if name != metric and any(run.number(name) is not None for run in compared.runs)
     ]
+    rows: list[Row] = []
+    for setting in compared.settings:
 
-    def means(name: str) -> Column:
-        return Column.of(name, [setting.spread(name).mean for setting in settings])
+        def mean(name: str, setting: SeedGroup = setting) -> Row:
+            return {quantity(name): setting.spread(name).mean}
 
-    stds = [setting.spread(metric).std for setting in settings]
-    columns = [
-        Column("setting", [setting.label for setting in settings]),
-        Column("seeds", [len(setting.runs) for setting in settings]),
-        means(metric),
-        Column("std", stds, quantity(metric).percent),
-        *(means(name) for name in (f"best_{metric}", *others)),
-        Column("epsilon that holds", [setting.epsilon for setting in settings]),
-    ]
-    for name, kind in kinds.items():
-        stated = [_stated(setting, name) for setting in settings]
-        columns.append(Column(f"epsilon, {accountant(name)} ({kind})", stated))
-    columns += [means("rounds"), means("seconds")]
+        std = Quantity("std", "std", percent=quantity(metric).percent)
+        row = {"setting": setting.label, "seeds": len(setting.runs), **mean(metric)}
+        row |= {std: setting.spread(metric).std}
+        for name in (f"best_{metric}", *others):
+            row |= mean(name)
+        row["epsilon that holds"] = setting.epsilon
+        for name, kind in kinds.items():
+            row[f"epsilon, {accountant(name)} ({kind})"] = _stated(setting, name)
+        rows.append({**row, **mean("rounds"), **mean("seconds")})
     caption = "Means over the seeds, with the sample standard deviation of the first score; of "
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
-    return Table("results", "Results", f"{caption} From summary.json.", columns)
+    return Table("results", "Results", f"{caption} From summary.json.", rows)
 
 
 def _stated(setting: SeedGroup, name: str) -> float | None:
@@ -138,19 +128,18 @@ def _stated(setting: SeedGroup, name: str) -> float | None:
 
 def differences(compared: Compared) -> Table:
     """The keys in which the configs of the settings differ."""
-    columns = [Column("setting", [setting.label for setting in compared.settings])]
-    for key in compared.keys:
-        columns.append(Column(key, [setting.values[key] for setting in compared.settings]))
+    rows: list[Row] = [{"setting": one.label, **one.values} for one in compared.settings]
     caption = "What the configs differ in, but for the seed; empty where one has no such key. "
-    return Table("differences", "Differences", f"{caption}From config.yaml.", columns)
+    return Table("differences", "Differences", f"{caption}From config.yaml.", rows)
 
 
-def guarantees(settings: Sequence[SeedGroup]) -> Table:
+def guarantees(settings: Sequence[SeedGroup]) -> list[Piece]:
     """All guarantees of the first run of each setting."""
-    firsts = [(setting.label, setting.runs[0]) for setting in settings]
-    stated = [(name, one, run.holds) for name, run in firsts for one in run.guarantees]
-    columns = guarantee_columns([(one, holds) for _, one, holds in stated])
-    columns.insert(0, Column("setting", [name for name, _, _ in stated]))
+    rows: list[Row] = [
+        {"setting": setting.label, **guarantee_row(one, setting.runs[0])}
+        for setting in settings
+        for one in setting.runs[0].guarantees
+    ]
     caption = "Of each setting those of its first run. Epsilons of different kinds are never "
     caption += "compared. From summary.json."
-    return Table("guarantees", "Guarantees", caption, columns)
+    return [Table("guarantees", "Guarantees", caption, rows)] if rows else []

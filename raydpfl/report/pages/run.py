@@ -2,56 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
+from raydpfl.config.overrides import flat
 from raydpfl.errors import MORE, brief
 from raydpfl.models.metric_columns import TEST, is_score, set_of
 from raydpfl.privacy import Guarantee, in_words
-from raydpfl.report.figures import Piece, Words
+from raydpfl.report.figures import Missing, Piece, Words, parse
+from raydpfl.report.figures.curves import X_WORDS, Curves
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import accountant, number, quantity
-from raydpfl.report.pages.base import PageSource, file_text, placed
+from raydpfl.report.pages.base import PageSource
 from raydpfl.report.plot_style import thin
 from raydpfl.report.run_reader import LabelledRun, Run
-from raydpfl.report.tables import Column, Table, columns_of
+from raydpfl.report.tables import Row, Table
 
 BEGUN = ("rounds.parquet", "summary.json", "checkpoints/rounds.arrows")
 TILES = 4  # scores at the top
 ROWS = 25  # of the table of rounds
 NAMED = 12  # classes that are named
-AS_DECLARED = "as user-defined classes declare"  # behind a kind
-GUARANTEE_HEAD = (
-    *("kind", "accountant", "epsilon", "delta", "holds", "unit", "relation"),
-    *("against", "sampling", "conditions that fail"),
-)
+SECONDS = 5.0  # that a run takes, from which curves by second say more than those by round
 KINDS = {"rigorous": "rigorous", "paper": "formula as printed", "unproven": "not proved"}
+BY = ("round", "seconds")
+SCORES = [{"curves": "test_accuracy", "x": x} for x in X_WORDS]
+LOSSES = [{"curves": ["test_loss", "train_loss"], "main": "test_loss", "x": x} for x in BY]
+# What the page of runs shows, section by section, as a study's `show` has it.
+SECTIONS: dict[str, list[dict[str, Any]]] = {
+    "Accuracy and loss": [*SCORES, *LOSSES, {"confusion": "test"}],
+    "Privacy": [
+        *({"curves": "epsilon_*", "main": "epsilon", "x": x} for x in BY),
+        {"personal": {}},
+    ],
+    "Bounding and noise": [
+        {"norms": {}},
+        {"curves": "clipped"},
+        {"curves": "snr"},
+        {"curves": ["angle_p10", "angle_p50", "angle_p90"], "main": "angle_p50"},
+        {"cloud": "angle"},
+        {"curves": ["bias_within", "bias_across"], "main": "bias_across"},
+    ],
+    "Path of the model": [{"trajectory": {}}],
+    "Selection": [{"selection": "probability", "x": x} for x in ("size", "budget")],
+    "Time": [{"phases": {}}],
+}
 
 
 class RunSource(PageSource):
     """A run: config.yaml, and rounds.parquet or summary.json."""
 
-    name = "run"
+    name: ClassVar[str] = "run"
+    file: ClassVar[str] = "config.yaml"
 
-    def fits(self, folder: Path) -> bool:
-        begun = any((folder / name).exists() for name in BEGUN)
-        audited = (folder / "audit.json").exists()
-        return (folder / "config.yaml").is_file() and begun and not audited
+    @classmethod
+    def fits(cls, folder: Path) -> bool:
+        return super().fits(folder) and any((folder / name).exists() for name in BEGUN)
 
-    def page(self, folder: Path) -> Page:
-        run = Run(folder, folder.resolve().name)
+    def page(self) -> Page:
+        run = Run(self.folder, self.folder.resolve().name, self.flaws)
         sections = [
-            *placed([LabelledRun({"run": run.name}, run)], {"Privacy": privacy(run)}),
+            *run_sections([LabelledRun({"run": run.name}, run)], {"Privacy": privacy(run)}),
             PageSection("Numbers", [*rounds_table(run), *numbers(run)]),
-            PageSection("Config", [file_text(folder / "config.yaml", run.flaws)]),
+            PageSection("Config", [self.file_text(self.file)]),
         ]
         lead = [what(run), outcome(run)]
-        return Page(f"Run {run.name}", lead, tiles(run), sections, state(run), run.flaws)
+        return Page(f"Run {run.name}", lead, tiles(run), sections, state(run), self.flaws)
 
-    def runs(self, folder: Path, name: str) -> list[Run]:
-        return [Run(folder, name)]
+    def runs(self, name: str) -> list[Run]:
+        return [Run(self.folder, name)]
+
+
+def run_sections(
+    cases: Sequence[LabelledRun], more: Mapping[str, Sequence[Piece]]
+) -> list[PageSection]:
+    """The sections of runs, on the axis `run`, with a curve of every other score too. `more`: what
+    stands before these in a section, by its title.
+    """
+    scores = dict.fromkeys(name for case in cases for name in scored(case.run))
+    others = [{"curves": name} for name in scores if name not in ("test_accuracy", "test_loss")]
+    sections = []
+    for title, items in SECTIONS.items():
+        if items[:1] == SCORES[:1]:
+            items = [*items[:-1], *others, *items[-1:]]
+        pieces = [piece for item in items for piece in unasked(item, cases)]
+        sections.append(PageSection(title, [*more.get(title, ()), *pieces]))
+    return sections
+
+
+def unasked(item: Mapping[str, Any], cases: Sequence[LabelledRun]) -> Sequence[Piece]:
+    """An item that nobody asked for by itself: curves by second are left out of shorter runs."""
+    shown = parse({**item, "colour": "run"}, "show")
+    if isinstance(shown, Curves) and shown.x == "seconds":
+        times = [case.run.series("seconds") for case in cases]
+        ends = [np.nanmax(np.append(0.0, time)) for time in times if time is not None]
+        longest = max(ends, default=0.0)
+        if longest < SECONDS:
+            why = f"needs a run of {SECONDS:g} s: the longest here took {longest:.2g} s"
+            return [Missing(shown.headline(), why)]
+    return shown.make(cases)
+
+
+def scored(run: Run) -> list[str]:
+    """The scores of its rounds."""
+    columns = run.table("rounds")
+    return [name for name in columns if is_score(name) and run.has("rounds", (name,))]
 
 
 def what(run: Run) -> str:
@@ -60,33 +117,31 @@ def what(run: Run) -> str:
     kinds = {
         name: section.get("kind") for name, section in tree.items() if isinstance(section, dict)
     }
-    data = tree.get("data", {})
-    clients = run.summary.get("population", data.get("clients"))
+    clients = run.summary.get("population", tree.get("data", {}).get("clients"))
     parts = [f"{kinds.get('data')}, {number(clients)} clients", f"model {kinds.get('model')}"]
     names = [str(name) for name in run.summary.get("class_names") or ()]
-    names = [name if name.strip() else repr(name) for name in names]
     if names:
+        shown = ", ".join(name if name.strip() else repr(name) for name in names[:NAMED])
         more = ", ..." if len(names) > NAMED else ""
-        parts[0] += f", {len(names)} classes ({', '.join(names[:NAMED])}{more})"
-    parts += [
-        f"{name} {kinds[name]}"
-        for name in ("selection", "local", "bounding", "noise", "weights", "server")
-        if kinds.get(name)
-    ]
+        parts[0] += f", {len(names)} classes ({shown}{more})"
+    choices = ("selection", "local", "bounding", "noise", "weights", "server")
+    parts += [f"{name} {kinds[name]}" for name in choices if kinds.get(name)]
     return f"{'; '.join(parts)}; seed {tree.get('seed')}, {number(tree.get('rounds'))} rounds."
 
 
-def scores_of(run: Run) -> list[str]:
-    """Of the last evaluation, that by which the run is followed first."""
-    return [name for name in run.summary if is_score(name) and run.number(name) is not None]
+def scores_of(run: Run) -> dict[str, str]:
+    """The scores of the last evaluation in print, that by which the run is followed first."""
+    scores = {name: run.number(name) for name in run.summary if is_score(name)}
+    return {
+        name: number(score, quantity(name).percent)
+        for name, score in scores.items()
+        if score is not None
+    }
 
 
 def outcome(run: Run) -> str:
     """The main result in a sentence."""
-    scores = []
-    for name in scores_of(run):
-        measured = quantity(name)
-        scores.append(f"{measured.words} {number(run.number(name), measured.percent)}")
+    scores = [f"{quantity(name).words} {score}" for name, score in scores_of(run).items()]
     if not scores:
         return f"No round has been evaluated. {spent(run)}"
     rounds = run.summary.get("rounds", len(run.table("rounds").get("round", ())))
@@ -108,19 +163,16 @@ def spent(run: Run) -> str:
 def tiles(run: Run) -> list[Tile]:
     """The numbers at the top."""
     tiles = []
-    for name in scores_of(run)[:TILES]:
-        measured = quantity(name)
+    for name, score in [*scores_of(run).items()][:TILES]:
         where = "the test set" if set_of(name) == TEST else "rows held out"
-        score = number(run.number(name), measured.percent)
-        tiles.append(Tile(measured.words, score, f"last round, on {where}"))
+        tiles.append(Tile(quantity(name).words, score, f"last round, on {where}"))
     if run.holds:
         one = run.holds[0]
         note = f"delta {one.delta:g}, one {one.unit}, {one.accountant}; against {one.observer}"
         tiles.append(Tile("epsilon that holds", number(one.epsilon), note))
     for one in [guarantee for guarantee in run.guarantees if guarantee.formula][:1]:
         note = "the formula as printed"
-        if one.conditions_failed:
-            note += "; its conditions fail"
+        note += "; its conditions fail" if one.conditions_failed else ""
         tiles.append(Tile(f"epsilon by {accountant(one.accountant)}", number(one.epsilon), note))
     seconds = run.summary.get("seconds")
     if seconds is not None:
@@ -131,13 +183,13 @@ def tiles(run: Run) -> list[Tile]:
 
 def state(run: Run) -> list[str]:
     """What to know before reading on."""
-    status = run.summary.get("status")
+    status, reason = run.summary.get("status"), run.summary.get("reason") or ""
     if status is None:
         return ["There is no summary.json: the run goes on, or was killed."]
     if status != "completed":
-        reason = brief(run.summary.get("reason") or "").removesuffix(MORE).strip()
+        reason = brief(reason).removesuffix(MORE).strip()
         return [f"The run ended as {status}{f': {reason}' if reason else ''}."]
-    return [f"The run has ended; {run.summary['reason']}."] if run.summary.get("reason") else []
+    return [f"The run has ended; {reason}."] if reason else []
 
 
 def privacy(run: Run) -> list[Piece]:
@@ -146,71 +198,54 @@ def privacy(run: Run) -> list[Piece]:
         return [Words("", [spent(run)])]
     caption = "Epsilons of different kinds are never compared: rigorous ones are guarantees, a "
     caption += "formula is what a paper prints, whether or not its conditions hold. From "
-    columns = guarantee_columns([(one, run.holds) for one in run.guarantees])
-    table = Table("guarantees", "Guarantees", f"{caption}summary.json.", columns)
+    rows = [guarantee_row(one, run) for one in run.guarantees]
+    table = Table("guarantees", "Guarantees", f"{caption}summary.json.", rows)
     return [table, Words("The same in words", in_words(run.guarantees))]
 
 
-def guarantee_columns(stated: Sequence[tuple[Guarantee, Sequence[Guarantee]]]) -> list[Column]:
-    """Guarantees as columns. `stated`: each with those of its run that hold."""
-    rows = [
-        (
-            KINDS[one.kind] + (f", {AS_DECLARED}" if one.declared else ""),
-            accountant(one.accountant),
-            one.epsilon,
-            one.delta,
-            "yes" if one in holds else "",
-            one.unit,
-            one.relation.replace("_", " "),
-            str(one.observer),
-            str(one.sampling),
-            "; ".join(one.conditions_failed),
-        )
-        for one, holds in stated
-    ]
-    return columns_of(GUARANTEE_HEAD, rows)
+def guarantee_row(one: Guarantee, run: Run) -> Row:
+    """A guarantee that a run states."""
+    return {
+        "kind": KINDS[one.kind] + (", as user-defined classes declare" if one.declared else ""),
+        "accountant": accountant(one.accountant),
+        "epsilon": one.epsilon,
+        "delta": one.delta,
+        "holds": "yes" if one in run.holds else "",
+        "unit": one.unit,
+        "relation": one.relation.replace("_", " "),
+        "against": str(one.observer),
+        "sampling": str(one.sampling),
+        "conditions that fail": "; ".join(one.conditions_failed),
+    }
 
 
 def rounds_table(run: Run) -> list[Piece]:
     """The rounds that were evaluated."""
-    scored = [name for name in run.table("rounds") if is_score(name) and run.has("rounds", (name,))]
-    if not scored:
+    scores = scored(run)
+    if not scores:
         return []
-    scores = [run.table("rounds")[name] for name in scored]
-    places = np.flatnonzero(np.isfinite(scores).any(0))
-    rows = places[thin(len(places), ROWS)]
-    columns = []
-    for name in ("round", *scored, "train_loss", *run.epsilons, "seconds"):
-        values = run.series(name)
-        if values is not None and run.has("rounds", (name,)):
-            columns.append(Column.of(name, values[rows].tolist()))
+    table = run.table("rounds")
+    places = np.flatnonzero(np.isfinite([table[name] for name in scores]).any(0))
+    shown = places[thin(len(places), ROWS)]
+    names = ("round", *scores, "train_loss", *run.epsilons, "seconds")
+    columns = {quantity(name): run.series(name) for name in names if run.has("rounds", (name,))}
+    rows: list[Row] = [
+        {head: values[row].item() for head, values in columns.items() if values is not None}
+        for row in shown
+    ]
     text = "Rounds that were evaluated"
-    if len(rows) < len(places):
-        text += f", {len(rows)} of {len(places)}"
-    return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", columns)]
+    if len(shown) < len(places):
+        text += f", {len(shown)} of {len(places)}"
+    return [Table("rounds", "Rounds", f"{text}. From rounds.parquet.", rows)]
 
 
 def numbers(run: Run) -> list[Piece]:
     """Every number and short text of the summary."""
-    rows = [
-        (name, value)
-        for name, value in _flat(run.summary)
-        if isinstance(value, (int, float, str)) and len(str(value)) < 200
-    ]
-    if not rows:
-        return []
-    caption = "What summary.json says of the run."
-    return [Table("summary", "Summary", caption, columns_of(("name", "value"), rows))]
-
-
-def _flat(tree: dict[str, object], path: str = "") -> list[tuple[str, object]]:
-    values: list[tuple[str, object]] = []
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            values += _flat(value, f"{path}{name}.")
-        elif isinstance(value, list):
-            if all(isinstance(item, (int, float)) for item in value):
-                values.append((f"{path}{name}", ", ".join(number(item) for item in value)))
-        elif value is not None:
-            values.append((f"{path}{name}", value))
-    return values
+    rows: list[Row] = []
+    for name, value in flat(run.summary).items():
+        if isinstance(value, list):
+            numeric = all(isinstance(item, (int, float)) for item in value)
+            value = ", ".join(map(number, value)) if numeric else None
+        if isinstance(value, (int, float, str)) and len(str(value)) < 200:
+            rows.append({"name": name, "value": value})
+    return [Table("summary", "Summary", "What summary.json says of the run.", rows)] if rows else []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-import numpy as np
+from typing import Any, ClassVar
 
 from raydpfl.models.metric_columns import is_score
 from raydpfl.report.comparison import labels
@@ -14,244 +14,224 @@ from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import beyond, counted, listed, number, quantity
-from raydpfl.report.pages.base import PageSource, file_text, not_completed, time_tile
-from raydpfl.report.pages.run import privacy
-from raydpfl.report.run_reader import (
-    LabelledRun,
-    Run,
-    arrays_of,
+from raydpfl.report.labels import (
+    Quantity,
     as_number,
-    grouped,
-    json_of,
+    beyond,
+    counted,
+    listed,
     named,
-    read_table,
-    some,
+    number,
+    quantity,
 )
-from raydpfl.report.search_results import Tried, searched
-from raydpfl.report.statistics import over_seeds
-from raydpfl.report.tables import Column, PrintedCell, Table
+from raydpfl.report.pages.base import PageSource, not_completed, time_tile
+from raydpfl.report.pages.run import privacy
+from raydpfl.report.run_reader import LabelledRun, Run, grouped, json_of, read_table
+from raydpfl.report.search_results import searched
+from raydpfl.report.statistics import SeedSpread, over_seeds
+from raydpfl.report.tables import PrintedCell, Row, Table, spread_row
 
 CURVES = 6  # settings whose curves are drawn
 WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others
 
 
-class SweepSource(PageSource):
-    """A sweep: sweep.yaml."""
-
-    name = "sweep"
-
-    def fits(self, folder: Path) -> bool:
-        return (folder / "sweep.yaml").is_file()
-
-    def page(self, folder: Path) -> Page:
-        swept = Swept(folder)
-        tried = searched([setting for setting, _ in swept.tried], swept.metric, "results.parquet")
-        tables = [settings(swept), trials(swept)]
-        sections = [
-            PageSection("What was tried", [*best_for(swept), *tried, *tables]),
-            PageSection("Best settings by round", curves(swept)),
-            PageSection("Privacy of the best", best_privacy(swept)),
-            PageSection("Config", [file_text(folder / "sweep.yaml", swept.flaws)]),
-        ]
-        edges = beyond(swept.best.get("values", {}), swept.best.get("edges", {}))
-        warnings = [*not_completed("sweep", swept.summary), *([edges] if edges else [])]
-        lead = [line for line in (outcome(swept), swept.summary.get("choice", "")) if line]
-        title = f"Sweep {folder.resolve().name}"
-        return Page(title, lead, tiles(swept), sections, warnings, swept.flaws)
-
-    def runs(self, folder: Path, name: str) -> list[Run]:
-        trials = Swept(folder).trials
-        pairs = zip(trials.get("directory", ()), trials.get("status", ()), strict=True)
-        whole = [place for place, status in pairs if status in WHOLE]
-        return [Run(folder / place, f"{name}/{Path(place).name}") for place in whole]
-
-
-class Swept:
-    """What the directory of a sweep holds. `trials`: its table, by column; `keys`: the dotted keys
-    that were searched, its columns between the setting and the seed.
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A setting that was tried: its searched values by key, in print; the rows of its trials; the
+    metric of those that have it; whether it is the best.
     """
 
+    values: Mapping[str, str]
+    trials: Sequence[Mapping[str, Any]]
+    scores: Sequence[float]
+    best: bool
+
+    @property
+    def spread(self) -> SeedSpread:
+        return over_seeds(dict(enumerate(self.scores)))
+
+    @property
+    def epsilons(self) -> Row:
+        """The largest epsilon by each accountant."""
+        names = [name for name in self.trials[0] if name.startswith("epsilon_")]
+        stated = {name: [as_number(trial[name]) for trial in self.trials] for name in names}
+        return {
+            quantity(name): max((one for one in every if one is not None), default=None)
+            for name, every in stated.items()
+        }
+
+
+class SweepSource(PageSource):
+    """A sweep: sweep.yaml. `trials`: the rows of its table; `keys`: the dotted keys that were
+    searched, its columns between the setting and the seed.
+    """
+
+    name: ClassVar[str] = "sweep"
+    file: ClassVar[str] = "sweep.yaml"
+
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.flaws: list[str] = []
+        super().__init__(folder)
         self.summary = Run(folder, folder.resolve().name, self.flaws).summary
         self.metric = self.summary.get("metric", "test_accuracy")
         self.measured = quantity(self.metric)
-        self.trials = arrays_of(read_table(folder / "results.parquet", self.flaws))
+        self.trials = read_table(folder / "results.parquet", self.flaws).to_pylist()
         self.best = self.summary.get("best") or {}
-        names = [*self.trials]
+        names = [*self.trials[0]] if self.trials else []
         self.keys = names[1 : names.index("seed")] if "seed" in names else []
 
+    def page(self) -> Page:
+        sections = [
+            PageSection("What was tried", [*self.best_for(), *self.searched(), *self.tables()]),
+            PageSection("Best settings by round", self.curves()),
+            PageSection("Privacy of the best", self.privacy()),
+            PageSection("Config", [self.file_text(self.file)]),
+        ]
+        edges = beyond(self.best.get("values", {}), self.best.get("edges", {}))
+        warnings = [*not_completed("sweep", self.summary), *([edges] if edges else [])]
+        lead = [line for line in (self.outcome(), self.summary.get("choice", "")) if line]
+        title = f"Sweep {self.folder.resolve().name}"
+        return Page(title, lead, self.tiles(), sections, warnings, self.flaws)
+
+    def runs(self, name: str) -> list[Run]:
+        whole = [trial["directory"] for trial in self.trials if trial["status"] in WHOLE]
+        return [Run(self.folder / place, f"{name}/{Path(place).name}") for place in whole]
+
     @cached_property
-    def labels(self) -> dict[str, list[str]]:
-        """By searched key the value of each trial, in print: a section, which the table has as
-        JSON, by what differs from the others.
+    def values(self) -> list[dict[str, str]]:
+        """The searched values of each trial, in print: a section, which the table has as JSON, by
+        what differs from the others.
         """
-        every = {}
+        values: list[dict[str, str]] = [{} for _ in self.trials]
         for key in self.keys:
-            cells = self.trials[key].tolist()
-            values = {cell: json_of(cell) or cell for cell in dict.fromkeys(cells)}
-            named = dict(zip(values, labels([*values.values()]), strict=True))
-            every[key] = [named[cell] for cell in cells]
-        return every
-
-    def values(self, setting: float) -> dict[str, str]:
-        """The searched values of a setting, in print."""
-        rows = self.settings.get(setting, ())
-        return {key: self.labels[key][row] for row in rows[:1] for key in self.keys}
+            sections = {trial[key]: json_of(trial[key]) or trial[key] for trial in self.trials}
+            printed = dict(zip(sections, labels([*sections.values()]), strict=True))
+            for value, trial in zip(values, self.trials, strict=True):
+                value[key] = printed[trial[key]]
+        return values
 
     @cached_property
-    def settings(self) -> dict[float, list[int]]:
-        """The rows of the trials of each setting."""
-        numbers = self.trials.get("setting", ())
-        return grouped(range(len(numbers)), lambda row: float(numbers[row]))
+    def settings(self) -> dict[int, Setting]:
+        """By number, the best mean first, and at the end those without a score."""
+        settings = {}
+        rows = zip(self.trials, self.values, strict=True)
+        for place, inside in grouped(rows, lambda row: row[0]["setting"]).items():
+            trials = [trial for trial, _ in inside]
+            scores = [as_number(trial.get(self.metric)) for trial in trials]
+            finite = [score for score in scores if score is not None]
+            best = place == self.best.get("setting")
+            settings[place] = Setting(inside[0][1], trials, finite, best)
 
-    @cached_property
-    def tried(self) -> list[tuple[Tried, list[int]]]:
-        """The settings with the metric of their trials, and the rows of these."""
-        pairs = []
-        for setting, rows in self.settings.items():
-            scores = self.trials[self.metric][rows] if self.metric in self.trials else np.empty(0)
-            finite = [float(score) for score in scores if np.isfinite(score)]
-            best = setting == self.best.get("setting")
-            pairs.append((Tried(self.values(setting), finite, best), rows))
-        return pairs
+        def rank(pair: tuple[int, Setting]) -> tuple[bool, float]:
+            scores = pair[1].scores
+            return not scores, -self.measured.better * pair[1].spread.mean if scores else 0.0
 
-    def run(self, row: int, name: str = "") -> Run:
-        """The run of a trial."""
-        folder = self.folder / str(self.trials["directory"][row])
+        return dict(sorted(settings.items(), key=rank))
+
+    def run(self, trial: Mapping[str, Any], name: str = "") -> Run:
+        folder = self.folder / str(trial["directory"])
         return Run(folder, name or folder.name, self.flaws)
 
-    def epsilon_columns(self, settings: Sequence[Sequence[int]]) -> list[Column]:
-        """Of each setting, by the rows of its trials, the largest epsilon by each accountant."""
-        columns = []
-        for name in (name for name in self.trials if name.startswith("epsilon_")):
-            cells = [self.trials[name][rows].tolist() for rows in settings]
-            largest = [max((x for x in cell if x == x), default=None) for cell in cells]
-            columns.append(Column.of(name, largest))
-        return columns
+    def outcome(self) -> str:
+        """The best setting in a sentence."""
+        if not self.best:
+            return "No setting is the best."
+        best = self.settings.get(self.best["setting"])
+        values = ", ".join(f"{key} {value}" for key, value in (best.values if best else {}).items())
+        score = f"{self.measured.words} {number(self.best['mean'], self.measured.percent)}"
+        over = counted(len(self.best["seeds"]), "seed")
+        return f"The best of the settings is {values}: {score}, the mean over {over}."
 
+    def tiles(self) -> list[Tile]:
+        """The numbers at the top."""
+        tiles = []
+        if self.best:
+            percent = self.measured.percent
+            note, spread = "one seed", self.best.get("spread")
+            if spread is not None:
+                note = f"std {number(spread, percent)} over {len(self.best['seeds'])} seeds"
+            shown = number(self.best["mean"], percent)
+            tiles.append(Tile(f"best {self.measured.words}", shown, note))
+            best = self.settings.get(self.best["setting"])
+            for key, value in (best.values if best else {}).items():
+                tiles.append(Tile(key, value, "of the best setting"))
+        counts = self.summary.get("trials", {})
+        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        tiles.append(Tile("settings", number(self.summary.get("settings")), f"trials: {states}"))
+        return [*tiles, *time_tile(self.summary, "the whole sweep")]
 
-def outcome(swept: Swept) -> str:
-    """The best setting in a sentence."""
-    best = swept.best
-    if not best:
-        return "No setting is the best."
-    values = ", ".join(f"{key} {value}" for key, value in swept.values(best["setting"]).items())
-    score = f"{swept.measured.words} {number(best['mean'], swept.measured.percent)}"
-    over = counted(len(best["seeds"]), "seed")
-    return f"The best of the settings is {values}: {score}, the mean over {over}."
-
-
-def tiles(swept: Swept) -> list[Tile]:
-    """The numbers at the top."""
-    summary = swept.summary
-    best = swept.best
-    measured = swept.measured
-    tiles = []
-    if best:
-        spread = best.get("spread")
-        note = "one seed"
-        if spread is not None:
-            note = f"std {number(spread, measured.percent)} over {len(best['seeds'])} seeds"
-        shown = number(best["mean"], measured.percent)
-        tiles.append(Tile(f"best {measured.words}", shown, note))
-        values = swept.values(best["setting"])
-        tiles += [Tile(key, value, "of the best setting") for key, value in values.items()]
-    counts = summary.get("trials", {})
-    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    tiles.append(Tile("settings", number(summary.get("settings")), f"trials: {states}"))
-    return [*tiles, *time_tile(summary, "the whole sweep")]
-
-
-def ranked(swept: Swept) -> list[tuple[Tried, list[int]]]:
-    """The settings with a score, the best mean first, and then the others."""
-
-    def rank(pair: tuple[Tried, list[int]]) -> tuple[bool, float]:
-        setting, _ = pair
-        return not setting.scores, -swept.measured.better * setting.mean if setting.scores else 0.0
-
-    return sorted(swept.tried, key=rank)
-
-
-def settings(swept: Swept) -> Piece:
-    """A row for each setting, the best first."""
-    if not swept.tried:
-        return Missing("Settings", "needs results.parquet")
-    measured = swept.measured
-    every = [setting for setting, _ in ranked(swept)]
-    spreads = [over_seeds(dict(enumerate(setting.scores))) for setting in every]
-    means = [as_number(spread.mean) for spread in spreads]
-    cells = [
-        PrintedCell(mean, number(mean, measured.percent), setting.best)
-        for mean, setting in zip(means, every, strict=True)
-    ]
-    columns = [
-        *(Column(key, [setting.values[key] for setting in every]) for key in swept.keys),
-        Column(f"{measured.words}, mean", cells),
-        Column("std", [as_number(spread.std) for spread in spreads], measured.percent),
-        Column("seeds", [spread.count for spread in spreads]),
-        Column("best", ["best" if setting.best else "" for setting in every]),
-        *swept.epsilon_columns([rows for _, rows in ranked(swept)]),
-    ]
-    caption = "Means and sample standard deviations over the seeds, of the last round; of epsilon "
-    return Table("settings", "Settings", f"{caption}the largest. From results.parquet.", columns)
-
-
-def best_for(swept: Swept) -> list[Piece]:
-    """A table for each searched key: the best setting for each of its values."""
-    measured = swept.measured
-    pieces: list[Piece] = []
-    for key, bests in (swept.summary.get("best_for") or {}).items():
-        best = [choice for choice in bests if swept.values(choice["setting"])]
-        values = [swept.values(choice["setting"]) for choice in best]
-        rows = [swept.settings[choice["setting"]] for choice in best]
-        means = [choice["mean"] for choice in best]
-        columns = [
-            Column(key, [value[key] for value in values]),
-            Column(f"{measured.words}, mean", means, measured.percent),
-            Column("std", [choice["spread"] for choice in best], measured.percent),
-            Column("seeds", [len(row) for row in rows]),
-            *(Column(k, [value[k] for value in values]) for k in swept.keys if k != key),
+    def searched(self) -> list[Piece]:
+        """The metric over each searched value."""
+        cases = [
+            LabelledRun(one.values, self.run(one.trials[0]), {self.metric: score, "best": one.best})
+            for _, one in sorted(self.settings.items())
+            for score in one.scores
         ]
-        caption = f"For each {key}, the setting with the best mean over the seeds and its sample "
-        caption += "standard deviation. "
-        if any(choice["edges"] for choice in bests):
-            columns.append(Column("at an edge", [listed([*choice["edges"]]) for choice in best]))
-            caption += "At an edge: the value is the smallest or the largest of its grid, so that "
-            caption += "one beyond may be better. "
-        columns += swept.epsilon_columns(rows)
-        name = name_of("best-for", key)
-        pieces.append(Table(name, f"Best for each {key}", f"{caption}From summary.json.", columns))
-    return pieces
+        return searched(cases, self.keys, self.metric)
 
+    def tables(self) -> list[Piece]:
+        """A row for each setting, the best first, and a row for each trial."""
+        if not self.trials:
+            return [Missing(title, "needs results.parquet") for title in ("Settings", "Trials")]
+        words, percent = self.measured.words, self.measured.percent
+        rows: list[Row] = []
+        for one in self.settings.values():
+            mean = as_number(one.spread.mean)
+            cell = PrintedCell(mean, number(mean, percent), one.best)
+            row: Row = {**one.values, f"{words}, mean": cell}
+            row |= {Quantity("std", "std", percent=percent): as_number(one.spread.std)}
+            row |= {"seeds": one.spread.count, "best": "best" if one.best else ""}
+            rows.append({**row, **one.epsilons})
+        caption = "Means and sample standard deviations over the seeds, of the last round; of "
+        caption += "epsilon the largest. From results.parquet."
+        settings = Table("settings", "Settings", caption, rows)
+        scores = [name for name in self.trials[0] if is_score(name)]
+        scores = [name for name in scores if any(trial[name] is not None for trial in self.trials)]
+        names = ["seed", "status", *scores, "rounds", "seconds", "directory"]
+        rows = [
+            {**values, **{quantity(name): trial[name] for name in names if name in trial}}
+            for values, trial in zip(self.values, self.trials, strict=True)
+        ]
+        return [settings, Table("trials", "Trials", "Every run. From results.parquet.", rows)]
 
-def trials(swept: Swept) -> Piece:
-    """A row for each trial."""
-    table = swept.trials
-    if not table:
-        return Missing("Trials", "needs results.parquet")
-    scores = [name for name in table if is_score(name) and some(table[name])]
-    names = ["seed", "status", *scores, "rounds", "seconds", "directory"]
-    columns = [Column(key, swept.labels[key]) for key in swept.keys]
-    columns += [Column.of(name, table[name].tolist()) for name in names if name in table]
-    return Table("trials", "Trials", "Every run. From results.parquet.", columns)
+    def best_for(self) -> list[Piece]:
+        """A table for each searched key: the best setting for each of its values."""
+        pieces: list[Piece] = []
+        for key, bests in (self.summary.get("best_for") or {}).items():
+            at_edge = any(choice["edges"] for choice in bests)
+            rows: list[Row] = []
+            for choice in (one for one in bests if one["setting"] in self.settings):
+                setting = self.settings[choice["setting"]]
+                spread = SeedSpread(len(setting.trials), choice["mean"], choice["spread"])
+                mean = f"{self.measured.words}, mean"
+                row: Row = {key: setting.values[key]}
+                row |= spread_row(mean, "std", spread, self.measured.percent)
+                row |= {"seeds": spread.count}
+                row |= {other: text for other, text in setting.values.items() if other != key}
+                row |= {"at an edge": listed([*choice["edges"]])} if at_edge else {}
+                rows.append({**row, **setting.epsilons})
+            caption = f"For each {key}, the setting with the best mean over the seeds and its "
+            caption += "sample standard deviation. "
+            if at_edge:
+                caption += "At an edge: the value is the smallest or the largest of its grid, so "
+                caption += "that one beyond may be better. "
+            name = name_of("best-for", key)
+            caption += "From summary.json."
+            pieces.append(Table(name, f"Best for each {key}", caption, rows))
+        return pieces
 
+    def curves(self) -> list[Piece]:
+        """The metric by round, of the settings with the best means."""
+        cases = []
+        for setting in [one for one in self.settings.values() if one.scores][:CURVES]:
+            label = ", ".join(named(key, text) for key, text in setting.values.items())
+            runs = [self.run(trial, label) for trial in setting.trials]
+            cases += [LabelledRun({"setting": label}, run) for run in runs]
+        item = Curves(of=(self.metric,), colour="setting")
+        if not cases:
+            return [Missing(item.headline(), "needs a finished trial")]
+        return [*item.make(cases)]
 
-def curves(swept: Swept) -> list[Piece]:
-    """The metric by round, of the settings with the best means."""
-    cases = []
-    for setting, rows in [pair for pair in ranked(swept) if pair[0].scores][:CURVES]:
-        label = ", ".join(named(key, setting.values[key]) for key in swept.keys)
-        cases += [LabelledRun({"setting": label}, swept.run(row, label)) for row in rows]
-    item = Curves(of=(swept.metric,), colour="setting")
-    if not cases:
-        return [Missing(item.headline(), "needs a finished trial")]
-    return [*item.make(cases)]
-
-
-def best_privacy(swept: Swept) -> list[Piece]:
-    """The guarantees of the first run of the best setting."""
-    best = [rows[0] for setting, rows in swept.tried if setting.best]
-    return privacy(swept.run(best[0])) if best else []
+    def privacy(self) -> list[Piece]:
+        """The guarantees of the first run of the best setting."""
+        best = [one.trials[0] for one in self.settings.values() if one.best]
+        return privacy(self.run(best[0])) if best else []

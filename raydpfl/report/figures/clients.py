@@ -1,0 +1,135 @@
+"""A point for each client: what its noise guarantees it next to the budget that it asked for, and
+with which probability it is selected (003).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from raydpfl.privacy import column
+from raydpfl.report.figures.base import Need, PlotItem, first_seed, group_keys, name_of, runs_of
+from raydpfl.report.labels import Quantity, accountant, listed, quantity
+from raydpfl.report.plot_style import REFERENCE, Axes, LegendKey, dots, look, scale, thin
+from raydpfl.report.run_reader import Panel, Run
+
+SPENT = 400  # clients of an accountant that are drawn
+SELECTED = 500  # clients of a run whose probabilities are
+ASKED = "epsilon_claimed"
+COLUMNS = {"size": "samples", "budget": "budget"}
+
+
+class PersonalEpsilon(PlotItem):
+    """Epsilon of every client that took part, by accountant, over its budget."""
+
+    need: ClassVar[Need] = Need("guarantees", (ASKED,), "noise at local steps by budgets")
+    per_group: ClassVar[bool] = True
+    heading: ClassVar[str] = "Every client's epsilon against its budget"
+
+    kind: str = "personal"
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        """By column of epsilon its look, and the numbers of all runs."""
+        runs = [panel.run for panel in panels]
+        names = dict.fromkeys(name for run in runs for name in epsilons_of(run))
+        values = {name: _joined(runs, name) for name in names}
+        if not names or not np.isfinite(_joined(runs, ASKED)).any():
+            return None
+        return {name: look(place) for place, name in enumerate(names)}, values, _joined(runs, ASKED)
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        looks, values, budgets = common
+        table = panel.run.table("guarantees")
+        clients = thin(len(table[ASKED]), SPENT)
+        ends = [np.nanmin(budgets), np.nanmax(budgets)]
+        axes.plot(ends, ends, linewidth=1, **REFERENCE.line)
+        for name in epsilons_of(panel.run):
+            points = np.stack([table[ASKED][clients], table[name][clients]], 1)
+            dots(axes, points, looks[name])
+        scale(axes, "x", Quantity("budget", "budget, epsilon", wide=True), budgets)
+        spent = Quantity("epsilon", "epsilon spent", wide=True)
+        scale(axes, "y", spent, np.concatenate([budgets, *values.values()]))
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
+        kind_of = panels[0].run.kind_of
+        keys = [
+            LegendKey(f"{accountant(name)} ({kind_of(name)})", drawn, "point")
+            for name, drawn in common[0].items()
+        ]
+        return [*keys, LegendKey("spent = budget", REFERENCE)]
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        text = "A point is a client that took part."
+        values = common[1].items()
+        infinite = [accountant(name) for name, column in values if np.isinf(column).any()]
+        if infinite:
+            text += f" Clients for whom {listed(infinite)} shows no privacy (epsilon infinite)"
+            text += " have no point."
+        return f"{text} From guarantees.parquet."
+
+
+def epsilons_of(run: Run) -> list[str]:
+    """The columns of epsilon that the run itself states, rigorous first."""
+    table = run.table("guarantees")
+    stated = {column(one.accountant) for one in run.guarantees}
+    names = [name for name in table if name.startswith("epsilon_") and name != ASKED]
+    names = [name for name in names if np.isfinite(table[name]).any()]
+    names = [name for name in names if not stated or name in stated]
+    return sorted(names, key=lambda name: run.kind_of(name) != "rigorous")
+
+
+def _joined(runs: Sequence[Run], name: str) -> np.ndarray:
+    tables = [run.table("guarantees") for run in runs]
+    return np.concatenate([table[name] for table in tables if name in table])
+
+
+class SelectionProbability(PlotItem):
+    """A point for each client: `of` of selection.parquet over its size or its budget."""
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"x": "budget"})
+
+    kind: str = "selection"
+    of: str = "probability"
+    x: Literal["size", "budget"] = "size"
+
+    def needs(self) -> Need:
+        hint = "measure: [selection], and a selection that draws clients one by one"
+        return Need("selection", (COLUMNS[self.x], self.of), hint)
+
+    def slug(self) -> str:
+        return name_of("selection", "by", self.x)
+
+    def headline(self) -> str:
+        return f"Probability of selection over the clients' {self.x}s"
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        runs = runs_of(panels)
+        by_size = [self.points(runs[0], "share")] if self.x == "size" else []
+        return np.concatenate([*(self.points(run, self.of) for run in runs), *by_size])
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        for group in panel.groups:
+            clients = self.points(group.runs[0], self.of)
+            dots(axes, clients[thin(len(clients), SELECTED)], look(group.place), alpha=0.6)
+        if self.x == "size":
+            axes.plot(*self.points(panel.run, "share").T, linewidth=1, **REFERENCE.line)
+        scale(axes, "x", quantity(COLUMNS[self.x]), common[:, 0])
+        scale(axes, "y", quantity(self.of), common[:, 1])
+        axes.set_ylim(bottom=0)
+
+    def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
+        by_size = [LegendKey("by size alone", REFERENCE)] if self.x == "size" else []
+        return [*group_keys(panels, "point"), *by_size]
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        text = "A point is a client: the probability of a draw, as the selection has it."
+        if self.x == "budget":
+            text += " Clients without a budget have no point."
+        return f"{text}{first_seed(panels)} From selection.parquet."
+
+    def points(self, run: Run, y: str) -> np.ndarray:
+        """Both columns of the clients that have both, float64 [n, 2], by what is across."""
+        pairs = run.pairs("selection", COLUMNS[self.x], y)[1]
+        return pairs[np.argsort(pairs[:, 0], kind="stable")]
