@@ -239,7 +239,9 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
             list(e.privacy.accountants),
             "pld or rdp among them: an audit holds a run against a rigorous claim",
         )
-    e.noise.check_audit()
+    if e.noise.stands_for is not None:
+        expected = "none: the clients that it stands for do not run, and cannot be audited"
+        raise ConfigError("noise.virtual_cohort", e.noise.stands_for, expected)
     if e.selection.asks:
         raise ConfigError(
             "selection.kind",

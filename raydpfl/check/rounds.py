@@ -104,7 +104,7 @@ def epsilon(case: Example) -> str:
         sampling,
         (*released, *([asked] if asked else [])),
         plan.experiment.rounds,
-        placement=plan.experiment.noise.drawn_by(),
+        placement=plan.experiment.noise.drawn_by() or "server",
         stateful=plan.experiment.stateful.kind if plan.experiment.stateful else "",
         noise_in_state=plan.experiment.local.stateful
         and plan.experiment.noise.drawn_by() == "client",

@@ -422,7 +422,7 @@ class Plan:
         if mechanism is None:
             return None
         # how often the clients of a virtual cohort are drawn is unknown
-        simulated = mechanism.unproved and self.experiment.noise.simulated()
+        simulated = mechanism.unproved and self.experiment.noise.stands_for is None
         return self.draws(self.experiment.rounds) if mechanism.by_draws or simulated else None
 
     def participations(self, rounds: int) -> Counter:
@@ -438,7 +438,7 @@ class Plan:
         if not self.mechanism or rounds == 0:
             return []
         # how often the clients of a virtual cohort are drawn is unknown
-        counts = participations if self.experiment.noise.simulated() else None
+        counts = participations if self.experiment.noise.stands_for is None else None
         composed = int(self.composed_rounds[rounds - 1]) + self.repeated
         asked = int(self.surveys[rounds - 1])
         return self.report.guarantees(counts, composed, asked)

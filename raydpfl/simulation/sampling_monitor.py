@@ -231,7 +231,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     check_scheme(plan)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(population).hidden
-    separation = noise.min_separation()
+    separation = len(noise.whitening())
     planned = None
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
@@ -274,7 +274,7 @@ def check_scheme(plan: Plan) -> None:
         return
     selection = plan.experiment.selection
     now = selection.sampling(plan.population)
-    if not plan.experiment.noise.simulated():  # the clients that run stand for others
+    if plan.experiment.noise.stands_for is not None:  # the clients that run stand for others
         now = replace(now, population=accounted.population, cohort=accounted.cohort)
     facts = [
         (type(sampling.scheme), sampling.population, sampling.cohort, sampling.p_max, sampling.rule)

@@ -54,9 +54,6 @@ class BandedGaussian(Gaussian):
         assert self.coefficients is not None
         return Correlated(seed, self.coefficients, d)
 
-    def min_separation(self) -> int:
-        return self.bands
-
     def whitening(self) -> tuple[float, ...]:
         assert self.coefficients is not None
         return self.coefficients
@@ -92,10 +89,9 @@ class Correlated(NoiseSource):
     """
 
     def __init__(self, seed: int, coefficients: Sequence[float], d: int):
-        self._seed = seed
+        super().__init__(seed, d)
         self._first = coefficients[0]
         self._later = coefficients[1:]
-        self._d = d
         self._restart()
 
     def _restart(self) -> None:
@@ -107,7 +103,7 @@ class Correlated(NoiseSource):
         if t != self._next:
             self._restart()
         while self._next <= t:
-            y = server_noise(self._seed, self._next, 1.0, self._d)
+            y = server_noise(self.seed, self._next, 1.0, self.d)
             for coefficient, past in zip(self._later, self._past, strict=False):
                 y -= coefficient * past
             y /= self._first

@@ -80,7 +80,7 @@ class NoiseSource:
 class Silent(NoiseSource):
     """The source of a server that draws no noise."""
 
-    def on_sum(self, t: int, std: float) -> np.ndarray | None:
+    def on_sum(self, t: int, std: float) -> None:
         return None
 
 
@@ -125,11 +125,15 @@ class Noise(Member):
 
     # --- what it draws ---
 
-    def drawn_by(self) -> Placement:
+    def drawn_by(self) -> Placement | None:
         """Who draws it: the server, clients on what they send, or clients at their local steps
-        ("step"), where samples are protected.
+        ("step"), where samples are protected. None: nobody, and no privacy is claimed.
         """
         return "server"
+
+    def private(self) -> bool:
+        """Whether a run with it claims any privacy."""
+        return self.drawn_by() is not None
 
     def on_clients(
         self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
@@ -156,8 +160,7 @@ class Noise(Member):
 
     def source(self, seed: int, d: int) -> NoiseSource:
         """The server's noise in a run with this seed of noise, for a model of `d` parameters."""
-        kind = NoiseSource if self.private() and self.drawn_by() == "server" else Silent
-        return kind(seed, d)
+        return NoiseSource(seed, d) if self.drawn_by() == "server" else Silent(seed, d)
 
     def on_query(self, query: SideQuery) -> float:
         """The noise on the sum of the answers to a side query, of std `query.std`: drawn by the
@@ -183,20 +186,16 @@ class Noise(Member):
         by_clients = clients if self.drawn_by() == "client" else None
         return survey_noise(seed, t, std, bins, by_clients)
 
-    def min_separation(self) -> int:
-        """The fewest rounds from one participation of a client to its next that the noise needs; 1:
-        it may be in every round.
-        """
-        return 1
-
     def whitening(self) -> tuple[float, ...]:
-        """The coefficients of `Whitening` for released sums."""
+        """The coefficients of `Whitening` for released sums: as many as the rounds that must lie
+        from one participation of a client to its next.
+        """
         return (1.0,)
 
     @property
     def of_seed(self) -> bool:
-        """Whether all runs with one seed have the same noise."""
-        return False
+        """Whether all runs with one seed have the same noise: the field `common`."""
+        return getattr(self, "common", False)
 
     def release(self) -> dict[str, Any]:
         """The fields that a release depends on, without the size of the noise: part of the key."""
@@ -204,9 +203,11 @@ class Noise(Member):
 
     # --- what accountants take ---
 
-    def private(self) -> bool:
-        """Whether a run with it claims any privacy."""
-        return True
+    def check(self, setting: Setting) -> None:
+        """Raises `ConfigError` for a budget that nothing holds."""
+        if setting.budget is not None and not (self.private() and setting.accountants):
+            expected = "none without noise and an accountant: this run spends without bound"
+            raise ConfigError("privacy.budget", setting.budget, expected)
 
     def terms(self, asked: str, natural: Relation) -> Terms:
         """The relation and delta of guarantees: by default `natural`, which suits the selection's
@@ -242,20 +243,18 @@ class Noise(Member):
             return ""
         return None if self.drawn_by() == "step" else f"noise.rounds={calibrated}"
 
-    def simulated(self) -> bool:
-        """Whether guarantees are about the clients that run."""
-        return True
-
-    def check_audit(self) -> None:
-        """Raises `ConfigError` if guarantees are about clients that an audit cannot run."""
+    @property
+    def stands_for(self) -> int | None:
+        """The clients of a round that guarantees are about, where those that run stand for more:
+        the field `virtual_cohort`.
+        """
+        return getattr(self, "virtual_cohort", None)
 
     def sampling(self, cohorts: Sampling) -> Sampling:
-        """The sampling scheme that accountants count, of that of the cohorts that run."""
+        """The sampling scheme that accountants count, of that of the cohorts that run. Raises
+        `ConfigError` for cohorts that cannot stand for it.
+        """
         return cohorts
-
-    def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
-        """What a guarantee must say about the cohorts that run, in words."""
-        return ()
 
     def placed(self, per_sample: bool, cohort_hidden: bool) -> Noise:
         """The same noise with `placement: auto` filled in, by whether samples' gradients are
@@ -274,16 +273,19 @@ class Noise(Member):
         of its cohorts say; None: sums over cohorts have no noise. Raises `ConfigError` where no
         rigorous accountant that was asked for covers it.
         """
-        if not self.private() or self.drawn_by() == "step":
+        placement = self.drawn_by()
+        if placement is None or placement == "step":
             return None
         scheme = cohorts()
-        return on_sums.outline(
-            setting,
-            self.sampling(scheme),
-            self.drawn_by(),
-            self.terms_in(setting).relation,
-            (*on_sums.excluded(setting, self.of_seed), *self.exclusions(scheme)),
-        )
+        accounted = self.sampling(scheme)
+        exclusions = on_sums.excluded(setting, self.of_seed)
+        if self.stands_for is not None:
+            exclusions += (
+                f"the {scheme.cohort} clients simulated in a round stand for {accounted.cohort} of "
+                f"{accounted.population}, whose guarantee this is",
+            )
+        relation = self.terms_in(setting).relation
+        return on_sums.outline(setting, accounted, placement, relation, exclusions)
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all
@@ -305,12 +307,7 @@ class Noise(Member):
         self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
     ) -> np.ndarray | None:
         """V_k of 003 eq. 7, float64 [N]: the variance of each client's noise for one local step and
-        a bound of 1; None: clients have no budgets.
-
-        Args:
-            seed: of the run.
-            sizes: samples of each client, int64 [N].
-            batches: rows of a batch of each client, int64 [N].
-            root: the folder of data sets.
+        a bound of 1, of its `sizes` and the rows of its `batches`, int64 [N]; None: clients have no
+        budgets. `seed` is of the run, `root` the folder of data sets.
         """
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,15 +17,7 @@ from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
 from raydpfl.methods.noise.base import Noise, RunFacts
-from raydpfl.privacy import (
-    LocalSteps,
-    Mechanism,
-    Relation,
-    Release,
-    Sampling,
-    Terms,
-    budgets,
-)
+from raydpfl.privacy import LocalSteps, Mechanism, Relation, Release, Sampling, Terms, budgets
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.types import Placement
 
@@ -152,10 +144,6 @@ class Gaussian(Noise):
         placement = "step" if per_sample else "server" if cohort_hidden else "client"
         return self.model_copy(update={"placement": placement})
 
-    @property
-    def of_seed(self) -> bool:
-        return self.common
-
     def release(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=SIZES)
 
@@ -173,11 +161,6 @@ class Gaussian(Noise):
 
     def calibrated_over(self, rounds: int) -> int | None:
         return None if self.epsilon is None else self.rounds or rounds
-
-    def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
-        if self.virtual_cohort is not None:
-            self._check_virtual(cohorts(), setting.kinds["selection"])
-        return super().outline(setting, cohorts)
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         if self.multiplier is not None:
@@ -274,47 +257,23 @@ class Gaussian(Noise):
 
     # --- a virtual cohort ---
 
-    def simulated(self) -> bool:
-        return self.virtual_cohort is None
-
-    def _stands_for(self, cohorts: Sampling) -> int:
-        """The population that the virtual cohort is drawn from."""
-        assert self.virtual_cohort is not None
-        scaled = round(cohorts.population * self.virtual_cohort / cohorts.cohort)
-        return self.virtual_population or scaled
-
-    def check_audit(self) -> None:
-        expected = "none: the clients that it stands for do not run, and cannot be audited"
-        self._refuse("virtual_cohort", expected)
-
     def sampling(self, cohorts: Sampling) -> Sampling:
-        if self.virtual_cohort is None:
+        size = self.virtual_cohort
+        if size is None:
             return cohorts
-        return replace(cohorts, population=self._stands_for(cohorts), cohort=self.virtual_cohort)
-
-    def exclusions(self, cohorts: Sampling) -> tuple[str, ...]:
-        if self.virtual_cohort is None:
-            return ()
-        return (
-            f"the {cohorts.cohort} clients simulated in a round stand for {self.virtual_cohort} "
-            f"of {self._stands_for(cohorts)}, whose guarantee this is",
-        )
-
-    def _check_virtual(self, cohorts: Sampling, selection: str) -> None:
-        """Raises `ConfigError` for cohorts that cannot stand for the virtual one."""
-        assert self.virtual_cohort is not None
         if cohorts.by_participation or cohorts.rule or cohorts.p_max:
-            expected = f"none with selection.kind {selection}; uniform, poisson or full scale to it"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
-        if self.virtual_cohort < cohorts.cohort:
+            expected = f"none with {cohorts}; selection.kind uniform, poisson or full scale to it"
+            raise ConfigError("noise.virtual_cohort", size, expected)
+        if size < cohorts.cohort:
             expected = f"at least the simulated cohort of {cohorts.cohort}"
-            raise ConfigError("noise.virtual_cohort", self.virtual_cohort, expected)
-        virtual = self._stands_for(cohorts)
-        exact = cohorts.everyone and virtual != self.virtual_cohort
-        if exact or virtual < self.virtual_cohort:
-            size = "exactly" if cohorts.everyone else "at least"
-            expected = f"{size} noise.virtual_cohort, {self.virtual_cohort}, with selection.kind "
-            raise ConfigError("noise.virtual_population", virtual, f"{expected}{selection}")
+            raise ConfigError("noise.virtual_cohort", size, expected)
+        scaled = round(cohorts.population * size / cohorts.cohort)
+        population = self.virtual_population or scaled
+        if population < size or (cohorts.everyone and population != size):
+            least = "exactly" if cohorts.everyone else "at least"
+            expected = f"{least} noise.virtual_cohort, {size}, with {cohorts}"
+            raise ConfigError("noise.virtual_population", population, expected)
+        return replace(cohorts, population=population, cohort=size)
 
     # --- what it refuses ---
 
@@ -332,12 +291,8 @@ class Gaussian(Noise):
         if self.epsilon is not None and not setting.accountants:
             expected = "pld or rdp, to calibrate the noise of noise.epsilon with"
             raise ConfigError("privacy.accountants", [], expected)
-        if setting.budget is not None and not setting.accountants:
-            expected = "none without noise and an accountant: this run spends without bound"
-            raise ConfigError("privacy.budget", setting.budget, expected)
 
     def _check_sums(self, setting: Setting) -> None:
-        """Raises `ConfigError` for settings that noise on sums rules out."""
         if setting.per_sample_bound is not None:
             raise ConfigError("noise.placement", self.placement, "step, with per_sample_clip")
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
@@ -351,7 +306,6 @@ class Gaussian(Noise):
             self._refuse("std", f"{expected}noise.multiplier or noise.epsilon")
 
     def _check_steps(self, setting: Setting) -> None:
-        """Raises `ConfigError` for settings that noise at local steps rules out."""
         if setting.per_sample_bound is None:
             expected = "client or server; noise at local steps needs bounding.kind per_sample_clip"
             raise ConfigError("noise.placement", self.placement, expected)
@@ -386,13 +340,10 @@ class Gaussian(Noise):
 
 
 def _batch(facts: RunFacts) -> int | np.ndarray | None:
-    """Rows of a batch: one number, of which a smaller client uses all its rows, one for each
-    client, int64 [N], or None for all of them. Raises `ConfigError` for other `batch_sizes`.
-    """
+    """`LocalSteps.batch`. Raises `ConfigError` for batches larger than a client's rows."""
     local, sizes = facts.local, facts.sizes
     rows = np.asarray(local.batch_sizes(sizes))
-    counts = rows.shape == sizes.shape and rows.dtype.kind in "iu"
-    if not counts or (rows < np.minimum(sizes, 1)).any() or (rows > sizes).any():
+    if rows.shape != sizes.shape or (rows > sizes).any():
         expected = "a rule whose batch_sizes are integers from 1 to a client's rows, one per client"
         raise ConfigError("local.kind", local.kind, expected)
     if local.batch == "full" and np.array_equal(rows, sizes):
