@@ -140,10 +140,6 @@ def test_a_population_is_pickled_without_what_it_remembers():
     assert len(pickle.dumps(population)) == before < 170_000
     copy = pickle.loads(pickle.dumps(population))
     assert np.array_equal(example("privacy_aware").draw(0, 0, copy).clients, cohort.clients)
-    assert (
-        len(pickle.dumps(Population.balanced(1_000_000))) < 200
-        and len(pickle.loads(pickle.dumps(Population.balanced(9)))) == 9
-    )
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 0], [-1, 2], [[1, 2]]])

@@ -16,11 +16,11 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.methods.selection import Cohort, Population, Selection
-from raydpfl.methods.selection.availability import Availability
-from raydpfl.methods.selection.multinomial import Multinomial
+from raydpfl.methods.selection.periodic import Availability
 from raydpfl.methods.selection.poisson import Poisson
 from raydpfl.methods.selection.power_of_choice import PowerOfChoice
 from raydpfl.methods.selection.uniform import Uniform
+from raydpfl.methods.selection.with_replacement import Multinomial
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Guarantee, Sampling
 from raydpfl.privacy.sampling import SamplingScheme

@@ -5,8 +5,7 @@ A user-defined rule is a class of `Local` with a `step`, or with a `train` that 
 """
 
 from raydpfl.config.registry import family
-from raydpfl.methods.local.adam import Adam
-from raydpfl.methods.local.adamw import AdamW
+from raydpfl.methods.local.adam import Adam, AdamW
 from raydpfl.methods.local.base import LinearRule, Local, Step
 from raydpfl.methods.local.sam import Sam
 from raydpfl.methods.local.scaffold import Scaffold

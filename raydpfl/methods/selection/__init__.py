@@ -46,6 +46,6 @@ __all__ = [
     "Uniform", "kkt_residual", "solve", "solve_cvxpy",
 ]  # fmt: skip
 
-FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial")
+FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial", "availability", "cyclic")
 FAMILY: dict[str, type[Selection]] = family(__name__, Selection, FIRST)
 FAMILY["unbiased"] = FAMILY["multinomial"]  # as 003 calls it

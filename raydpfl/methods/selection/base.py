@@ -68,10 +68,7 @@ class Population:
         budgets = "" if self.privacy_cost is None else ", with budgets"
         return f"Population({len(self)} clients, {self.samples} samples{budgets})"
 
-    def __reduce__(self) -> tuple[Callable[..., Population], tuple[Any, ...]]:
-        alike = self.sizes.strides == (0,) and self.privacy_cost is None and self.table is None
-        if alike:
-            return Population.balanced, (len(self),)
+    def __reduce__(self) -> tuple[type[Population], tuple[Any, ...]]:
         return Population, (self.sizes, self.privacy_cost, self.table)
 
     def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
@@ -185,10 +182,8 @@ class Selection(Member):
         """
 
         def unknown(clients: np.ndarray) -> np.ndarray:
-            expected = (
-                "one whose cohorts are known before the run; this one asks for losses, so that it "
-                "must give exposed(seed, t, population), and only a run can draw"
-            )
+            expected = "one whose cohorts are known before the run; this one asks for losses, so "
+            expected += "that it must give exposed(seed, t, population), and only a run can draw"
             raise ConfigError("selection.kind", self.kind, expected)
 
         return self.drop(seed, t, self.select(seed, t, population, ask or unknown))

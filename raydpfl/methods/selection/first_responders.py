@@ -22,8 +22,8 @@ from raydpfl.config.registry import choose, family
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Ask, Cohort, Population
-from raydpfl.methods.selection.fixed_size import Sized, distinct
 from raydpfl.methods.selection.response_times import Exponential, Response
+from raydpfl.methods.selection.uniform import Sized, distinct
 from raydpfl.privacy import Sampling
 
 ASKED = 10_000  # clients asked by default, so that a round does not wait for a million

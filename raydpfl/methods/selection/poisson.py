@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.selection.base import Ask, Cohort, Population
-from raydpfl.methods.selection.fixed_size import Sized, distinct
+from raydpfl.methods.selection.uniform import Sized, distinct
 from raydpfl.privacy import Sampling
 
 

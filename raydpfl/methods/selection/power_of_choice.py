@@ -26,7 +26,7 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection.base import Ask, Cohort, Population
-from raydpfl.methods.selection.fixed_size import Sized
+from raydpfl.methods.selection.uniform import Sized
 from raydpfl.privacy import Query, Sampling
 
 

@@ -5,7 +5,6 @@ A client drawn twice trains twice, with independent batches and noise, and count
 that is divided by r. The members differ in p:
 
 >>> from raydpfl.methods.selection.importance import Importance
->>> from raydpfl.methods.selection.multinomial import Multinomial
 >>> clients = Population(sizes=[10, 30, 60])
 >>> Multinomial(cohort=4).draw(seed=0, t=1, population=clients)
 Cohort(clients=array([1, 1, 1, 2]), draws=array([0, 1, 2, 0]), lost=0)
@@ -50,3 +49,17 @@ class WithReplacement(Selection):
         largest = population.cached((self, "largest"), lambda: self.probabilities(population).max())
         p_max = None if largest * count <= 1 + 1e-9 else min(float(largest), 1.0)
         return Sampling("with_replacement", count, self.cohort, p_max)
+
+
+class Multinomial(WithReplacement):
+    """p = p^u, p^u_k = n_k / sum n: MD sampling (002 sec. IV), the unbiased selection of 003 sec.
+    III-C2.
+
+    The mean of the cohort's updates is unbiased for sum p^u_k Delta_k, so the weights are uniform.
+    """
+
+    examples = ({"cohort": 6},)
+    kind: str = "multinomial"
+
+    def draw_probabilities(self, population: Population) -> np.ndarray:
+        return population.shares

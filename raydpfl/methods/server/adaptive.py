@@ -1,4 +1,4 @@
-"""The base of the adaptive servers (Reddi et al. 2021, Alg. 2)."""
+"""The adaptive servers (Reddi et al. 2021, Alg. 2)."""
 
 from __future__ import annotations
 
@@ -30,3 +30,38 @@ class Adaptive(Server):
         state["mu"] = self.beta1 * state["mu"] + (1 - self.beta1) * update
         state["nu"] = self.second_moment(state["nu"], update * update)
         return state["mu"] / (np.sqrt(state["nu"]) + self.tau)
+
+
+class FedAdam(Adaptive):
+    """FedAdam: nu = beta2 nu + (1 - beta2) u^2, without bias correction (002 Alg. 2; Reddi et al.
+    2021, Alg. 2).
+    """
+
+    examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.0, "beta2": 0.9, "tau": 0.1})
+    kind: str = "adam"
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+    def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return self.beta2 * nu + (1 - self.beta2) * square
+
+
+class Yogi(Adaptive):
+    """FedYogi: nu = nu - (1 - beta2) u^2 sign(nu - u^2) (Reddi et al. 2021, Alg. 2)."""
+
+    examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.0, "beta2": 0.9, "tau": 0.1})
+    kind: str = "yogi"
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+
+    def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return nu - (1 - self.beta2) * square * np.sign(nu - square)
+
+
+class Adagrad(Adaptive):
+    """FedAdagrad: nu = nu + u^2 (Reddi et al. 2021, Alg. 2)."""
+
+    examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.9, "tau": 0.1})
+    kind: str = "adagrad"
+    beta1: float = Field(default=0.0, ge=0, lt=1)
+
+    def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return nu + square

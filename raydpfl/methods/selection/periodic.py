@@ -4,7 +4,6 @@ Client k is available in the rounds t with (t - k) mod period < width. Which of 
 round takes can be a secret, which amplifies privacy within them alone; a client's guarantee
 composes over the rounds in which it is available.
 
->>> from raydpfl.methods.selection.cyclic import Cyclic
 >>> clients = Population.balanced(10)
 >>> [Cyclic(period=3).draw(0, t, clients).clients.tolist() for t in range(4)]
 [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8], [0, 3, 6, 9]]
@@ -15,13 +14,15 @@ fixed size 2 of 4 (those available, each in 2 rounds of 5) [1 2 2 2 2 3]
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import numpy as np
 from pydantic import Field, model_validator
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
-from raydpfl.methods.selection.fixed_size import distinct
+from raydpfl.methods.selection.uniform import distinct
 from raydpfl.privacy import Sampling
 
 
@@ -42,21 +43,17 @@ class Periodic(Selection):
 
     def available(self, count: int, t: int) -> int:
         """How many of `count` clients are available in round t."""
-        first, wrapped = self._phases(t)
         blocks, rest = divmod(count, self.period)
-        later = min(max(0, rest - first), self.width - wrapped)
-        return blocks * self.width + min(wrapped, rest) + later
+        return blocks * self.width + int((self._open(t) < rest).sum())
 
     def clients_at(self, places: np.ndarray, t: int) -> np.ndarray:
         """The clients at these places, int64 [k], among those available in round t."""
-        first, wrapped = self._phases(t)
         block, place = np.divmod(places, self.width)
-        return block * self.period + np.where(place < wrapped, place, first + place - wrapped)
+        return block * self.period + self._open(t)[place]
 
-    def _phases(self, t: int) -> tuple[int, int]:
-        """The first open phase k mod period, and how many open phases wrap around to 0."""
-        first = (t - self.width + 1) % self.period
-        return first, max(0, first + self.width - self.period)
+    def _open(self, t: int) -> np.ndarray:
+        """The numbers k mod period of the clients available in round t, ascending."""
+        return np.sort((t - np.arange(self.width)) % self.period)
 
     def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
         return (t - clients) % self.period < self.width
@@ -105,3 +102,75 @@ class Availability(Periodic):
         if self.cohort == least:
             return Sampling("public", len(population), self.cohort, rule=rule)
         return Sampling("fixed", least, self.cohort, rule=rule)
+
+
+class Cyclic(Periodic):
+    """Groups take turns: in round t it is that of the clients k with k = t mod `period` (cyclic
+    participation: Eichner et al. 2019; Cho et al. 2023).
+
+    If `cohort` is None the whole group takes part. Else `cohort` of them do by `scheme`: `fixed`,
+    uniformly without replacement, or `poisson`, each with probability cohort / (size of the group).
+    If `period` does not divide N, the sizes of groups differ by one. The sum over a whole group is
+    then divided by N / period, so that every client counts the same, and accounting assumes the
+    smallest group.
+    """
+
+    examples = (
+        {"period": 4},
+        {"period": 4, "cohort": 5},
+        {"period": 4, "cohort": 5, "scheme": "poisson"},
+    )
+    kind: str = "cyclic"
+    cohort: int | None = Field(default=None, ge=1)
+    scheme: Literal["fixed", "poisson"] = "fixed"
+
+    @model_validator(mode="after")
+    def _sized(self) -> Cyclic:
+        if self.cohort is None and self.scheme == "poisson":
+            expected = "fixed where no cohort is given, as all of a group take part"
+            raise ConfigError("selection.scheme", self.scheme, expected)
+        return self
+
+    def meaning(self) -> dict[str, Any]:
+        facts = super().meaning()
+        facts["law"] = facts.pop("scheme")  # what keys of noise call it
+        return facts
+
+    def fits(self, count: int) -> None:
+        least = self.fewest(count)
+        if least < 1:
+            expected = f"at most the population of {count} clients"
+            raise ConfigError("selection.period", self.period, expected)
+        if self.cohort is not None and self.cohort > least:
+            expected = f"at most the {least} clients of the smallest group"
+            raise ConfigError("selection.cohort", self.cohort, expected)
+
+    def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
+        size = self.available(len(population), t)
+        if self.cohort is None:
+            return Cohort.of(self.clients_at(np.arange(size), t))
+        generator = stream(seed, Purpose.COHORT, t=t)
+        drawn = self.cohort
+        if self.scheme == "poisson":
+            drawn = int(generator.binomial(size, self.cohort / size))
+        return Cohort.of(self.clients_at(distinct(generator, size, drawn), t))
+
+    def sampling(self, population: Population) -> Sampling:
+        count = len(population)
+        least = self.fewest(count)
+        turns = f"each 1 round of {self.period}"
+        whole = self.cohort == least and (count % self.period == 0 or not self.hides_size())
+        if self.cohort is None or whole:
+            return Sampling("public", count, least, rule=f"groups take turns, {turns}")
+        rule = f"the group whose turn it is, {turns}"
+        return Sampling(self.scheme, least, self.cohort, rule=rule)
+
+    def hides_size(self) -> bool:
+        return self.scheme == "poisson"
+
+    @property
+    def separation(self) -> int:
+        return self.period
+
+    def divisor(self, population: Population) -> float:
+        return float(self.cohort or len(population) / self.period)
