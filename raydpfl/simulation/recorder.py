@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from raydpfl.core.hardware import peak_rss_mb
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
-from raydpfl.methods.probes import Afterwards, Finished, Problem, Round
+from raydpfl.methods.probes import Finished, Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import column, holding, in_words
@@ -103,7 +104,9 @@ class Recorder:
         self._survey = survey
         self.pool = pool
         self._pace = Pace()
-        self._after: dict[str, Afterwards] | None = None
+        self._measuring: Iterator[tuple[int, int]] | None = None
+        self._measured: dict[str, Any] = {}  # of the finished run, by probe
+        self._progress = 1, 1
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if plan.experiment.evaluate.stop:
@@ -253,15 +256,26 @@ class Recorder:
         Returns:
             The steps done, and of how many.
         """
-        if self._after is None:
-            measures = {probe.kind: probe.afterwards(run) for probe in self.probes}
-            self._after = {kind: work for kind, work in measures.items() if work is not None}
-        steps = [work.advance(seconds / len(self._after)) for work in self._after.values()]
-        return sum(done for done, _ in steps), sum(of for _, of in steps)
+        until = time.monotonic() + seconds
+        self._measuring = self._measuring or self._measures(run)
+        for progress in self._measuring:
+            self._progress = progress
+            if time.monotonic() >= until:
+                break
+        return self._progress
+
+    def _measures(self, run: Finished) -> Iterator[tuple[int, int]]:
+        for probe in self.probes:
+            if probe.lasting:
+                values = probe.afterwards(run)
+                self._measured[probe.kind] = (
+                    values if isinstance(values, dict) else (yield from values)
+                )
 
     def measured_after(self) -> dict[str, Any]:
         """The results of that, for the summary."""
-        return {kind: work.result() for kind, work in (self._after or {}).items()}
+        deque(self._measuring or (), maxlen=0)
+        return self._measured
 
     def summary(self, account: Account) -> dict[str, Any]:
         """The summary of the run so far."""

@@ -18,8 +18,8 @@ from scipy.optimize import linprog, minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.client_optima import Heterogeneity
 from raydpfl.methods.probes.clipping import BoundingProbe
+from raydpfl.methods.probes.heterogeneity import measured
 from raydpfl.methods.probes.trajectory import together
 from raydpfl.methods.selection.privacy_aware_solver import solve
 from raydpfl.privacy import budget_variance
@@ -34,9 +34,12 @@ def path_of(run: Path, d: int) -> np.ndarray:
 
 
 def heterogeneity_of(*asked, **more) -> dict:
-    work = Heterogeneity(*asked, **more)
-    work.advance(np.inf)
-    return work.result()
+    work = measured(*asked, **more)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def test_measuring_changes_no_bit_of_the_model(tmp_path):
@@ -353,12 +356,12 @@ def test_clients_without_a_minimum_are_left_out_and_counted(features, bias):
 @pytest.mark.slow
 def test_heterogeneity_without_weight_decay_ends_well_and_is_resumed(tmp_path):
     """Clients with fewer rows than inputs: none has a minimum, and the summary is JSON."""
-    measured = experiment(rounds=1, data={"clients": 20}, measure=["heterogeneity"])
+    asked = experiment(rounds=1, data={"clients": 20}, measure=["heterogeneity"])
     out = tmp_path / "out"
-    found = run(measured, out).summary["heterogeneity"]
+    found = run(asked, out).summary["heterogeneity"]
     assert found["left_out"] == 20 and found["gamma_s"] is None and found["gamma_n"] > 0
     assert pq.read_table(out / "heterogeneity.parquet")["gap"].null_count == 20
-    assert run(measured, out, resume=True).summary["heterogeneity"] == found
+    assert run(asked, out, resume=True).summary["heterogeneity"] == found
 
 
 STEPPED = {

@@ -28,7 +28,7 @@ from test_same_bits import RUN
 from raydpfl import run
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.methods.probes.client_optima import Heterogeneity
+from raydpfl.methods.probes import heterogeneity
 from raydpfl.runtime import session
 from raydpfl.runtime.actor_pool import Patience
 from raydpfl.runtime.worker import ready
@@ -357,15 +357,14 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.1}
     measured = experiment(data={"clients": 20}, local=local, measure=["heterogeneity"])
     whole = run(measured, tmp_path / "whole")
-    advance = Heterogeneity.advance
+    sound = heterogeneity.measured
 
-    def interrupted(self, seconds: float) -> tuple[int, int]:
-        done = advance(self, 0.0)
-        if seconds:
-            signal.raise_signal(signal.SIGINT)
-        return done
+    def interrupted(*parts):
+        yield next(sound(*parts))
+        signal.raise_signal(signal.SIGINT)
+        yield 1, 41
 
-    monkeypatch.setattr(Heterogeneity, "advance", interrupted)
+    monkeypatch.setattr(heterogeneity, "measured", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(measured, tmp_path / "out")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -376,7 +375,7 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     )
     assert summary["model_sha256"] == whole.summary["model_sha256"]
 
-    monkeypatch.setattr(Heterogeneity, "advance", advance)
+    monkeypatch.setattr(heterogeneity, "measured", sound)
     steps = []
     resumed = run(
         measured,

@@ -16,9 +16,9 @@ from typing import Any
 
 from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.base import Afterwards, Finished, Probe, Problem, Round, Sent
+from raydpfl.methods.probes.base import Finished, Probe, Problem, Round, Sent
 
-__all__ = ["FAMILY", "Afterwards", "Finished", "Probe", "Problem", "Round", "Sent"]
+__all__ = ["FAMILY", "Finished", "Probe", "Problem", "Round", "Sent"]
 
 FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
 

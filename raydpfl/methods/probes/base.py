@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -93,29 +93,8 @@ class Finished:
     participations: Mapping[int, int]
 
 
-class Afterwards(Protocol):
-    """What is computed once the last round is done, piece by piece."""
-
-    def advance(self, seconds: float) -> tuple[int, int]:
-        """Computes for about so long; (steps done, steps in all)."""
-
-    def result(self) -> dict[str, Any]:
-        """The values for the summary, when all steps are done."""
-
-
-@dataclass
-class Done:
-    """An `Afterwards` that has its result."""
-
-    values: dict[str, Any]
-
-    def advance(self, seconds: float) -> tuple[int, int]:
-        return 1, 1
-
-    def result(self) -> dict[str, Any]:
-        return self.values
-
-
+# yields (steps done, steps in all) while it computes, and returns values for the summary
+Measuring = Generator[tuple[int, int], None, dict[str, Any]]
 # the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
 Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
@@ -178,8 +157,10 @@ class Probe(WithServerState):
         """A function of (t, model float32 [d]) after t rounds, and after each that follows."""
         return None
 
-    def afterwards(self, run: Finished) -> Afterwards | None:
-        """What is computed when all rounds are done, under the probe's name in the summary."""
-        return None
+    def afterwards(self, run: Finished) -> dict[str, Any] | Measuring:
+        """The values under the probe's name in the summary, computed when all rounds are done; a
+        generator of what takes long.
+        """
+        return {}
 
     lasting = overrides(afterwards)  # whether there is something to compute then

@@ -1,15 +1,9 @@
-"""How different the clients' objectives are: Gamma_s and Gamma_n of 002 (Definitions 3 and 4),
-f_i(w*) - f_i* of 001.
+"""The minima of the clients' objectives, and of their mixtures, for models of one linear layer,
+whose loss is convex.
 
-f_i is the mean loss over client i's rows, with the L2 term that local training has, f = sum_i p_i
-f_i with p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_i. Then
-
-    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),
-    Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
-
-Gamma_s needs the minima, so it is computed for models of one linear layer, whose loss is convex.
-They are computed by L-BFGS in float64, in coordinates in which the rows are
-white, and within their span, as what lies outside of it is 0 at a minimum or does not matter.
+f_i is the mean loss over client i's rows, with the L2 term that local training has. Minima are
+computed by L-BFGS in float64, in coordinates in which the rows are white, and within their span, as
+what lies outside of it is 0 at a minimum or does not matter.
 
 **Without a minimum.** Without an L2 term the cross-entropy has a minimum only where no direction of
 theta makes some row's margin over another class larger and none smaller (Albert and Anderson 1984).
@@ -24,10 +18,7 @@ limit.
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,74 +37,6 @@ GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bound
 WIDTH = 4096  # of a matrix that is decomposed, at most
 # of the loss by the outputs, about; what makes the rows white is up to this constant
 CURVATURE = 0.1
-
-
-class Heterogeneity:
-    """The measures of these clients at `model` (float32 [d]), computed piece by piece."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        task: Task,
-        shards: Shards,
-        model: np.ndarray,
-        weight_decay: float = 0.0,
-    ):
-        self.objective = _Objective(module, task, shards, weight_decay)
-        self.model = model
-        self.shares = np.asarray(shards.sizes) / np.sum(shards.sizes)
-        self.everyone = np.flatnonzero(self.shares)
-        self.linear = linear(module, task, shards, weight_decay)
-        self.done = 0
-        self.of = len(self.everyone) * (2 if self.linear else 1) + 1
-        self._work = self._pieces()
-        self._values: dict[str, Any] = {}
-
-    def advance(self, seconds: float) -> tuple[int, int]:
-        """Computes for about so long; (steps done, steps in all)."""
-        until = time.monotonic() + seconds
-        while self.done < self.of and time.monotonic() < until:
-            next(self._work)
-            self.done += 1
-        if self.done == self.of:
-            next(self._work, None)
-        return self.done, self.of
-
-    def result(self) -> dict:
-        """`gamma_n` at `model`, and for convex models `gamma_s`, `optimum` (f*), `gap`: the mean,
-        median and max of f_i(w*) - f_i* over the clients, and `left_out`: how many have no minimum.
-        Gamma_s is the mean of the others' gaps by their shares, or None. `clients` has a row for
-        each client with data: `gradient_gap`, ||grad f_i - grad f|| at `model`, and for convex
-        models `optimum`, f_i*, and `gap`, f_i(w*) - f_i*, both None without a minimum.
-        """
-        return self._values
-
-    def _pieces(self) -> Iterator[None]:
-        shares = self.shares[self.everyone]
-        _, mean = self.objective.mixture(self.model, self.everyone, self.shares)
-        if self.linear:
-            best, theta = self.linear.joint(self.everyone, self.shares, self.model)
-        yield
-        rows: list[dict[str, Any]] = []
-        for client in self.everyone.tolist():
-            _, gradient = self.objective.mixture(self.model, [client], {client: 1.0})
-            rows.append({"client": client, "gradient_gap": float(np.linalg.norm(gradient - mean))})
-            yield
-        norms = np.array([row["gradient_gap"] for row in rows])
-        values = self._values = {"gamma_n": float(np.sqrt(shares @ norms**2))}
-        values |= dict.fromkeys(("gamma_s", "optimum", "gap", "left_out")) | {"clients": rows}
-        if self.linear:
-            for row in rows:
-                optimum, value = self.linear.alone(row["client"], theta)
-                row |= {"optimum": optimum, "gap": None if optimum is None else value - optimum}
-                yield
-            some = np.array([row["gap"] is not None for row in rows])
-            gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
-            values |= {"optimum": best, "left_out": int((~some).sum())}
-            if len(gaps):
-                values["gamma_s"] = float(shares[some] @ gaps / shares[some].sum())
-                quantiles = {"median": float(np.median(gaps)), "max": float(gaps.max())}
-                values["gap"] = {"mean": float(gaps.mean()), **quantiles}
 
 
 def linear(
@@ -191,7 +114,7 @@ class LinearLosses:
         """These clients' rows, some at once: x float64 [n, width], y [n], and the weights of the
         rows in the mixture, float64 [n].
         """
-        for part in _groups(self.shards, clients):
+        for part in groups(self.shards, clients):
             yield self._rows(part, shares)
 
     def alone(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
@@ -238,17 +161,14 @@ class LinearLosses:
         """
         inputs = x[:, : self.layer.inputs]
         biased = self.layer.bias is not None
+        present = np.unique(y)
+        if biased and len(present) < self.layer.outputs:
+            return True
         varies = inputs.min(0) < inputs.max(0) if biased else inputs.any(0)
-        for k in range(self.layer.outputs):
-            inside = inputs[y == k]
-            outside = inputs[y != k]
-            if not (len(inside) and len(outside)):
-                if biased:
-                    return True
-                continue
+        for k in present if len(present) > 1 else ():
             for sign in (1.0, -1.0):
-                low = (sign * inside).min(0)
-                high = (sign * outside).max(0)
+                low = (sign * inputs[y == k]).min(0)
+                high = (sign * inputs[y != k]).max(0)
                 separates = low >= high if biased else (low >= 0) & (high <= 0)
                 if (separates & varies).any():
                     return True
@@ -287,20 +207,20 @@ class LinearLosses:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = (clients.tobytes(), shares[clients[0]])
         if self._cached[0] != key:
-            x, y, weights = _rows(self.shards, clients, shares)
+            x, y, weights = rows_of(self.shards, clients, shares)
             x = x.reshape(len(x), -1)
             ones = np.ones((len(x), self.width - x.shape[1]))
             self._cached = key, (np.concatenate([x, ones], axis=1), y, weights)
         return self._cached[1]
 
 
-def _groups(shards: Shards, clients: np.ndarray) -> list[np.ndarray]:
+def groups(shards: Shards, clients: np.ndarray) -> list[np.ndarray]:
     """The clients in groups of about `ROWS` rows."""
     rows = np.cumsum([int(shards.sizes[i]) for i in clients])
     return np.split(clients, np.flatnonzero(np.diff(rows // ROWS)) + 1)
 
 
-def _rows(
+def rows_of(
     shards: Shards, clients: Sequence[int] | np.ndarray, shares: Shares
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x float64 [n, *shape], y [n], the rows' weights float64 [n]) of these clients together."""
@@ -387,33 +307,3 @@ def _minimum(
         flat, start.ravel(), jac=True, method="L-BFGS-B", options=options, callback=stop
     )
     return float(result.fun), result.x.reshape(start.shape)
-
-
-class _Objective:
-    """Values and gradients (float64 [d]) of f_i and of their mixtures, for any module."""
-
-    def __init__(self, module: nn.Module, task: Task, shards: Shards, weight_decay: float):
-        self.task = task
-        self.module = copy.deepcopy(module).double().eval()
-        self.shards = shards
-        self.decay = weight_decay
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-
-    def mixture(
-        self, w: np.ndarray, clients: Sequence[int] | np.ndarray, shares: Shares
-    ) -> tuple[float, np.ndarray]:
-        w = np.asarray(w, np.float64)
-        with torch.no_grad():
-            parts = torch.from_numpy(w).split([p.numel() for p in self.parameters])
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
-        value = 0.5 * self.decay * float(w @ w)
-        gradient = self.decay * w
-        for group in _groups(self.shards, np.asarray(clients)):
-            x, y, weights = map(torch.from_numpy, _rows(self.shards, group, shares))
-            y = y.double() if y.is_floating_point() else y
-            loss = self.task.loss(self.module(x), y) @ weights
-            gradients = torch.autograd.grad(loss, self.parameters)
-            value += float(loss.detach())
-            gradient = gradient + torch.cat([gradient.flatten() for gradient in gradients]).numpy()
-        return value, gradient

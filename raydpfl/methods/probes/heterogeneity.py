@@ -1,13 +1,28 @@
-"""How different the clients' objectives are."""
+"""How different the clients' objectives are: Gamma_s and Gamma_n of 002 (Definitions 3 and 4),
+f_i(w*) - f_i* of 001.
+
+With f = sum_i p_i f_i, p_i = n_i / sum n, w* its minimiser and f* its minimum, f_i* that of f_i,
+
+    Gamma_s = f* - sum_i p_i f_i* = sum_i p_i (f_i(w*) - f_i*),
+    Gamma_n(w)^2 = sum_i p_i ||grad f_i(w) - grad f(w)||^2.
+
+Gamma_s needs the minima (`raydpfl.methods.probes.client_optima`).
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import torch
+from torch import nn
 
-from raydpfl.methods.probes.base import Afterwards, Finished, Probe
-from raydpfl.methods.probes.client_optima import Heterogeneity
+from raydpfl.data import Shards
+from raydpfl.methods.probes.base import Finished, Measuring, Probe
+from raydpfl.methods.probes.client_optima import Shares, groups, linear, rows_of
+from raydpfl.models.tasks import Task
 from raydpfl.storage.tables import schema, write_table
 
 
@@ -20,21 +35,84 @@ class HeterogeneityProbe(Probe):
     of_all = True
     kind: str = "heterogeneity"
 
-    def afterwards(self, run: Finished) -> Afterwards | None:
-        return _Written(run)
-
-
-class _Written(Heterogeneity):
-    """Writes the rows of clients to a table."""
-
-    def __init__(self, run: Finished):
+    def afterwards(self, run: Finished) -> Measuring:
         problem = run.problem
-        super().__init__(problem.module, problem.task, problem.shards, run.model, problem.l2)
-        self._out = run.out
-
-    def result(self) -> dict[str, Any]:
-        values = super().result()
+        parts = problem.module, problem.task, problem.shards
+        values = yield from measured(*parts, run.model, problem.l2)
         rows = values.pop("clients")
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
-        write_table(self._out / "heterogeneity.parquet", table)
+        write_table(run.out / "heterogeneity.parquet", table)
         return values
+
+
+def measured(
+    module: nn.Module, task: Task, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
+) -> Measuring:
+    """Yields steps done and steps in all, and returns what is measured of the clients at `model`,
+    float32 [d].
+
+    `gamma_n`, and for convex models `gamma_s`, `optimum` (f*), `gap`: the mean, median and max of
+    f_i(w*) - f_i* over the clients, and `left_out`: how many have no minimum. Gamma_s is the mean
+    of the others' gaps by their shares, or None. `clients` has a row for each client with data:
+    `gradient_gap`, ||grad f_i - grad f|| at `model`, and for convex models `optimum`, f_i*, and
+    `gap`, f_i(w*) - f_i*, both None without a minimum.
+    """
+    gradients = _Gradients(module, task, shards, weight_decay)
+    losses = linear(module, task, shards, weight_decay)
+    sizes = np.asarray(shards.sizes)
+    everyone = np.flatnonzero(sizes)
+    shares = sizes / sizes.sum()
+    of = len(everyone) * (2 if losses else 1) + 1
+    yield 0, of
+    mean = gradients.mixture(model, everyone, shares)
+    if losses:
+        best, theta = losses.joint(everyone, shares, model)
+    yield 1, of
+    rows: list[dict[str, Any]] = []
+    for done, client in enumerate(everyone.tolist(), 2):
+        off = gradients.mixture(model, np.array([client]), {client: 1.0}) - mean
+        rows.append({"client": client, "gradient_gap": float(np.linalg.norm(off))})
+        yield done, of
+    norms = np.array([row["gradient_gap"] for row in rows])
+    values: dict[str, Any] = {"gamma_n": float(np.sqrt(shares[everyone] @ norms**2))}
+    values |= dict.fromkeys(("gamma_s", "optimum", "gap", "left_out")) | {"clients": rows}
+    if not losses:
+        return values
+    for done, row in enumerate(rows, len(rows) + 2):
+        optimum, value = losses.alone(row["client"], theta)
+        row |= {"optimum": optimum, "gap": None if optimum is None else value - optimum}
+        yield done, of
+    some = np.array([row["gap"] is not None for row in rows])
+    gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
+    values |= {"optimum": best, "left_out": int((~some).sum())}
+    if len(gaps):
+        parts = shares[everyone][some]
+        values["gamma_s"] = float(parts @ gaps / parts.sum())
+        quantiles = {"median": float(np.median(gaps)), "max": float(gaps.max())}
+        values["gap"] = {"mean": float(gaps.mean()), **quantiles}
+    return values
+
+
+class _Gradients:
+    """Gradients of f_i and of their mixtures, for any module."""
+
+    def __init__(self, module: nn.Module, task: Task, shards: Shards, weight_decay: float):
+        self.task = task
+        self.module = copy.deepcopy(module).double().eval()
+        self.shards = shards
+        self.decay = weight_decay
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+
+    def mixture(self, w: np.ndarray, clients: np.ndarray, shares: Shares) -> np.ndarray:
+        """The gradient at w, both float64 [d], of these clients' objectives by their shares."""
+        w = np.asarray(w, np.float64)
+        vector = torch.from_numpy(w.copy())
+        nn.utils.vector_to_parameters(vector, self.parameters)
+        gradient = self.decay * w
+        for group in groups(self.shards, clients):
+            x, y, weights = map(torch.from_numpy, rows_of(self.shards, group, shares))
+            y = y.double() if y.is_floating_point() else y
+            loss = self.task.loss(self.module(x), y) @ weights
+            parts = torch.autograd.grad(loss, self.parameters)
+            gradient = gradient + nn.utils.parameters_to_vector(parts).numpy()
+        return gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.methods.probes.base import Afterwards, Done, Finished, Probe
+from raydpfl.methods.probes.base import Finished, Probe
 from raydpfl.storage.tables import schema, write_table
 
 
@@ -20,7 +20,7 @@ class SelectionProbe(Probe):
 
     kind: str = "selection"
 
-    def afterwards(self, run: Finished) -> Afterwards | None:
+    def afterwards(self, run: Finished) -> dict[str, int]:
         population = run.problem.population
         count = len(population)
         release = {} if run.mechanism is None else run.mechanism.of_clients()
@@ -37,4 +37,4 @@ class SelectionProbe(Probe):
         absent = pa.nulls(count, pa.float64())
         rows = {name: absent if column is None else column for name, column in columns.items()}
         write_table(run.out / "selection.parquet", pa.table(rows, schema([*columns])))
-        return Done({"clients": count, "participants": int((participations > 0).sum())})
+        return {"clients": count, "participants": int((participations > 0).sum())}

@@ -22,11 +22,10 @@ import torch
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, View
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.base import Afterwards, Done, Finished, Probe, Problem
+from raydpfl.methods.probes.base import Finished, Probe, Problem
 from raydpfl.methods.probes.client_optima import linear
 
 ROUNDING = 1e-13  # of what all clients move the model by, less than which is no movement
-HALVINGS = 200
 DOUBLINGS = 1000
 
 
@@ -72,12 +71,12 @@ class StationaryProbe(Probe):
             raise _refused("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
         clients.stationary()
 
-    def afterwards(self, run: Finished) -> Afterwards | None:
+    def afterwards(self, run: Finished) -> dict[str, float]:
         clients = _Parabolas(run.problem)
         low, high = clients.stationary()
         final = float(run.model[0])
         values = {"final_x": final, "exact_x": min(max(final, low), high)}
-        return Done(values | {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()})
+        return values | {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()}
 
 
 def _refused(field: str, value: object, expected: str) -> ConfigError:
@@ -157,26 +156,18 @@ def _moved(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 def _beyond(pull: Callable[[float], float], start: float, side: float) -> float:
     """A model so far to one `side` (-1: below) that it is pulled back."""
-    step = 1.0 + abs(start)
-    for _ in range(DOUBLINGS):
-        x = start + side * step
+    for doubling in range(DOUBLINGS):
+        x = start + side * (1.0 + abs(start)) * 2.0**doubling
         if pull(x) * side < 0:
             return x
-        step *= 2
     expected = "none of it for a bounding that never pulls the model back"
     raise ConfigError("measure", "stationary", expected)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
     """Where something that holds at `low` ceases to hold, as it does at `high`: two numbers next to
-    each other, or nearly, of which it holds for the first.
+    each other, of which it holds for the first.
     """
-    for _ in range(HALVINGS):
-        middle = low + (high - low) / 2
-        if not low < middle < high:
-            break
-        if holds(middle):
-            low = middle
-        else:
-            high = middle
+    while low < (middle := low + (high - low) / 2) < high:
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low, high

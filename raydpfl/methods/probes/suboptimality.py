@@ -17,7 +17,7 @@ from pydantic import Field
 
 from raydpfl import models
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.base import Afterwards, Assess, Done, Finished, Probe, Problem
+from raydpfl.methods.probes.base import Assess, Finished, Probe, Problem
 from raydpfl.methods.probes.client_optima import LinearLosses, least, linear
 from raydpfl.storage.run_files import replace_file
 
@@ -70,13 +70,13 @@ class SuboptimalityProbe(Probe):
 
         return assess
 
-    def afterwards(self, run: Finished) -> Afterwards | None:
+    def afterwards(self, run: Finished) -> dict[str, float]:
         optimum = _Optimum(run.problem, run.out)
         start = models.flatten(run.problem.module).numpy()
         values = {"optimum": optimum.value}
         for name, model in (("start", start), ("final", run.model)):
             values[name], values[f"{name}_distance"] = optimum.gap(model)
-        return Done(values)
+        return values
 
 
 class _Optimum:
