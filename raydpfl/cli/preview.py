@@ -180,7 +180,7 @@ def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
 def _defaults(sweep: Sweep, experiment: Experiment | None) -> set[defaults.Key]:
     """The keys of `_complete` that are at their defaults."""
     fields = dict.fromkeys(sweep.search.model_fields_set)
-    keys = set(defaults.within(sweep.search, fields, place=("sweep",)))
+    keys = set(defaults.keys(sweep.search, fields, place=("sweep",)))
     return keys | (set(defaults.keys(experiment, sweep.tree, DEFAULTS)) if experiment else set())
 
 

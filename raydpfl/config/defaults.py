@@ -29,45 +29,31 @@ Key = tuple[str, ...]  # the names from the outermost section to the key
 
 
 def keys(
-    experiment: BaseModel, tree: Mapping[str, Any], kinds: Mapping[str, Mapping[str, Any]]
+    section: BaseModel,
+    values: Any,
+    kinds: Mapping[str, Mapping[str, Any]] | None = None,
+    kind: Any = None,
+    place: Key = (),
 ) -> Iterator[Key]:
     """The keys that a config leaves, or puts, at their defaults.
 
     Args:
-        experiment: of the config.
-        tree: of the config, in which keys may be missing.
+        section: an experiment, or one of its sections.
+        values: its tree, in which keys may be missing; a kind alone; or None.
         kinds: the fields of default sections, as `raydpfl.experiment.DEFAULTS`.
-    """
-    for name in type(experiment).model_fields:
-        value = getattr(experiment, name)
-        if isinstance(value, BaseModel):
-            yield from within(value, tree.get(name), kinds.get(name, {}).get("kind"), (name,))
-        elif _at_default(experiment, name, tree):
-            yield (name,)
-
-
-def within(section: BaseModel, values: Any, kind: Any = None, place: Key = ()) -> Iterator[Key]:
-    """As `keys`, of one section: a mapping, a kind alone, or None; `kind` is its default,
-    `place` the names that lead to it.
+        kind: the default kind of the section.
+        place: the names that lead to it.
     """
     if not isinstance(values, Mapping):
         values = {} if values is None else {"kind": values}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if name == "kind":
-            if value == values.get("kind", kind) == kind or "kind" not in values:
-                yield (*place, name)
-        elif isinstance(value, BaseModel):
-            usual = getattr(field.get_default(call_default_factory=True), "kind", None)
-            yield from within(value, values.get(name), usual, (*place, name))
-        elif _at_default(section, name, values):
+        default = field.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel):
+            usual = (kinds or {}).get(name, {}).get("kind", getattr(default, "kind", None))
+            yield from keys(value, values.get(name), kind=usual, place=(*place, name))
+        elif name not in values or (values[name] == kind if name == "kind" else value == default):
             yield (*place, name)
-
-
-def _at_default(section: BaseModel, name: str, values: Mapping[str, Any]) -> bool:
-    field = type(section).model_fields[name]
-    usual = field.get_default(call_default_factory=True)
-    return name not in values or getattr(section, name) == usual
 
 
 def marked(text: str, usual: Collection[Key]) -> str:

@@ -118,22 +118,12 @@ def nearest(key: str, names: Iterable[str]) -> str:
 
 
 def misspelt(name: str, names: Iterable[str]) -> str:
-    """The name that this one is next to: by at most two letters that are added, left out or
-    changed, and a third of its letters. Empty: none.
+    """The name that this one was probably meant to be; empty: none.
 
     >>> misspelt("factr", ["factor", "send"]), misspelt("half", ["factor", "send"])
     ('factor', '')
     """
-    most = min(2, len(name) // 3)
-    near = [other for other in names if 0 < _distance(name, other) <= most]
-    return min(near, key=lambda other: _distance(name, other), default="")
-
-
-def _distance(one: str, other: str) -> int:
-    """The edit distance of Levenshtein."""
-    row = [*range(len(other) + 1)]
-    for i, a in enumerate(one, 1):
-        above, row = row, [i]
-        for j, b in enumerate(other, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
-    return row[-1]
+    near = difflib.get_close_matches(
+        name, [other for other in names if other != name], n=1, cutoff=0.85
+    )
+    return near[0] if near else ""
