@@ -44,16 +44,6 @@ class Bounding(WithServerState):
     `norms` are the L2 norms of such vectors. Nothing that it sends is longer than the bound in
     force, which is the field `bound` in the first round. Vectors are float64 [k, d], those of k
     clients at once; no client may depend on the others. Tensors given to `send` may be written to.
-
-    >>> import math
-    >>> from pydantic import Field
-    >>> class Tanh(Bounding):
-    ...     bound: float = Field(default=1.0, gt=0)
-    ...     def factor(self, norm, bound):
-    ...         return bound * math.tanh(norm / bound) / norm if norm > 0 else 0.0
-    >>> norms = torch.tensor([0.0, 0.1, 3.0], dtype=torch.float64)
-    >>> Tanh().factors(norms, 1.0) * norms
-    tensor([0.0000, 0.0997, 0.9951], dtype=torch.float64)
     """
 
     scaling: Literal["update", "gradient"] = Field(

@@ -69,25 +69,18 @@ class LinearRule:
         """
         direction = gradients
         if self.decay:
-            _add(direction, now, self.decay)
+            torch._foreach_add_(direction, now, alpha=self.decay)
         if self.proximal:
             away = [part - start for part, start in zip(now, model, strict=True)]
-            _add(direction, away, self.proximal)
+            torch._foreach_add_(direction, away, alpha=self.proximal)
         if corrections:
-            _add(direction, corrections, 1.0)
+            torch._foreach_add_(direction, corrections, alpha=1.0)
         if self.momentum:
             for part in velocity:
                 part.mul_(self.momentum)
-            _add(velocity, direction, 1.0)
+            torch._foreach_add_(velocity, direction, alpha=1.0)
             direction = velocity
-        _add(now, direction, -lr)
-
-
-def _add(to: list[torch.Tensor], what: list[torch.Tensor], alpha: float) -> None:
-    if len(to) == 1:  # a call for lists takes three times as long
-        to[0].add_(what[0], alpha=alpha)
-    else:
-        torch._foreach_add_(to, what, alpha=alpha)
+        torch._foreach_add_(now, direction, alpha=-lr)
 
 
 class Share(BaseModel):
@@ -125,22 +118,7 @@ class Local(Schedule, WithServerState):
     `step` is the rule of a step, here plain gradient descent. A user-defined member gives another,
     and `fresh` if it keeps a state from one step to the next; it may give a `learning_rate` too.
     Every backend applies the rule, to one client or many at once, to gradients that are clipped and
-    noisy where the experiment asks for that:
-
-    >>> class Signs(Local):
-    ...     beta: float = 0.5
-    ...     def fresh(self, x):
-    ...         return torch.zeros_like(x)
-    ...     def step(self, x, gradient, state, at):
-    ...         mean = self.beta * state + (1 - self.beta) * gradient
-    ...         return x - at.lr * mean.sign(), mean
-    >>> rule = Signs(lr=0.5)
-    >>> x = torch.zeros(2, 3)  # two clients, three parameters
-    >>> gradient = torch.tensor([[1.0, -2.0, 0.0], [0.5, 0.5, -0.5]])
-    >>> x, state = rule.step(x, gradient, rule.fresh(x), Step(k=0, lr=0.5, model=torch.zeros(3)))
-    >>> x
-    tensor([[-0.5000,  0.5000,  0.0000],
-            [-0.5000, -0.5000,  0.5000]])
+    noisy where the experiment asks for that.
     """
 
     newer = frozenset({"epochs", "lr_period", "lr_last", "lr_warmup", "within"})

@@ -111,16 +111,6 @@ class Noise(Member):
     accountants assume: a run tests every draw of a user-defined class before it is released
     (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`, if it
     has one, else 1e-5; or that of `terms`.
-
-    >>> class Mine(Noise):
-    ...     z: float = 2.0
-    ...     delta: float = 1e-6
-    ...     def size(self, outline, facts):
-    ...         return self.z
-    >>> Mine().source(seed=0, d=3).on_sum(t=0, std=1.0).shape
-    (3,)
-    >>> Mine().terms("auto", "replace_one")
-    Terms(relation='replace_one', delta=1e-06, v=4.0)
     """
 
     # --- what it draws ---

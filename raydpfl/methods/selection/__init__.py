@@ -10,18 +10,6 @@ array([1, 2, 5])
 >>> print(Uniform(cohort=3).sampling(clients))
 fixed size 3 of 10
 
-| member                    | a round's cohort                          | accounted for as      |
-| ------------------------- | ----------------------------------------- | --------------------- |
-| uniform, fedavg_stale     | r of N, equally likely                    | fixed size            |
-| poisson                   | each client with probability r/N          | Poisson               |
-| full                      | everyone                                  | no sampling           |
-| multinomial (unbiased)    | r draws with replacement, by data         | with replacement      |
-| importance, privacy_aware | r draws with replacement, by other p      | with replacement      |
-| first_responders          | the r first of those asked                | fixed size, or public |
-| cyclic                    | one group after another, whole or in part | public; in the group  |
-| availability              | r of those whose window is open           | fixed size in those   |
-| power_of_choice           | the candidates with the largest losses    | public, and losses    |
-
 Public: the clients' sizes and budgets, the cohort size, the sampling scheme. Whether a drawn cohort
 is secret depends on the observer, and every guarantee says what it assumes. A draw costs O(cohort
 log N); what takes longer (the sums of probabilities, Problem 1) is done once.

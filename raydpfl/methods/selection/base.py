@@ -18,10 +18,8 @@ from raydpfl.privacy import Query, Sampling
 
 
 class Population:
-    """The public facts about the clients: all that a selection may look at.
-
-    Arrays derived from them are computed once (`cached`), so that a draw costs O(cohort log N); a
-    pickle leaves them out. `samples` is the number of all clients together.
+    """The public facts about the clients: all that a selection may look at. Arrays derived from
+    them are computed once (`cached`); a pickle leaves them out.
 
     Args:
         sizes: samples of each client, int64 [N].
@@ -47,12 +45,10 @@ class Population:
             raise ConfigError("sizes", sizes, "samples per client: whole numbers from 0, not all 0")
         self.samples = int(self.sizes.sum())
         self.privacy_cost = None if privacy_cost is None else np.asarray(privacy_cost, np.float64)
-        if self.privacy_cost is not None and (
-            self.privacy_cost.shape != self.sizes.shape or not (self.privacy_cost >= 0).all()
-        ):
-            raise ConfigError(
-                "privacy_cost", privacy_cost, f"{len(self.sizes)} numbers from 0, one per client"
-            )
+        cost = self.privacy_cost
+        if cost is not None and (cost.shape != self.sizes.shape or not (cost >= 0).all()):
+            expected = f"{len(self.sizes)} numbers from 0, one per client"
+            raise ConfigError("privacy_cost", privacy_cost, expected)
         self.table = table
         self._cache: dict[Hashable, Any] = {}
 
@@ -108,21 +104,11 @@ Ask = Callable[[np.ndarray], np.ndarray]
 
 
 class Selection(Member):
-    """Base of the family. A member gives `select` and `sampling`; the defaults hold for cohorts of
-    distinct clients.
+    """Base of the family. A member gives `select` and `sampling`.
 
     A selected client drops out after training with probability `dropout`, independently of the
-    others (keyed by seed, round, client and draw). The divisor stays the same. Noise of clients
-    that drop out is missing, and accountants take `clients_left` for it.
-
-    >>> class First(Selection):
-    ...     cohort: int = 2
-    ...     def select(self, seed, t, population, ask):
-    ...         return Cohort.of(np.arange(self.cohort))
-    ...     def sampling(self, population):
-    ...         return Sampling("public", len(population), self.cohort, rule="the first")
-    >>> First(cohort=3).draw(seed=0, t=0, population=Population.balanced(10)).clients
-    array([0, 1, 2])
+    others. The divisor stays the same. Noise of clients that drop out is missing, and accountants
+    take `clients_left` for it.
     """
 
     dropout: float = Field(
@@ -165,8 +151,8 @@ class Selection(Member):
 
     @property
     def uncounted(self) -> str | None:
-        """What the noise is calibrated without, in words, so that clients may spend more than their
-        budgets; None: nothing.
+        """What `assumed` leaves out, in words, so that clients may spend more than their budgets;
+        None: nothing.
         """
         return None
 
@@ -217,9 +203,8 @@ class Selection(Member):
 
     def means(self, population: Population) -> bool:
         """Whether the sum over `divisor` is the plain mean of what was sent, in every round."""
-        if self.hides_size() or self.dropout or self.corrections(population) is not None:
-            return False
-        return self.divisor(population) == self.sampling(population).cohort
+        weighed = self.hides_size() or self.dropout or self.corrections(population) is not None
+        return not weighed and self.divisor(population) == self.sampling(population).cohort
 
     def counted(self, cohort: Cohort, population: Population) -> float:
         """How many clients answered in a round; the expected number where the size is a secret."""

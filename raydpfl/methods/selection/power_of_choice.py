@@ -103,8 +103,6 @@ class PowerOfChoice(Sized):
         if self.loss_bound is None:
             return super().answer(losses, noise_seed, t, client)
         clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
-        if not self.loss_std:
-            return float(clipped.mean())
         noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
         return float(clipped.mean()) + noise
 
