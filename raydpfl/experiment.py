@@ -39,7 +39,7 @@ from raydpfl.data.features import Features
 from raydpfl.errors import RAISED, ConfigError, in_line, renamed
 from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.methods.local import Local
-from raydpfl.methods.selection.response_times import Response
+from raydpfl.methods.selection.first_responders import Response
 from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric, with_defaults
 from raydpfl.models.metrics import parse as parse_metrics

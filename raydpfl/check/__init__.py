@@ -54,7 +54,7 @@ from raydpfl.check.claims import Claims
 from raydpfl.check.contract import Clause, Look, clauses_of, looked_at
 from raydpfl.check.example import AROUND, SECTIONS, Example, arounds, examples_of
 from raydpfl.config import user_classes
-from raydpfl.config.registry import home, load, user_class
+from raydpfl.config.registry import load, user_class
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.models import Module, factory
@@ -154,8 +154,13 @@ def resolved(target: str | type) -> tuple[str, type, str]:
     makes = _makes_modules(cls, path)
     if makes:
         return makes
-    section = home(cls, BASES)
-    if section is None:
+    section = ""
+    if isinstance(cls, type):
+        derived = (
+            name for name, base in BASES.items() if issubclass(cls, base) and cls is not base
+        )
+        section = next(derived, "")
+    if not section:
         bases = ", ".join(
             f"{base.__module__.removesuffix('.base')}.{base.__name__}" for base in BASES.values()
         )

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from raydpfl.config.registry import choose, fields_of, imports, is_path, load
+from raydpfl.config.registry import choose, imports, is_path, load
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import parse_yaml
 from raydpfl.errors import ConfigError
@@ -44,11 +44,11 @@ class Spec:
         """The keys of the section with this kind; none for an unknown one."""
         if self.family is None:
             return self.base.model_fields
-        cls = self.family.get(kind) if isinstance(kind, str) else None
+        cls: Any = self.family.get(kind) if isinstance(kind, str) else None
         if cls is None and is_path(kind) and imports(section):
             cls = load(kind, f"{section}.kind")
-            return fields_of(cls) or (self.foreign.model_fields if self.foreign else {})
-        return fields_of(cls) or {}
+            cls = cls if hasattr(cls, "model_fields") else self.foreign
+        return getattr(cls, "model_fields", {})
 
 
 class Schema(dict[str, Spec]):
@@ -113,7 +113,8 @@ class Schema(dict[str, Spec]):
         if not (named or is_space(kind)):
             return ""
         old = node.pop("kind")
-        fields = fields_of(spec.family.get(old) if isinstance(old, str) else None) or {}
+        before = spec.family.get(old) if isinstance(old, str) else None
+        fields = getattr(before, "model_fields", {})
         stays = {path.removeprefix(f"{section}.").partition(".")[0] for path in paths}
         lost = [
             f"{name}={value}"

@@ -140,9 +140,7 @@ def importing(sections: Iterable[str] | None) -> Iterator[None]:
 def imports(section: str) -> bool:
     """Whether what this section names may be imported here."""
     allowed = _IMPORTS.get()
-    if allowed is None:
-        return True
-    return any(section == name or section.startswith(f"{name}.") for name in allowed)
+    return allowed is None or any(f"{section}.".startswith(f"{name}.") for name in allowed)
 
 
 def is_path(kind: object) -> TypeGuard[str]:
@@ -181,16 +179,6 @@ def family(
     return {**{kind: members[kind] for kind in first}, **members}
 
 
-def home(cls: object, bases: Mapping[str, type]) -> str | None:
-    """The name of the first of these families, by their bases, that a class is derived from
-    (and is not itself the base of); None: of none.
-    """
-    if not isinstance(cls, type):
-        return None
-    names = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
-    return next(names, None)
-
-
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
     """The member that a section of the config names.
 
@@ -217,14 +205,13 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     )
     if "kind" not in values:
         raise ConfigError(section, dict(values), f"a section with its kind, {expected}")
-    if not isinstance(kind, str) or not (kind in family or is_path(kind)):
+    if isinstance(kind, str) and kind in family:
+        return validate(family[kind], section, values)
+    if not is_path(kind):
         near = hints.suggestion(kind, family) if isinstance(kind, str) else ""
         raise ConfigError(f"{section}.kind", kind, f"{expected}{near}")
-    if kind in family:
-        return validate(family[kind], section, values)
-    if not imports(section):
-        return validate(_stand_in(base), section, values)
-    return validate(user_class(kind, section, base), section, values)
+    cls = user_class(kind, section, base) if imports(section) else _stand_in(base)
+    return validate(cls, section, values)
 
 
 def user_class(kind: str, section: str, base: type[K]) -> type[K]:
@@ -287,26 +274,15 @@ def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
         raise ConfigError("run", str(run), expected)
 
 
-def fields_of(cls: Any) -> dict[str, Any] | None:
-    """The fields of a class of members, by name; None for anything else."""
-    is_member = isinstance(cls, type) and issubclass(cls, Member)
-    return dict(cls.model_fields) if is_member else None
-
-
 def user_modules(member: Member) -> dict[str, str | None]:
     """The user-defined modules of the classes of this member and of those in its fields: the digest
     of each one's source by its name; None for a module without a file.
     """
     digests: dict[str, str | None] = {}
-    for cls in type(member).__mro__:
-        module = cls.__module__
-        if issubclass(cls, Member) and not module.startswith("raydpfl."):
-            source = getattr(sys.modules.get(module), "__file__", None)
-            digests[module] = digest(Path(source)) if source else None
-    for name in type(member).model_fields:
-        value = getattr(member, name)
-        if isinstance(value, Member):
-            digests |= user_modules(value)
+    for cls in (cls for _, part in within(member, "") for cls in type(part).__mro__):
+        if issubclass(cls, Member) and user_classes.is_user_defined(cls):
+            source = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            digests[cls.__module__] = digest(Path(source)) if source else None
     return digests
 
 

@@ -11,30 +11,13 @@ import yaml
 from conftest import SMALL, experiment, form
 from torch import nn
 
-from raydpfl import Experiment, data, models, run
+from raydpfl import Experiment, models, run
 from raydpfl.config.registry import choose, family
-from raydpfl.data.features import Features
 from raydpfl.errors import ConfigError
-from raydpfl.methods import bounding, local, noise, selection, server, weights
-from raydpfl.methods.selection.response_times import Response
-from raydpfl.privacy import budgets
+from raydpfl.experiment import SECTIONS
 from raydpfl.simulation.resolution import resolve
 
-FAMILIES = {
-    "bounding": (bounding.FAMILY, bounding.Bounding),
-    "data": (data.FAMILY, data.Data),
-    "data.features": (data.FEATURES, Features),
-    "data.partition": (data.PARTITIONS, data.Partition),
-    "data.sizes": (data.SIZES, data.Sizes),
-    "local": (local.FAMILY, local.Local),
-    "model": (models.FAMILY, models.Model),
-    "noise": (noise.FAMILY, noise.Noise),
-    "noise.epsilon": (budgets.FAMILY, budgets.BudgetDistribution),
-    "selection": (selection.FAMILY, selection.Selection),
-    "selection.response": (selection.RESPONSES, Response),
-    "server": (server.FAMILY, server.Server),
-    "weights": (weights.FAMILY, weights.Weights),
-}
+FAMILIES = {name: (spec.family, spec.base) for name, spec in SECTIONS.items() if spec.family}
 REQUIRED = {
     "a": [1.0], "b": [1.0], "bands": 2, "bound": 1.0, "clients": 3, "cohort": 1, "epsilon": 1.0,
     "components": [{"weight": 1, "mean": 1, "std": 1}], "k": 3, "path": "p", "per_client": 2,
@@ -155,10 +138,7 @@ def test_what_cannot_be_used_of_a_user_defined_member_is_refused_by_name(name, m
     assert message in said and "mine:Own" in said and "\n" not in said
 
 
-READ = {
-    "helpers, properties, validators, inner classes and underscores": (
-        "bounding",
-        """
+READ = """
 import functools
 from pydantic import field_validator
 from raydpfl.methods.bounding import Clip
@@ -183,42 +163,13 @@ class Own(Mixin, Clip):
     def factor(self, norm, bound):
         less = self.two() * self.half * self.mixed()
         return max(min(1.0, bound / max(norm, 1e-9)) - less, 0.0)
-""",
-        {"bound": 1.0},
-    ),
-    "a selection of one's own": (
-        "selection",
-        """
-import numpy as np
-from pydantic import Field
-from raydpfl.privacy import Sampling
-from raydpfl.methods.selection import Cohort, Selection
-
-class Own(Selection):
-    cohort: int = Field(ge=1)
-    def fits(self, count): assert self.cohort <= count
-    def select(self, seed, round, population, ask):
-        drawn = np.random.default_rng([seed, round]).permutation(len(population))
-        return Cohort.of(drawn[:self.cohort])
-    def sampling(self, population): return Sampling("fixed", len(population), self.cohort)
-""",
-        {"cohort": 10},
-    ),
-    "an adaptive bound": (
-        "bounding",
-        "from raydpfl.methods.bounding import Clip\nclass Own(Clip):\n"
-        "    share: float = 0.1\n"
-        "    def adapt(self, bound, sums, clients, state): return bound * (1.0 - self.share)",
-        {"bound": 1.0},
-    ),
-}
+"""
 
 
-@pytest.mark.parametrize("name", READ)
-def test_what_an_own_member_uses_itself_is_no_mistake(name, mine, tmp_path):
-    section, text, fields = READ[name]
-    mine(text)
-    chosen = experiment(rounds=1, **{section: {"kind": "mine:Own", **fields}})
+def test_what_an_own_member_uses_itself_is_no_mistake(mine, tmp_path):
+    """Helpers, properties, validators, inner classes and underscores."""
+    mine(READ)
+    chosen = experiment(rounds=1, bounding={"kind": "mine:Own", "bound": 1.0})
     assert run(chosen, tmp_path / "out").summary["rounds"] == 1
 
 
@@ -393,32 +344,12 @@ def test_a_noise_of_ones_own_runs_from_its_base_alone(name, placement, mine, tmp
     assert (noisy > 2 * plain).all()
 
 
-DELTAS = (
-    NOISES
-    + """
-from dataclasses import replace
-
-class Field(ByServer):
-    delta: float = 1e-3
-
-class Said(ByServer):
-    digits: int = 3
-    def terms(self, asked, natural):
-        return replace(super().terms(asked, natural), delta=10.0**-self.digits)
-"""
-)
-
-
-@pytest.mark.parametrize("name, key, wrong", [("Field", "delta", 1.0), ("Said", "digits", 0)])
-def test_a_noise_of_ones_own_states_its_delta_by_a_field_or_by_terms(name, key, wrong, mine):
-    mine(DELTAS)
-    asked = experiment(noise={"kind": f"mine:{name}"})
-    guarantees = resolve(asked).guarantees(2, {0: 2})
+def test_a_noise_of_ones_own_states_its_delta_by_a_field(mine):
+    mine(f"{NOISES}\nclass Field(ByServer):\n    delta: float = 1e-3")
+    guarantees = resolve(experiment(noise={"kind": "mine:Field"})).guarantees(2, {0: 2})
     assert {one.delta for one in guarantees} == {1e-3}
-    with pytest.raises(
-        ConfigError, match=r"noise.delta = 1.0: expected a number above 0 and below 1"
-    ):
-        resolve(experiment(noise={"kind": f"mine:{name}", key: wrong}))
+    with pytest.raises(ConfigError, match=r"noise.delta = 1.0: expected a number above 0 and"):
+        resolve(experiment(noise={"kind": "mine:Field", "delta": 1.0}))
 
 
 @pytest.mark.parametrize("bounding", [{"kind": "none"}, {"kind": "per_sample_clip", "bound": 1.0}])

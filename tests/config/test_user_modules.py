@@ -44,21 +44,6 @@ class Base(nn.Module):
         return self.layer(x.flatten(1)) * self.factor()
 
 
-class Numpy(Base):
-    def factor(self):
-        return 1 + 0.1 * np.random.rand()
-
-
-class Python(Base):
-    def factor(self):
-        return 1 + 0.1 * random.random()
-
-
-class Torch(Base):
-    def factor(self):
-        return 1 + 0.1 * torch.rand(())
-
-
 class Starts(Base):
     def __init__(self):
         super().__init__()
@@ -66,54 +51,6 @@ class Starts(Base):
             self.layer.weight.mul_(1 + np.random.rand() + random.random())
 
     def factor(self):
-        return 1
-
-
-class Attribute(Base):
-    def factor(self):
-        self.calls += 1
-        return 1 + 0.01 * self.calls
-
-
-class Global(Base):
-    def factor(self):
-        CALLS[0] += 1
-        return 1 + 0.01 * CALLS[0]
-
-
-class OnClass(Base):
-    seen = 0
-
-    def factor(self):
-        OnClass.seen += 1
-        return 1 + 0.01 * OnClass.seen
-
-
-class Generator(Base):
-    def factor(self):
-        return 1 + GENERATOR.random()
-
-
-class InTraining(Base):  # which the checks before a run, without gradients, do not see
-    def factor(self):
-        if torch.is_grad_enabled():
-            self.calls += 1
-        return 1 + 0.01 * self.calls
-
-
-class Hidden(Base):  # kept in what nobody looks into
-    def factor(self):
-        return 1 + 0.01 * next(numbers)
-
-
-class Fresh(Base):
-    def factor(self):
-        return 1 + np.random.default_rng().random()
-
-
-class Tensor(Base):  # kept, and never looked at again
-    def factor(self):
-        self.last = self.layer.weight * 2
         return 1
 
 
@@ -131,6 +68,24 @@ class Loose(Clip):
         return super().factor(norm, bound) * np.random.rand()
 """
 
+
+# what `factor` of a module computes
+FACTORS = {
+    "Numpy": "return 1 + 0.1 * np.random.rand()",
+    "Python": "return 1 + 0.1 * random.random()",
+    "Torch": "return 1 + 0.1 * torch.rand(())",
+    "Attribute": "self.calls += 1; return 1 + 0.01 * self.calls",
+    "Global": "CALLS[0] += 1; return 1 + 0.01 * CALLS[0]",
+    "OnClass": "OnClass.seen += 1; return 1 + 0.01 * OnClass.seen",
+    "Generator": "return 1 + GENERATOR.random()",
+    # which the checks before a run, without gradients, do not see
+    "InTraining": "self.calls += torch.is_grad_enabled(); return 1 + 0.01 * self.calls",
+    "Hidden": "return 1 + 0.01 * next(numbers)",  # kept in what nobody looks into
+    "Fresh": "return 1 + np.random.default_rng().random()",
+    "Tensor": "self.last = self.layer.weight * 2; return 1",  # kept, and never looked at again
+}
+for name, factor in FACTORS.items():
+    FILE += f"class {name}(Base):\n    seen = 0\n    def factor(self): {factor}\n"
 
 CLIPPED = {  # the gradient of every sample
     "bounding": {"kind": "per_sample_clip", "bound": 0.5},

@@ -16,7 +16,6 @@ from raydpfl.methods.selection.privacy_aware_solver import (
     solve,
     solve_cvxpy,
 )
-from raydpfl.privacy import budget_variance
 
 
 def instance(
@@ -88,20 +87,6 @@ def test_the_optimality_conditions_hold_for_costs_of_any_magnitude(orders):
         check(unbiased, cost)
 
 
-def test_no_feasible_step_lowers_the_objective():
-    rng = np.random.default_rng(3)
-    for _ in range(30):
-        unbiased, cost = instance(rng, (-2, 5))
-        solution = check(unbiased, cost)
-        for size in (1e-1, 1e-3, 1e-5):
-            others = (1 - size) * solution.probabilities + size * rng.dirichlet(
-                np.ones(len(cost)), 50
-            )
-            assert min(objective(p, unbiased, cost) for p in others) >= solution.objective * (
-                1 - 1e-14
-            )
-
-
 def test_the_residual_rejects_what_is_not_optimal():
     rng = np.random.default_rng(4)
     for _ in range(30):
@@ -139,27 +124,6 @@ def test_equal_costs_with_uneven_data_move_mass_once_noise_outweighs_bias():
     unbiased = np.array([0.9, 0.05, 0.05])
     assert check(unbiased, np.full(3, 1.0)).moved == 0
     np.testing.assert_allclose(check(unbiased, np.full(3, 1e12)).probabilities, 1 / 3, rtol=1e-5)
-
-
-def test_every_client_with_a_finite_budget_takes_part():
-    rng = np.random.default_rng(5)
-    for spread in (1, 2, 4):
-        epsilon = 10 ** rng.uniform(-spread, spread, 100)
-        samples = rng.integers(200, 2000, 100)
-        variance = [
-            budget_variance(float(e), 1e-5, batch=128, samples=int(n))
-            for e, n in zip(epsilon, samples, strict=True)
-        ]
-        for scale in (1e-3, 1.0, 1e3, 1e9):
-            assert (
-                check(samples / samples.sum(), scale * np.array(variance)).probabilities > 0
-            ).all()
-
-
-def test_a_larger_budget_never_means_a_smaller_probability_among_clients_of_one_size():
-    cost = 10 ** np.random.default_rng(6).uniform(-2, 6, 50)
-    p = check(np.full(50, 1 / 50), cost).probabilities
-    assert (np.diff(p[np.argsort(cost)]) <= 1e-16).all()
 
 
 def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_their_data():

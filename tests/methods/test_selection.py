@@ -27,7 +27,7 @@ from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection import FAMILY, Cohort, Population, Selection
 from raydpfl.methods.selection.power_of_choice import successive
 from raydpfl.methods.weights.data import DataWeights
-from raydpfl.privacy import Mechanism, Query, Sampling, covers
+from raydpfl.privacy import Mechanism, Query, Sampling
 
 EXAMPLES = {
     "uniform": {"cohort": 7},
@@ -93,27 +93,6 @@ def test_every_member_has_an_example_here():
     assert all(example(kind).kind == kind for kind in FAMILY)
 
 
-@pytest.mark.parametrize("kind", FAMILY)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_cohort_is_in_client_order_with_numbered_draws(kind, dropout):
-    chosen = example(kind, dropout=dropout)
-    cohorts = [drawn(chosen, 3, t, clients()) for t in range(20)]
-    for cohort in cohorts:
-        assert cohort.clients.dtype == cohort.draws.dtype == np.int64
-        places = list(zip(cohort.clients.tolist(), cohort.draws.tolist(), strict=True))
-        assert sorted(set(places)) == places
-        if not dropout:
-            assert np.array_equal(cohort.draws, Cohort.of(cohort.clients).draws)
-    others = {cohort.clients.tobytes() for cohort in cohorts}
-    assert len(others) > 15 or (kind, dropout) == ("full", 0.0)
-
-
-@pytest.mark.parametrize("kind", FAMILY)
-def test_an_accountant_covers_the_sampling(kind):
-    mechanism = Mechanism(example(kind).sampling(clients()), (Query("updates", 1.0, 1.0),), 1)
-    assert covers("pld", mechanism, "add_remove" if kind == "poisson" else "replace_one") is None
-
-
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind != "full"])
 def test_a_draw_among_a_million_clients_makes_no_array_over_them_after_the_first(kind):
     chosen = example(kind, **({"contacted": 1000} if kind == "first_responders" else {}))
@@ -160,20 +139,6 @@ def test_costs_that_are_not_one_per_client_from_0_are_refused(cost):
 def test_every_pair_of_clients_is_as_likely_as_another():
     found = counted(member("uniform", cohort=2), Population.balanced(10), range(4500))
     assert p_value(found, subsets(range(10), 2)) > 1e-4
-
-
-def test_poisson_cohorts_have_binomial_sizes_and_uniform_members():
-    chosen = member("poisson", cohort=10)
-    population = Population.balanced(40)
-    cohorts = [chosen.draw(1, t, population).clients for t in range(3000)]
-    sizes = np.bincount([len(cohort) for cohort in cohorts], minlength=41)
-    law = stats.binom(40, 0.25)
-    cells = [(0, 5), *((k, k) for k in range(6, 15)), (15, 40)]
-    observed = [sizes[low : high + 1].sum() for low, high in cells]
-    expected = [3000 * (law.cdf(high) - law.cdf(low - 1)) for low, high in cells]
-    assert stats.chisquare(observed, expected).pvalue > 1e-4
-    assert stats.chisquare(np.bincount(np.concatenate(cohorts), minlength=40)).pvalue > 1e-4
-    assert chosen.divisor(population) == 10.0
 
 
 def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_the_step():
@@ -288,27 +253,6 @@ def test_a_client_with_data_that_could_never_be_drawn_is_refused(tmp_path):
     assert chosen.corrections(Population([1, 0, 3])).tolist() == [0.5, 0.0, 1.5]
     with pytest.raises(ConfigError, match=r"selection\.power"):
         member("importance", cohort=2, power=-1.0).probabilities(Population([1, 0, 3]))
-
-
-def test_privacy_aware_probabilities_solve_problem_1_by_either_solver():
-    random = stream(1, Purpose.DATA)
-    population = Population(
-        random.integers(200, 2000, 30), 10 ** random.uniform(-2, 3, 30) * (random.random(30) > 0.1)
-    )
-    exact, reference = (
-        member("privacy_aware", cohort=5, scale=2.0, solver=name).probabilities(population)
-        for name in ("exact", "cvxpy")
-    )
-    private = population.privacy_cost > 0
-    np.testing.assert_allclose(exact[private], reference[private], atol=1e-6, rtol=0)
-    assert (
-        0 < private.sum() < 30
-        and (exact > 0).all()
-        and np.abs(exact - population.shares).max() > 1e-3
-    )
-    assert member("privacy_aware", cohort=5, scale=1e-9).probabilities(population) == pytest.approx(
-        population.shares, abs=0
-    )
 
 
 @pytest.mark.parametrize("solver", ["exact", "cvxpy"])
@@ -433,28 +377,6 @@ def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
     assert (sampling.kind, sampling.cohort) == ("public", 3)
     assert "each 1 round of 3" in str(sampling)
     assert chosen.composed_rounds(0, 7, population).tolist() == [1, 1, 1, 2, 2, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("fields", "open_now"),
-    [
-        (
-            {"kind": "cyclic", "period": 2, "cohort": 2},
-            lambda t: [k for k in range(11) if (t - k) % 2 == 0],
-        ),
-        (
-            {"kind": "availability", "period": 5, "window": 3, "cohort": 2},
-            lambda t: [k for k in range(11) if (t - k) % 5 < 3],
-        ),
-    ],
-    ids=["cyclic", "availability"],
-)
-def test_those_available_are_drawn_uniformly(fields, open_now):
-    chosen = member(**fields)
-    population = Population.balanced(11)
-    for start in range(fields["period"]):
-        found = counted(chosen, population, range(start, 1500 * fields["period"], fields["period"]))
-        assert p_value(found, subsets(open_now(start), 2)) > 1e-4
 
 
 def test_a_poisson_law_within_a_group_keeps_its_expected_size():
@@ -598,27 +520,6 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 
 
 # What accountants ask.
-
-
-@pytest.mark.parametrize("kind", FAMILY)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_no_client_takes_part_in_more_rounds_than_its_guarantee_counts(kind, dropout):
-    chosen = example(kind, dropout=dropout)
-    population = clients()
-    composed = chosen.composed_rounds(0, 60, population)
-
-    def most(exposed) -> np.ndarray:
-        """Of the rounds of any client, after 1, 2, ... rounds."""
-        rows = [np.bincount(np.unique(exposed(t)), minlength=50) for t in range(60)]
-        return np.cumsum(rows, axis=0).max(1)
-
-    assert (most(lambda t: drawn(chosen, 0, t, population).clients) <= composed).all()
-    if kind in ("first_responders", "power_of_choice"):  # public, known in advance
-        assert np.array_equal(composed, most(lambda t: chosen.exposed(0, t, population)))
-    elif kind in ("cyclic", "availability"):
-        assert composed[-1] == {"cyclic": 15, "availability": 20}[kind]
-    else:
-        assert composed.tolist() == list(range(1, 61))
 
 
 def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from raydpfl.core.messages import Facts, State, View
-from raydpfl.methods.bounding.smooth_normalize import SmoothNormalize
+from raydpfl.methods.bounding.normalize import SmoothNormalize
 
 
 class AlphaNormEC(SmoothNormalize):

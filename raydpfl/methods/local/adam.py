@@ -1,11 +1,4 @@
-"""Adam and AdamW, as torch has them.
-
->>> x = torch.zeros(1, 2)
->>> rule = Adam(lr=0.1)
->>> x, state = rule.step(x, torch.tensor([[3.0, -0.01]]), rule.fresh(x), Step(0, 0.1, x[0]))
->>> x
-tensor([[-0.1000,  0.1000]])
-"""
+"""Adam and AdamW, as torch has them."""
 
 from __future__ import annotations
 

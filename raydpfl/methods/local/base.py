@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from raydpfl.config.registry import overrides
@@ -101,15 +101,8 @@ class Share(BaseModel):
         return np.clip(rounded, np.minimum(sizes, 1), sizes)
 
 
-def _a_mapping(value: Any) -> Any:
-    if isinstance(value, Mapping | Share):
-        return value
-    raise ValueError("a share of the rows, as in {share: 0.1}")
-
-
 RULED = {"fresh", "step", "perturb", "train"}  # what makes another rule of a class
 EITHER = "none with local.steps {0}: a client makes either; local.steps=null takes that away"
-Shared = Annotated[Share, BeforeValidator(_a_mapping)]
 
 
 class Local(Schedule, WithServerState):
@@ -129,7 +122,7 @@ class Local(Schedule, WithServerState):
     epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="E: a client of n_i rows makes ceil(E n_i / B) steps"
     )
-    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Shared = Field(
+    batch: Annotated[int, Field(ge=1)] | Literal["full"] | Share = Field(
         default=10,
         description=(
             "B; a client with fewer rows uses all of them, as `full` always does; or a share of "
@@ -294,10 +287,8 @@ class Local(Schedule, WithServerState):
         if setting.per_sample_bound is None:
             return
         if precision != "float32":
-            expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
-            raise ConfigError(
-                "client.precision", precision, f"{expected} (bounding.kind {bounding})"
-            )
+            expected = f"float32 with bounding.kind {bounding}, as the norm of a sample's gradient "
+            raise ConfigError("client.precision", precision, f"{expected}must be exact")
         if self.perturbs or self.trains:
             expected = f"one that bounds what a client sends: local.kind {self.kind} "
             expected += "has its own gradients" if self.trains else "takes two of every batch"

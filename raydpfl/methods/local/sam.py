@@ -1,10 +1,4 @@
-"""Sharpness-aware minimisation, locally.
-
->>> rule = Sam(rho=0.5)
->>> x = torch.tensor([[1.0, 1.0]])
->>> rule.perturb(x, torch.tensor([[3.0, 4.0]]), None, Step(0, 0.1, x[0]))
-tensor([[1.3000, 1.4000]])
-"""
+"""Sharpness-aware minimisation, locally."""
 
 from __future__ import annotations
 

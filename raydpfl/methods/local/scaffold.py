@@ -1,18 +1,4 @@
-"""SGD with control variates.
-
->>> local = Scaffold(steps=2, lr=0.1)
->>> variates, broadcast = torch.tensor([[1.0], [3.0]]), {"c": torch.tensor([2.0])}
->>> view = View(0, 0.1, None, torch.zeros(1), broadcast, load_state=lambda: variates)
->>> local.correction(view).ravel()
-tensor([ 1., -1.])
->>> moved = torch.tensor([[-0.4], [-1.0]], dtype=torch.float64)
->>> local.next_state(moved, view).ravel()
-tensor([1., 6.], dtype=torch.float64)
->>> state, facts = {"c": np.array([2.0])}, Facts(0, 0.1, np.zeros(1), 2, cohort=2, population=2)
->>> local.receive(moved.mean(0).numpy(), state, facts)
->>> state["c"]
-array([3.5])
-"""
+"""SGD with control variates."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Stochastic gradient descent, with momentum, weight decay and a proximal term.
-
->>> Sgd(lr=0.1, lr_decay=0.5).learning_rate(2)
-0.025
->>> Sgd(lr=0.1, schedule="inverse_sqrt").learning_rate(3)
-0.05
->>> Sgd(batch="full", steps=2).batch_size(31), Sgd(batch=20).batch_size(31)
-(31, 20)
-"""
+"""Stochastic gradient descent, with momentum, weight decay and a proximal term."""
 
 from __future__ import annotations
 

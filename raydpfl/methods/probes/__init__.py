@@ -1,13 +1,6 @@
-"""What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member.
-
-By default a run has none, as each costs more than 2 % of some round. A member with fields is a
-mapping:
-
->>> [probe.kind for probe in parse(["clients", {"kind": "bounding", "repeats": 3}])]
-['clients', 'bounding']
->>> parse(["clients", "clients"])  # doctest: +ELLIPSIS
-Traceback (most recent call last):
-raydpfl.errors.ConfigError: measure = ['clients', 'clients']: expected a list that has each ...
+"""What a run records beyond its rounds: `measure: [clients, bounding, ...]`, a file a member. A
+member with fields is a mapping. By default a run has none, as each costs more than 2 % of some
+round.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ class BoundingProbe(Probe):
 
     def chunk(self, sent: Sent) -> Columns:
         norms = torch.linalg.vector_norm(sent.vectors, dim=1).cpu().numpy()
-        columns = {"bounded_norm": norms, "angle": _angles(sent)}
+        columns = {"bounded_norm": norms, "angle": np.full(len(norms), np.nan)}
+        if "previous" in sent.broadcast:
+            columns["angle"] = _angles(sent.updates, sent.broadcast["previous"])
         if self.repeats:
             columns["expected_norm"] = self._expected(sent)
         if sent.noise is not None:
@@ -88,29 +90,22 @@ class BoundingProbe(Probe):
             row["snr"] = float(np.linalg.norm(seen.total) / np.linalg.norm(seen.noise))
         row["update_angle"] = None
         if "previous" in state:
-            row["update_angle"] = _angle(seen.update, state["previous"])
+            both = torch.from_numpy(seen.update[None]), torch.from_numpy(state["previous"])
+            angle = float(_angles(*both)[0])
+            row["update_angle"] = None if math.isnan(angle) else angle
         state["previous"] = seen.update.astype(np.float32)
         return row
 
 
-def _angles(sent: Sent) -> np.ndarray:
-    """In degrees, float64 [k]; NaN before there is a global update."""
-    if "previous" not in sent.broadcast:
-        return np.full(len(sent.updates), np.nan)
-    updates = sent.updates.double()
-    last = sent.broadcast["previous"].double()
-    lengths = torch.linalg.vector_norm(updates, dim=1) * torch.linalg.vector_norm(last)
-    cosines = ((updates * last).sum(1) / lengths).cpu().numpy()
+def _angles(updates: torch.Tensor, previous: torch.Tensor) -> np.ndarray:
+    """Between updates [k, d] and the last global one [d], in degrees, float64 [k]; NaN where one of
+    them is 0.
+    """
+    rows = updates.double()
+    last = previous.double()
+    lengths = torch.linalg.vector_norm(rows, dim=1) * torch.linalg.vector_norm(last)
+    cosines = ((rows * last).sum(1) / lengths).cpu().numpy()
     return np.degrees(np.arccos(np.clip(cosines, -1.0, 1.0)))
-
-
-def _angle(update: np.ndarray, previous: np.ndarray) -> float | None:
-    """Of two global updates, [d] each, in degrees; None where one of them is 0."""
-    last = previous.astype(np.float64)
-    length = float(np.linalg.norm(update) * np.linalg.norm(last))
-    if not length:
-        return None
-    return math.degrees(math.acos(min(max(float(update @ last) / length, -1.0), 1.0)))
 
 
 def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None]:

@@ -2,13 +2,7 @@
 
 A client's response time is its scale, drawn once, times a draw from the response distribution in
 every round. If all clients have the same scale this is uniform sampling in distribution (002 Lemma
-5 rests on that):
-
->>> clients = Population.balanced(10)
->>> print(FirstResponders(cohort=3, response={"kind": "pareto", "alpha": 1.5}).sampling(clients))
-fixed size 3 of 10
->>> print(FirstResponders(cohort=3, spread=0.5).sampling(clients))
-public cohorts of 3 of 10 (the first to respond, some always faster than others)
+5 rests on that).
 """
 
 from __future__ import annotations
@@ -18,13 +12,52 @@ from typing import Any
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
 
-from raydpfl.config.registry import choose, family
+from raydpfl.config.registry import Member, choose, family
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.base import Ask, Cohort, Population
-from raydpfl.methods.selection.response_times import Exponential, Response
 from raydpfl.methods.selection.uniform import Sized, distinct
 from raydpfl.privacy import Sampling
+
+
+class Response(Member):
+    """Base of the response distributions. A member gives `times`."""
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """Independent response times of clients of scale 1, float64 [count]."""
+        raise NotImplementedError
+
+
+class Exponential(Response):
+    """Memoryless, of mean 1."""
+
+    kind: str = "exponential"
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return generator.standard_exponential(count)
+
+
+class Lognormal(Response):
+    """exp(sigma Z), Z standard normal: many small delays multiplied."""
+
+    examples = ({}, {"sigma": 2.0})
+    kind: str = "lognormal"
+    sigma: float = Field(default=1.0, gt=0)
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return np.exp(self.sigma * generator.standard_normal(count))
+
+
+class Pareto(Response):
+    """P[time > x] = x^-alpha for x >= 1: a heavy tail, of infinite mean for alpha <= 1."""
+
+    examples = ({}, {"alpha": 0.8})
+    kind: str = "pareto"
+    alpha: float = Field(default=1.5, gt=0)
+
+    def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return 1 + generator.pareto(self.alpha, count)
+
 
 ASKED = 10_000  # clients asked by default, so that a round does not wait for a million
 RESPONSES: dict[str, type[Response]] = family(

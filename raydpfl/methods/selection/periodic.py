@@ -3,13 +3,6 @@
 Client k is available in the rounds t with (t - k) mod period < width. Which of the available a
 round takes can be a secret, which amplifies privacy within them alone; a client's guarantee
 composes over the rounds in which it is available.
-
->>> clients = Population.balanced(10)
->>> [Cyclic(period=3).draw(0, t, clients).clients.tolist() for t in range(4)]
-[[0, 3, 6, 9], [1, 4, 7], [2, 5, 8], [0, 3, 6, 9]]
->>> daily = Availability(period=5, window=2, cohort=2)
->>> print(daily.sampling(clients), daily.composed_rounds(0, 6, clients))
-fixed size 2 of 4 (those available, each in 2 rounds of 5) [1 2 2 2 2 3]
 """
 
 from __future__ import annotations

@@ -1,17 +1,5 @@
 """Power-of-choice: the clients with the largest losses take part (Cho, Wang, Joshi 2020; the biased
 baseline of 003 sec. VI-B).
-
->>> clients, member = Population(sizes=[10, 20, 30, 40]), PowerOfChoice(cohort=1, pool=3)
->>> member.exposed(seed=0, t=0, population=clients)
-array([1, 2, 3])
->>> member.select(0, 0, clients, ask=lambda candidates: np.array([0.1, 0.7, 0.3])).clients
-array([2])
->>> noisy = PowerOfChoice(cohort=1, pool=3, loss_bound=4.0, loss_std=0.5)
->>> answer = noisy.answer(np.array([0.2, 9.0]), noise_seed=0, t=0, client=2)
->>> round(answer, 3)  # (0.2 + 4) / 2, and noise
-2.569
->>> noisy.loss_query
-Query(name='losses', bound=2.0, std=0.5, per_client=True)
 """
 
 from __future__ import annotations

@@ -1,16 +1,6 @@
 """Cohorts drawn with replacement, client k with probability p_k at each of r draws: the virtual
-clients of 003 sec. III-C2.
-
-A client drawn twice trains twice, with independent batches and noise, and counts twice in the sum
-that is divided by r. The members differ in p:
-
->>> from raydpfl.methods.selection.importance import Importance
->>> clients = Population(sizes=[10, 30, 60])
->>> Multinomial(cohort=4).draw(seed=0, t=1, population=clients)
-Cohort(clients=array([1, 1, 1, 2]), draws=array([0, 1, 2, 0]), lost=0)
->>> even = Importance(cohort=4, power=0.0)
->>> even.probabilities(clients).round(3), even.corrections(clients).round(3)
-(array([0.333, 0.333, 0.333]), array([0.3, 0.9, 1.8]))
+clients of 003 sec. III-C2. A client drawn twice trains twice, with independent batches and noise,
+and counts twice in the sum that is divided by r.
 """
 
 from __future__ import annotations
