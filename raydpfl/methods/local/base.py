@@ -287,8 +287,8 @@ class Local(Schedule, WithServerState):
         if setting.per_sample_bound is None:
             return
         if precision != "float32":
-            expected = f"float32 with bounding.kind {bounding}, as the norm of a sample's gradient "
-            raise ConfigError("client.precision", precision, f"{expected}must be exact")
+            expected = "float32 where every sample's gradient is clipped, as its norm must be exact"
+            raise ConfigError("client.precision", precision, expected)
         if self.perturbs or self.trains:
             expected = f"one that bounds what a client sends: local.kind {self.kind} "
             expected += "has its own gradients" if self.trains else "takes two of every batch"
