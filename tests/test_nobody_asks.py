@@ -86,62 +86,59 @@ def last_name(node: ast.AST) -> str:
     return getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))) or ""
 
 
-class Asks:
-    """The places where code in the folder `here` tells members of other families apart."""
+def known(here: str, what: str, *nodes: ast.AST) -> list[str]:
+    """Names in these expressions that belong to families at home elsewhere than `here`."""
+    sort = (ast.Name, ast.Attribute) if what in ("class", "flag") else ast.Constant
+    parts = [part for node in nodes for part in ast.walk(node) if isinstance(part, sort)]
+    names = [last_name(part) for part in parts if not ast.unparse(part).startswith("nn.")]
+    table = families()[what]
+    return [name for name in names if name in table and here not in table[name]]
 
-    def __init__(self, source: str, here: str):
-        self.here = here
-        kinds = {
-            ast.Call: self.call,
-            ast.Compare: self.compare,
-            ast.MatchClass: lambda node: self.known("class", node.cls),
-            ast.MatchValue: lambda node: self.known("kind", node.value),
-            ast.Subscript: self.table,
-            ast.Attribute: lambda node: self.known("flag", node)[:1],
-        }
-        nodes = [node for node in ast.walk(ast.parse(source)) if type(node) in kinds]
-        self.places = [
-            f"{here}:{getattr(node, 'lineno', '')} asks for {name}"
-            for node in nodes
-            for name in kinds[type(node)](node)
-        ]
 
-    def known(self, what: str, *nodes: ast.AST) -> list[str]:
-        """Names in these expressions that belong to families at home elsewhere."""
-        sort = (ast.Name, ast.Attribute) if what in ("class", "flag") else ast.Constant
-        parts = [part for node in nodes for part in ast.walk(node) if isinstance(part, sort)]
-        inside = [last_name(part) for part in parts if not ast.unparse(part).startswith("nn.")]
-        table = families()[what]
-        return [name for name in inside if name in table and self.here not in table[name]]
+def compared(node: ast.Compare, here: str) -> list[str]:
+    sides = [node.left, *node.comparators]
+    about = {last_name(side) for side in sides}
+    asked = known(here, "class", *(side for side in sides if not isinstance(side, ast.Call)))
+    if about & {"kind", *CALLED}:
+        asked += known(here, "kind", *(side for side in sides if last_name(side) != "kind"))
+    if about & {"model_fields", "model_dump"}:
+        asked += known(here, "field", node.left)
+    return asked + ["placement"] * ("placement" in about and here != "methods/noise")
 
-    def call(self, node: ast.Call) -> list[str]:
-        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        if name in ("isinstance", "issubclass", "register"):
-            return self.known("class", *node.args[-1:])
-        if name in ("getattr", "hasattr"):
-            return self.known("field", node.args[1])
-        if name == "startswith" and last_name(node) == "kind":
-            return self.known("kind", *node.args)
-        return []
 
-    def compare(self, node: ast.Compare) -> list[str]:
-        sides = [node.left, *node.comparators]
-        about = {last_name(side) for side in sides}
-        asked = self.known("class", *(side for side in sides if not isinstance(side, ast.Call)))
-        if about & {"kind", *CALLED}:
-            asked += self.known("kind", *(side for side in sides if last_name(side) != "kind"))
-        if about & {"model_fields", "model_dump"}:
-            asked += self.known("field", node.left)
-        return asked + ["placement"] * ("placement" in about and self.here != "methods/noise")
+def asked(node: ast.AST, here: str) -> list[str]:
+    """What an expression in the folder `here` asks members of other families for."""
+    match node:
+        case ast.Call(
+            func=ast.Name(id="isinstance" | "issubclass") | ast.Attribute(attr="register")
+        ):
+            return known(here, "class", *node.args[-1:])
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr")):
+            return known(here, "field", node.args[1])
+        case ast.Call(func=ast.Attribute(attr="startswith")) if last_name(node) == "kind":
+            return known(here, "kind", *node.args)
+        case ast.Compare():
+            return compared(node, here)
+        case ast.MatchClass():
+            return known(here, "class", node.cls)
+        case ast.MatchValue():
+            return known(here, "kind", node.value)
+        case ast.Subscript(value=ast.Dict(keys=keys)):
+            named = [*filter(None, keys)]
+            return known(here, "kind", *named) + known(here, "class", *named)
+        case ast.Attribute():
+            return known(here, "flag", node)[:1]
+    return []
 
-    def table(self, node: ast.Subscript) -> list[str]:
-        keys = [*filter(None, node.value.keys)] if isinstance(node.value, ast.Dict) else []
-        return self.known("kind", *keys) + self.known("class", *keys)
+
+def asks(source: str, here: str) -> list[str]:
+    nodes = ast.walk(ast.parse(source))
+    return [f"{here}:{node.lineno} asks for {name}" for node in nodes for name in asked(node, here)]
 
 
 def test_no_member_is_asked_what_it_is():
     files = [path for path in ROOT.rglob("*.py") if path.name != "__main__.py"]
-    assert not [place for path in files for place in Asks(path.read_text(), folder_of(path)).places]
+    assert not [place for path in files for place in asks(path.read_text(), folder_of(path))]
 
 
 CHEATS = (
@@ -162,6 +159,6 @@ INNOCENT = (
 
 @pytest.mark.parametrize("source", [*CHEATS, *INNOCENT])
 def test_telling_members_apart_is_seen_and_nothing_else_is(source):
-    assert bool(Asks(source, "simulation").places) == (source in CHEATS)
-    at_home = Asks(source, "methods/bounding").places
+    assert bool(asks(source, "simulation")) == (source in CHEATS)
+    at_home = asks(source, "methods/bounding")
     assert not at_home or "placement" in source or "scheme" in source

@@ -12,7 +12,7 @@ from conftest import SMALL, experiment, form
 from torch import nn
 
 from raydpfl import Experiment, models, run
-from raydpfl.config.registry import choose, family
+from raydpfl.config.registry import choose
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import SECTIONS
 from raydpfl.simulation.resolution import resolve
@@ -294,24 +294,6 @@ def test_a_member_refuses_what_it_cannot_be_part_of(mine):
         experiment(bounding=few, rounds=10)
     with pytest.raises(ConfigError, match=r"a class whose check raises nothing but ConfigError"):
         experiment(bounding={**few, "kind": "mine:Wrong"})
-
-
-def test_a_family_is_found_by_looking_into_its_package(tmp_path, monkeypatch):
-    package = tmp_path / "shapes"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "base.py").write_text("class Shape:\n    kind = ''\n")
-    text = "from shapes.base import Shape\nclass _Round(Shape):\n    pass\n"
-    (package / "a.py").write_text(f"{text}class Circle(_Round):\n    kind = 'circle'\n")
-    (package / "b.py").write_text(f"{text}class Box(Shape):\n    kind = 'box'\nOther = Box\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import shapes.base
-
-    found = family("shapes", shapes.base.Shape, first=("box",))
-    assert [(kind, cls.__name__) for kind, cls in found.items()] == [
-        ("box", "Box"),
-        ("circle", "Circle"),
-    ]
 
 
 NOISES = """

@@ -19,12 +19,11 @@ from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.selection import FAMILY
 from raydpfl.methods.selection.power_of_choice import successive
-from raydpfl.methods.server import Server
 from raydpfl.models.tasks.regression import Regression
 from raydpfl.privacy import holding
 from raydpfl.simulation import planned_guarantee
-from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
@@ -376,28 +375,6 @@ def test_the_table_of_guarantees_names_who_has_which_noise(tmp_path, caplog):
     assert "Chen 2024 tCDP does not calibrate the noise of 20 of 20 clients" in caplog.text
 
 
-def test_the_largest_losses_are_chosen_and_the_guarantee_says_that_they_were(tmp_path):
-    chosen = experiment(
-        selection={"kind": "power_of_choice", "cohort": 5, "pool": 20},
-        measure=["clients"],
-        rounds=1,
-    )
-    result = run(chosen, tmp_path / "out")
-    plan = resolve(chosen)
-    shards = Shards.open(plan.shards)
-    module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
-    candidates = chosen.selection.exposed(chosen.seed, 0, plan.population)
-    losses = {}
-    for client in candidates.tolist():
-        x, y, _ = shards.chunk([client], int(shards.sizes[client]))
-        losses[client] = torch.nn.functional.cross_entropy(
-            module(torch.from_numpy(x[0])), torch.from_numpy(y[0])
-        ).item()
-    expected = sorted(sorted(losses, key=losses.get)[-5:])
-    assert pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_pylist() == expected
-    assert any("losses" in each for each in result.guarantees[0].exclusions)
-
-
 NOISED = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0, "loss_std": 4.0}
 
 
@@ -604,19 +581,6 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
     assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
 
 
-def test_an_unsampled_client_counts_as_stale_with_the_unchanged_model(tmp_path):
-    shared = {**QUIET, "rounds": 1}
-    fresh = run(
-        experiment(**shared, selection={"kind": "uniform", "cohort": 20}), tmp_path / "fresh"
-    )
-    stale = run(
-        experiment(**shared, selection={"kind": "fedavg_stale", "cohort": 20}), tmp_path / "stale"
-    )
-    assert stale.rounds["update_norm"][0].as_py() == pytest.approx(
-        fresh.rounds["update_norm"][0].as_py() * 20 / 50, rel=1e-6
-    )
-
-
 def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
     dropping = experiment(
         selection={"kind": "uniform", "cohort": 20, "dropout": 0.3},
@@ -764,26 +728,11 @@ def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path)
     assert rows[-1]["bound"] < 2 * rows[-1]["norm_p90"]
 
 
-SELECTIONS = {
-    "uniform": {"cohort": 10},
-    "poisson": {"cohort": 10},
-    "full": {},
-    "multinomial": {"cohort": 10},
-    "unbiased": {"cohort": 10},
-    "importance": {"cohort": 10, "power": 0.5},
-    "fedavg_stale": {"cohort": 10},
-    "first_responders": {"cohort": 10},
-    "cyclic": {"period": 5},
-    "availability": {"cohort": 10, "period": 5, "window": 2},
-    "power_of_choice": {"cohort": 10, "pool": 20},
-}
-
-
-@pytest.mark.parametrize("kind", SELECTIONS)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind != "privacy_aware"])
 def test_every_selection_runs_privately_with_the_accountants_that_a_config_has_by_itself(
     kind, tmp_path
 ):
-    chosen = {"kind": kind, **SELECTIONS[kind]}
+    chosen = {"kind": kind, **FAMILY[kind].examples[0]}
     noise = {"kind": "gaussian", "epsilon": 6.0}
     tree = experiment(selection=chosen, rounds=3, noise=noise).to_dict()
     del tree["privacy"], tree["noise"]["placement"]
@@ -822,44 +771,6 @@ def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
         data_root=tmp_path,
     )
     assert result.summary["status"] == "completed" and result.guarantees
-
-
-@pytest.mark.slow
-def test_a_servers_state_is_its_own_whatever_clients_remember_besides(tmp_path):
-    """A server that keeps `shared` and `previous` of its own, beside clients with a memory and
-    angles to the last update.
-    """
-    counting = experiment(
-        server=Counting(),
-        bounding={"kind": "alpha_norm_ec", "bound": 1.0},
-        measure=["bounding"],
-    )
-    run(counting, tmp_path / "run")
-    plain = experiment(
-        server={"kind": "sgd"},
-        bounding={"kind": "alpha_norm_ec", "bound": 1.0},
-        measure=["bounding"],
-    )
-    run(plain, tmp_path / "plain")
-    checkpoint = load(tmp_path / "run" / "checkpoints")
-    own = checkpoint.states["server"]
-    assert own["shared"].tolist() == [4.0] == own["previous"].tolist()
-    plainly = load(tmp_path / "plain" / "checkpoints").states
-    for states in (checkpoint.states, plainly):
-        assert states["bounding"].keys() == {"h"}
-        assert states["measure.bounding"].keys() == {"previous"}
-
-
-class Counting(Server):
-    kind: str = "counting"
-
-    def start(self, d):
-        return {"shared": np.zeros(1), "previous": np.zeros(1)}
-
-    def direction(self, update, state):
-        state["shared"] = state["shared"] + 1
-        state["previous"] = state["previous"] + 1
-        return update
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,6 @@ def subsets(items, size: int) -> dict[tuple, float]:
 # What holds for all.
 
 
-def test_every_member_has_an_example_here():
-    assert set(EXAMPLES) == set(FAMILY)
-    assert all(example(kind).kind == kind for kind in FAMILY)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind != "full"])
 def test_a_draw_among_a_million_clients_makes_no_array_over_them_after_the_first(kind):
     chosen = example(kind, **({"contacted": 1000} if kind == "first_responders" else {}))

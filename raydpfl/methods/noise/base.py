@@ -266,16 +266,33 @@ class Noise(Member):
         placement = self.drawn_by()
         if placement is None or placement == "step":
             return None
+        if setting.bound is None:
+            expected = "one that bounds what a client sends, as clip with a bound: noise "
+            expected += f"{setting.kinds['noise']} is scaled by that bound"
+            raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
         scheme = cohorts()
         accounted = self.sampling(scheme)
-        exclusions = on_sums.excluded(setting, self.of_seed)
+        stateful = setting.kinds[setting.stateful[0]] if setting.stateful else ""
+        mechanism = Mechanism(
+            accounted,
+            on_sums.queries(setting, 1.0),
+            setting.rounds,
+            placement=placement,
+            stateful=stateful or ("model.local" if setting.local_parameters else ""),
+            noise_in_state="local" in setting.stateful and placement == "client",
+            survey=setting.survey,
+        )
+        exclusions = on_sums.excluded(setting, self.of_seed, scheme=accounted.scheme)
         if self.stands_for is not None:
             exclusions += (
                 f"the {scheme.cohort} clients simulated in a round stand for {accounted.cohort} of "
                 f"{accounted.population}, whose guarantee this is",
             )
-        relation = self.terms_in(setting).relation
-        return on_sums.outline(setting, accounted, placement, relation, exclusions)
+        if mechanism.unproved:
+            exclusions += (mechanism.unproved,)
+        mechanism = replace(mechanism, exclusions=exclusions)
+        on_sums.check_covered(setting, mechanism, self.terms_in(setting).relation)
+        return mechanism
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all

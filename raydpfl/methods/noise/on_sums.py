@@ -11,9 +11,8 @@ from raydpfl import privacy
 from raydpfl.config.setting import Setting
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Relation, Sampling
+from raydpfl.privacy import Mechanism, Query, Relation, SamplingScheme
 from raydpfl.privacy.guarantee import DECLARED
-from raydpfl.privacy.types import Placement
 
 SHOWN = (
     "the tables and figures of this run show exact norms, losses and scores, which are not "
@@ -60,14 +59,19 @@ def queries(setting: Setting, z: float) -> tuple[Query, ...]:
     return (*sums, *([setting.loss_query] if setting.loss_query else []))
 
 
-def excluded(setting: Setting, common: bool, at_steps: bool = False) -> tuple[str, ...]:
+def excluded(
+    setting: Setting, common: bool, at_steps: bool = False, scheme: SamplingScheme | None = None
+) -> tuple[str, ...]:
     """What no accountant counts, in words: the `exclusions` of a guarantee. `common`: whether all
-    runs with one seed have the same noise; `at_steps`: whether it is drawn at local steps.
+    runs with one seed have the same noise; `at_steps`: whether it is drawn at local steps;
+    `scheme`: of the cohorts.
     """
     declared = [*(AT_STEPS if at_steps else ON_SUMS).items()]
     if setting.loss_query is not None:
         declared.append(("selection", "losses that differ from the query"))
+    named = () if scheme is None or not is_user_defined(type(scheme)) else (type(scheme).__name__,)
     return (
+        *(f"privacy losses above those declared by {name} {DECLARED}" for name in named),
         *(
             f"{fact} declared by {setting.kinds[section]} {DECLARED}"
             for section, fact in declared
@@ -77,42 +81,6 @@ def excluded(setting: Setting, common: bool, at_steps: bool = False) -> tuple[st
         *((COMMON,) if common else ()),
         SHOWN,
     )
-
-
-def outline(
-    setting: Setting,
-    sampling: Sampling,
-    placement: Placement,
-    relation: Relation,
-    exclusions: tuple[str, ...],
-) -> Mechanism:
-    """The sums of a run at noise multiplier 1. Raises `ConfigError` where nothing that clients send
-    is bounded, or no rigorous accountant that was asked for covers it.
-    """
-    if setting.bound is None:
-        expected = "one that bounds what a client sends, as clip with a bound: noise "
-        expected += f"{setting.kinds['noise']} is scaled by that bound"
-        raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
-    stateful = setting.kinds[setting.stateful[0]] if setting.stateful else ""
-    mechanism = Mechanism(
-        sampling,
-        queries(setting, 1.0),
-        setting.rounds,
-        placement=placement,
-        stateful=stateful or ("model.local" if setting.local_parameters else ""),
-        noise_in_state="local" in setting.stateful and placement == "client",
-        survey=setting.survey,
-    )
-    if is_user_defined(type(sampling.scheme)):
-        name = type(sampling.scheme).__name__
-        exclusions = (f"privacy losses above those declared by {name} {DECLARED}", *exclusions)
-    if mechanism.unproved:
-        exclusions += (mechanism.unproved,)
-    mechanism = replace(mechanism, exclusions=exclusions)
-    asked = privacy.rigorous(setting.accountants)
-    if asked and not covering(setting, mechanism, relation):
-        raise _refusal(setting, mechanism, asked[0], relation)
-    return mechanism
 
 
 def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tuple[str, ...]:
@@ -134,22 +102,25 @@ def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) ->
     raise refusals[0]
 
 
-def _refusal(
-    setting: Setting, mechanism: Mechanism, accountant: str, relation: Relation
-) -> ConfigError:
-    """The error for a mechanism that no rigorous accountant covers, with what to change."""
+def check_covered(setting: Setting, mechanism: Mechanism, relation: Relation) -> None:
+    """Raises `ConfigError`, with what to change, for a mechanism that none of the rigorous
+    accountants asked for covers.
+    """
+    accountant = next(iter(privacy.rigorous(setting.accountants)), None)
+    if accountant is None or covering(setting, mechanism, relation):
+        return
     by_clients = mechanism.placement == "client"
     reason = privacy.covers(accountant, mechanism, relation)
     assert reason is not None
     if setting.cohort_hidden and by_clients:
-        return ConfigError("noise.placement", "client", f"server or auto: {reason}")
+        raise ConfigError("noise.placement", "client", f"server or auto: {reason}")
     others = [other for other in RELATIONS if not privacy.covers(accountant, mechanism, other)]
     if not others:
-        return ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
+        raise ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
     expected = f"{' or '.join(others)} with selection.kind {setting.kinds['selection']}"
     by_server = replace(mechanism, placement="server")
     if by_clients and not privacy.covers(accountant, by_server, relation):
         expected += f"; or {relation} with noise.placement server"
     elif relation == "add_remove":
         expected += "; add_remove needs selection.kind poisson, and noise that the server draws"
-    return ConfigError("privacy.relation", relation, expected)
+    raise ConfigError("privacy.relation", relation, expected)
