@@ -121,10 +121,11 @@ def test_noise_that_leaves_clients(tmp_path):
         work = Work(t, plan.seed, plan.noise_seed, 0.5, std, Grid.of(31, 0.5, std))
         began = actor.begin(Broadcast(np.zeros(plan.d, np.float32)), work)
         state = ChunkRound(began, chunk, torch.zeros(31, 0))
-        for block in actor.training.blocks(state):
+        contribution = actor.contribution(state)
+        for block in contribution.blocks(state):
             for single in block.singles():
                 sent = torch.zeros(plan.d, dtype=torch.float64)
-                actor.contribution(state).add(state, single, sent)
+                contribution.add(state, single, sent)
                 rows.append(sent.numpy() / std)
     assert len(rows) == 7 * 31 and np.ptp(plan.weights(np.arange(30))) > 0.5
     check_distribution(np.stack(rows))

@@ -27,17 +27,16 @@ import torch
 from raydpfl import models
 from raydpfl.core import device, native
 from raydpfl.core.hardware import threads
-from raydpfl.core.messages import LOCAL_PART, Broadcast, Chunk, ChunkResult, Work
+from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Shards
 from raydpfl.errors import RAISED, ConfigError, DeviceError, contained, in_line
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
-from raydpfl.simulation.client.chunk_training import ChunkTraining
+from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress
 from raydpfl.simulation.client.contribution import Contribution, Explicit, InKernel, Scaled, choose
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
-from raydpfl.simulation.client.progress import ClientProgress
 from raydpfl.simulation.client.user_code_watch import UserCodeWatch
 from raydpfl.simulation.evaluation import Evaluator, Scored
 from raydpfl.simulation.user_code import in_training
@@ -76,10 +75,9 @@ class ClientActor:
         self.form = self.shards.form(experiment.data.task)
         self.device = device.chosen(client.num_gpus)
         device.settle(self.device, client.num_gpus, tf32=client.precision == "tf32")
-        if self.device.type == "cpu":
-            self.rows = Rows(self.shards, self.form)
-        else:
-            self.rows = GpuRows(self.shards, self.form, self.device, client.num_gpus)
+        rows = self.shards, self.form, self.device
+        on_gpu = self.device.type != "cpu"
+        self.rows = GpuRows(*rows, client.num_gpus) if on_gpu else Rows(*rows)
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
         self.personal = personalization.local_parameters(experiment, self.shards, self.module)
@@ -95,8 +93,8 @@ class ClientActor:
             task=self.form.task,
             precision=client.precision,
         )
-        parts = (self.trainer, self.personal, self.progress)
-        self.training = ChunkTraining(experiment, self.shards, self.rows, *parts)
+        parts = (self.rows, self.trainer, self.personal, self.progress)
+        self.training = ChunkTraining(experiment, *parts)
         self._contributions: dict[type[Contribution], Contribution]
         self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
@@ -181,45 +179,8 @@ class ClientActor:
         before = self.personal.before(chunk, np.arange(len(chunk.clients)))
         state = ChunkRound(actor, chunk, before)
         self.contribution(state).add_chunk(state)
-        self._train_personal(state)
-        # user-defined code gets one client at a time
-        alone = self.experiment.bounding.is_user_defined
-        for slots in state.members[:, None] if alone else [state.members]:
-            self._add_columns(state, slots)
-
-    def _train_personal(self, state: ChunkRound) -> None:
-        """Trains the personal models of the clients that have not failed."""
-        members = np.where(np.isnan(state.norms), -1, state.chunk.members)
-        work = state.work
-        trained = self.personal.train(state.actor.model, state.chunk, members, work.t, work.seed)
-        if trained is None:
-            return
-        finite = trained[state.index(state.members)].isfinite().all(1).cpu().numpy()
-        for slot in state.members[~finite].tolist():
-            detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
-            state.actor.drop(int(state.chunk.clients[slot]), detail)
-            trained[slot] = state.local_parameters[slot]
-        state.local_parameters = trained
-
-    def _add_columns(self, state: ChunkRound, slots: np.ndarray) -> None:
-        norms = state.norms[slots]
-        factors = state.factors[slots]
-        if self.personal.count:
-            failed = slots[np.isnan(norms)]
-            state.local_parameters[state.index(failed)] = self.personal.before(state.chunk, failed)
-            local = state.local_parameters[state.index(slots)]
-            state.actor.add_client_states(LOCAL_PART, local, (len(slots), self.personal.count))
-        clipped = np.where(np.isfinite(norms), state.clipped[slots], np.nan)
-        state.actor.add_columns(
-            {
-                "client": state.chunk.clients[slots],
-                "draw": state.chunk.draws[slots],
-                "norm": norms,
-                "factor": factors,
-                "clipped": self.experiment.bounding.clipped(factors, clipped),
-                "train_loss": state.losses[slots],
-            }
-        )
+        self.personal.train(state)
+        state.finish(self.experiment.bounding)
 
     def joined(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         """The chunks in the order of their rows; joined, where the threads of compiled code train
@@ -256,8 +217,7 @@ class ClientActor:
                 self.progress.set(client)
                 x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]), again=True)
                 with self._keyed(t, client):
-                    outputs = self.module(torch.as_tensor(x[0]))
-                    parts.append(self.form.task.loss(outputs, torch.as_tensor(y[0])).double())
+                    parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
             every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
         by_client = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
         return [

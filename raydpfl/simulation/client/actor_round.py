@@ -1,4 +1,6 @@
-"""One actor's part of a round: the sum of what its clients send, and what is recorded of them."""
+"""What is recorded of a round while it runs: of one actor, the sum of what its clients send; of a
+chunk, what is known of its clients.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import torch
 
 from raydpfl.core import device, exact_sum
 from raydpfl.core.hardware import peak_rss_mb
-from raydpfl.core.messages import Chunk, ChunkResult, View, Work
+from raydpfl.core.messages import LOCAL_PART, Chunk, ChunkResult, View, Work
 from raydpfl.errors import ClientError, RunError
+from raydpfl.methods.bounding import Bounding
 
 
 @dataclass
@@ -36,7 +39,7 @@ class ActorRound:
     # statistics of user-defined noise, see `raydpfl.simulation.noise_monitor`
     noise: dict[str, list[np.ndarray]] = field(default_factory=dict)
     # (chunk, slot, update) of the first client that has trained, for `UserCodeWatch`
-    sample: tuple[Chunk, int, torch.Tensor] | None = None
+    sample: tuple[ChunkRound, int, torch.Tensor] | None = None
 
     @property
     def d(self) -> int:
@@ -47,20 +50,6 @@ class ActorRound:
     def total(self) -> torch.Tensor:
         """Float64 [d], to be added to in place."""
         return self.totals[0, : self.d]
-
-    def view(self, chunk: Chunk, member: str, slots: np.ndarray) -> View:
-        """What the clients at these slots know of the round, for the hooks of a member."""
-
-        def client_state() -> torch.Tensor:
-            vectors = torch.zeros(len(slots), self.d)
-            stored = chunk.memory.get(member, {})
-            for place, slot in enumerate(slots.tolist()):
-                if slot in stored:
-                    vectors[place] = torch.tensor(stored[slot])
-            return device.sent(vectors, self.model.device)
-
-        state = self.broadcast.get(member, {})
-        return View(self.work.t, self.lr, self.work.bound, self.model, state, client_state)
 
     def add_columns(self, columns: Mapping[str, np.ndarray]) -> None:
         """Appends the values of some clients to every column."""
@@ -76,23 +65,6 @@ class ActorRound:
         if vectors is not None:
             check_shape(f"the state of {member} is", vectors, shape)
             self.client_states.setdefault(member, []).append(vectors.float().cpu().numpy())
-
-    def drop(self, client: int, detail: str) -> None:
-        """Leaves a failed client out of the round; raises `ClientError` unless `on_error` is
-        `drop`.
-        """
-        if self.on_error == "fail":
-            raise ClientError(client, detail)
-        self.dropped.append((client, detail))
-
-    def drop_not_finite(self, chunk: Chunk, slot: int, norm: float) -> None:
-        """Drops a client whose update has this norm, unless its training has already failed."""
-        client = int(chunk.clients[slot])
-        draw = int(chunk.draws[slot])
-        if (client, draw) not in self.failed:
-            advice = "lower local.lr, or look at its data"
-            self.drop(client, f"its update has norm {norm} in round {self.work.t}; {advice}")
-            self.failed.add((client, draw))
 
     def result(self) -> ChunkResult:
         """The sum and the columns, ordered by client. Raises `RunError` for a contribution out of
@@ -118,28 +90,72 @@ class ActorRound:
 
 
 class ChunkRound:
-    """What is recorded of the clients of one chunk in a round, until all of them have sent."""
+    """A chunk in a round: what is known of its clients until all of them have sent.
+
+    Args:
+        actor: the actor's part of the round.
+        chunk: the clients.
+        local_parameters: those before the round, float32 [C, own].
+    """
 
     def __init__(self, actor: ActorRound, chunk: Chunk, local_parameters: torch.Tensor):
         self.actor = actor
         self.chunk = chunk
         self.work = actor.work
-        self.members = np.flatnonzero(chunk.members >= 0)  # slots of the clients that train
+        self.slots = np.flatnonzero(chunk.members >= 0)  # of the clients that train
         # of every slot's client, float64 [C]; norm NaN: failed
         self.norms, self.factors, self.losses = np.full((3, len(chunk.clients)), math.nan)
         # the share of per-sample gradients that were clipped, see `Trainer.chunk`
         self.clipped = np.full(len(chunk.clients), math.nan)
-        self.local_parameters = local_parameters  # float32 [C, own], after training
+        self._before = local_parameters
+        self.local_parameters = local_parameters.clone()  # after training
         # of repeated trainings, see `ChunkTraining.repeat`
         self.repeated: tuple[torch.Tensor, np.ndarray] | None = None
+
+    def of(self, chunk: Chunk) -> ChunkRound:
+        """Another chunk in the same round, whose records are its own."""
+        return ChunkRound(self.actor, chunk, self._before)
+
+    def part(self, slots: slice) -> ChunkRound:
+        """Some of the slots as a chunk. What it says of `clipped` is said here too."""
+        part = ChunkRound(self.actor, self.chunk.part(slots), self._before[slots])
+        part.clipped = self.clipped[slots]
+        return part
 
     def index(self, slots: np.ndarray) -> torch.Tensor:
         """See `device.index`."""
         return device.index(slots, self.actor.model.device)
 
     def view(self, member: str, slots: np.ndarray) -> View:
-        """See `ActorRound.view`."""
-        return self.actor.view(self.chunk, member, slots)
+        """What the clients at these slots know of the round, for the hooks of a member."""
+        actor = self.actor
+
+        def client_state() -> torch.Tensor:
+            vectors = torch.zeros(len(slots), actor.d)
+            stored = self.chunk.memory.get(member, {})
+            for place, slot in enumerate(slots.tolist()):
+                if slot in stored:
+                    vectors[place] = torch.tensor(stored[slot])
+            return device.sent(vectors, actor.model.device)
+
+        state = actor.broadcast.get(member, {})
+        return View(self.work.t, actor.lr, self.work.bound, actor.model, state, client_state)
+
+    def drop(self, slot: int, detail: str) -> None:
+        """Leaves a failed client out of the round; raises `ClientError` unless `on_error` is
+        `drop`.
+        """
+        client = int(self.chunk.clients[slot])
+        if self.actor.on_error == "fail":
+            raise ClientError(client, detail)
+        self.actor.dropped.append((client, detail))
+        self.actor.failed.add((client, int(self.chunk.draws[slot])))
+
+    def drop_not_finite(self, slot: int, norm: float) -> None:
+        """Drops a client whose update has this norm, unless its training has already failed."""
+        if (int(self.chunk.clients[slot]), int(self.chunk.draws[slot])) not in self.actor.failed:
+            advice = "lower local.lr, or look at its data"
+            self.drop(slot, f"its update has norm {norm} in round {self.work.t}; {advice}")
 
     def record(
         self, slots: np.ndarray, norms: np.ndarray, factors: np.ndarray, losses: np.ndarray
@@ -148,6 +164,28 @@ class ChunkRound:
         self.norms[slots] = norms
         self.factors[slots] = factors
         self.losses[slots] = losses
+
+    def finish(self, bounding: Bounding) -> None:
+        """Passes what is recorded of the clients on to the actor's round."""
+        own = self.local_parameters.shape[1]
+        if own:
+            failed = self.index(np.flatnonzero(np.isnan(self.norms)))
+            self.local_parameters[failed] = self._before[failed]
+            local = self.local_parameters[self.index(self.slots)]
+            self.actor.add_client_states(LOCAL_PART, local, (len(self.slots), own))
+        # user-defined code gets one client at a time
+        for slots in self.slots[:, None] if bounding.is_user_defined else [self.slots]:
+            clipped = np.where(np.isfinite(self.norms[slots]), self.clipped[slots], np.nan)
+            self.actor.add_columns(
+                {
+                    "client": self.chunk.clients[slots],
+                    "draw": self.chunk.draws[slots],
+                    "norm": self.norms[slots],
+                    "factor": self.factors[slots],
+                    "clipped": bounding.clipped(self.factors[slots], clipped),
+                    "train_loss": self.losses[slots],
+                }
+            )
 
 
 def check_shape(what: str, values: torch.Tensor | np.ndarray, shape: tuple[int, ...]) -> None:

@@ -67,6 +67,28 @@ class Contribution:
         """Adds what the clients of a block send to `total`, float64 [d]."""
         raise NotImplementedError
 
+    def unbounded(
+        self, state: ChunkRound, slots: np.ndarray, updates: torch.Tensor
+    ) -> torch.Tensor:
+        """What clients would send without a bound, [k, d], of their updates, [k, d]: these."""
+        return updates
+
+    def finite_norms(
+        self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor, lengths: np.ndarray
+    ) -> np.ndarray:
+        """The norms [k] of unbounded vectors, NaN where one is not finite. Its client counts as one
+        that has not moved: its vector, and its length, are then those of what it sends.
+        """
+        norms = lengths.copy()
+        for place in np.flatnonzero(~np.isfinite(norms)).tolist():
+            slot = slots[place : place + 1]
+            state.drop_not_finite(int(slot[0]), float(norms[place]))
+            idle = self.training.idle(state, slot)[None]
+            vectors[place] = self.unbounded(state, slot, idle)[0]
+            lengths[place] = vector_norms(vectors[place : place + 1])[0]
+            norms[place] = math.nan
+        return norms
+
     def bounded(self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray) -> np.ndarray:
         """The factors of vectors of these norms, float64 [k] both. Raises `RunError` where a vector
         times its factor is longer than the bound.
@@ -146,19 +168,18 @@ class Explicit(Contribution):
     def __init__(self, training: ChunkTraining):
         super().__init__(training)
         self._user_defined = in_run(self.experiment)
-        self._buffer = np.zeros((0, 0))
         # the slots of the chunk in training, and their noise, which a thread draws
         self._prefetched: tuple[np.ndarray, Future[np.ndarray | None]] | None = None
 
     def add_chunk(self, state: ChunkRound) -> None:
         """See `Contribution.add_chunk`. On a GPU a thread draws the clients' noise meanwhile."""
-        small = 8 * state.actor.d * len(state.members) <= PREFETCHED
+        small = 8 * state.actor.d * len(state.slots) <= PREFETCHED
         if self.device.type == "cpu" or state.work.client_std == 0 or not small:
             super().add_chunk(state)
             return
         with ThreadPoolExecutor(1) as thread:
-            drawn = thread.submit(super().noise, state, state.members)
-            self._prefetched = state.members, drawn
+            drawn = thread.submit(super().noise, state, state.slots)
+            self._prefetched = state.slots, drawn
             try:
                 super().add_chunk(state)
             finally:
@@ -202,7 +223,10 @@ class Explicit(Contribution):
         bounding = self.bounding
         local = self.experiment.local
         view = state.view("bounding", slots)
-        vectors, norms, lengths = self._unbounded(state, block)
+        vectors = self.unbounded(state, slots, block.updates)
+        check_shape(f"bounding.kind {bounding.kind} sends", vectors, (len(slots), state.actor.d))
+        lengths = vector_norms(vectors)
+        norms = self.finite_norms(state, slots, vectors, lengths)
         factors = self.bounded(state, slots, lengths)
         scale = torch.from_numpy(factors * state.chunk.weights[slots])
         unbounded = vectors.clone() if bounding.stateful else vectors
@@ -228,38 +252,11 @@ class Explicit(Contribution):
         state.actor.add_client_states("local", local_state, shape)
         return vectors
 
-    def _unbounded(
-        self, state: ChunkRound, block: Block
-    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """What a block's clients would send unbounded, float64 [k, d], and its norms twice, [k].
-
-        A client whose norm is not finite counts as one that has not moved: the first norms have NaN
-        for it, the second that of what it then sends.
-        """
-        bounding = self.bounding
-        shape = (len(block.slots), state.actor.d)
-        vectors = bounding.send(
-            self._float64(block.updates), state.view("bounding", block.slots)
-        ).double()
-        check_shape(f"bounding.kind {bounding.kind} sends", vectors, shape)
-        lengths = vector_norms(vectors)
-        norms = lengths.copy()
-        for place in np.flatnonzero(~np.isfinite(norms)).tolist():
-            slot = block.slots[place : place + 1]
-            state.actor.drop_not_finite(state.chunk, int(slot[0]), float(norms[place]))
-            idle = self.training.idle(state.actor, state.chunk, slot)[None]
-            vectors[place] = bounding.send(idle.double(), state.view("bounding", slot))[0]
-            lengths[place] = vector_norms(vectors[place : place + 1])[0]
-            norms[place] = math.nan
-        return vectors, norms, lengths
-
-    def _float64(self, updates: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return updates.double()
-        k, d = updates.shape
-        if self._buffer.shape[1] != d or self._buffer.shape[0] < k:
-            self._buffer = np.zeros((k, d))  # the same memory every time
-        return torch.from_numpy(self._buffer[:k]).copy_(updates)
+    def unbounded(
+        self, state: ChunkRound, slots: np.ndarray, updates: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Contribution.unbounded`: what `Bounding.send` makes of them, float64."""
+        return self.bounding.send(updates.double(), state.view("bounding", slots)).double()
 
     def _measured(
         self, state: ChunkRound, block: Block, vectors: torch.Tensor, noise: np.ndarray | None
@@ -303,14 +300,8 @@ class Scaled(Contribution):
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
         """See `Contribution.add`. It may change the updates of the block."""
         slots = block.slots
-        lengths = native.norms(block.updates) if block.norms is None else block.norms
-        norms = lengths.copy()
-        for place in np.flatnonzero(~np.isfinite(norms)).tolist():
-            slot = slots[place : place + 1]
-            state.actor.drop_not_finite(state.chunk, int(slot[0]), float(norms[place]))
-            block.updates[place] = self.training.idle(state.actor, state.chunk, slot)
-            lengths[place] = native.norms(block.updates[place : place + 1])[0]
-            norms[place] = math.nan
+        lengths = vector_norms(block.updates) if block.norms is None else block.norms
+        norms = self.finite_norms(state, slots, block.updates, lengths)
         factors = self.bounded(state, slots, lengths)
         state.record(slots, norms, factors, block.losses)
         noise = self.noise(state, slots)
@@ -336,7 +327,7 @@ class InKernel(Scaled):
             factors=np.empty(len(chunk.clients)),
             fits=np.ones(1, bool),
         )
-        blocks = self.training.train(state.actor, chunk, chunk.members, state.clipped, into)
+        blocks = self.training.train(state, chunk.members, into=into)
         try:
             first = next(blocks)
         except RAISED:  # before anything is trained; `Scaled` names the client
@@ -346,15 +337,13 @@ class InKernel(Scaled):
             assert block.norms is not None
             finite = np.isfinite(block.norms)
             for place in np.flatnonzero(~finite).tolist():
-                state.actor.drop_not_finite(
-                    chunk, int(block.slots[place]), float(block.norms[place])
-                )
+                state.drop_not_finite(int(block.slots[place]), float(block.norms[place]))
             norms = np.where(finite, block.norms, np.nan)
             state.record(block.slots, norms, into.factors[block.slots], block.losses)
         if not into.fits[0]:
             exact_sum.check_range(math.inf, work.grid)
-        norms = np.nan_to_num(state.norms[state.members])
-        self.check_factors(state, state.members, norms, state.factors[state.members])
+        norms = np.nan_to_num(state.norms[state.slots])
+        self.check_factors(state, state.slots, norms, state.factors[state.slots])
 
 
 def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
@@ -366,13 +355,13 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     read = read or bounding.stateful or experiment.local.stateful
     if training.device.type != "cpu" or read or not bounding.scales:
         return Explicit
-    clients = state.chunk.clients[state.members]
+    clients = state.chunk.clients[state.slots]
     in_kernel = (
         training.trainer.threads
         and not (training.trainer.user_defined or training.personal.count)
         and (state.work.client_std == 0 or not noise.is_user_defined)
         and len(clients)
-        and training.shards.sizes[clients].all()
+        and training.rows.sizes(clients).all()
         and closed_form(state, bounding) is not None
     )
     return InKernel if in_kernel else Scaled

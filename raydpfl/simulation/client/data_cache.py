@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from raydpfl.core import device
+from raydpfl.core.messages import Chunk
 from raydpfl.data import Buffers, Shards
 from raydpfl.models.tasks import Form
+from raydpfl.training.backends.base import Block
+from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.trainer import Trainer
 
 SHARE = 4  # rows may take 1 / SHARE of the actor's share of the device's memory
 PIECE = 1 << 26  # bytes that are copied there at once
-
-Array = np.ndarray | torch.Tensor
 
 
 def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
@@ -31,12 +34,17 @@ def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None
 
 
 class Rows:
-    """Reads the rows of clients from the shards."""
+    """Reads the rows of clients from the shards, and trains clients on them."""
 
-    def __init__(self, shards: Shards, form: Form):
+    def __init__(self, shards: Shards, form: Form, there: torch.device):
         self.shards = shards
         self.form = form
+        self.device = there
         self._buffers = Buffers()
+
+    def sizes(self, clients: np.ndarray) -> np.ndarray:
+        """Samples of clients, int64 [C]; 0 for -1."""
+        return np.where(clients < 0, 0, self.shards.sizes[clients])
 
     def chunk(
         self,
@@ -44,14 +52,48 @@ class Rows:
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         again: bool = False,
-    ) -> tuple[Array, Array, np.ndarray]:
-        """See `Shards.chunk`, with arrays or tensors of the device that trains. The next call
-        overwrites them, unless it is asked `again`.
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """See `Shards.chunk`, with tensors of the device that trains. The next call overwrites
+        them, unless it is asked `again`.
 
         Raises:
             IndexError: on a GPU, a client has a label or a token that the model does not know.
         """
-        return self.shards.chunk(clients, rows, picked, None if again else self._buffers)
+        x, y, n = self.shards.chunk(clients, rows, picked, None if again else self._buffers)
+        for slot in np.flatnonzero(n).tolist() if self.device.type != "cpu" else ():
+            check(self.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
+        return self._there(x), self._there(y), n
+
+    def train(
+        self,
+        trainer: Trainer,
+        model: torch.Tensor,
+        chunk: Chunk,
+        members: np.ndarray,
+        t: int,
+        again: bool,
+        **more: Any,
+    ) -> Iterator[Block]:
+        """Trains `members` (int64 [C], -1 for all other slots) of a chunk from the model, float32
+        [D], on the batches of round t. `again`: as in `chunk`; `more`: see `Trainer`.
+        """
+        rule = trainer.local
+        sizes = self.sizes(members)
+        keys = (trainer.seed, t, members, chunk.draws)
+        index, batch_sizes = batches(*keys, sizes, rule, rows=chunk.rows)
+        wanted, index = picked(index, batch_sizes, sizes, rule)
+        return trainer.chunk(
+            *(model, *self.chunk(members, chunk.rows, wanted, again)),
+            t=t,
+            clients=members,
+            draws=chunk.draws,
+            drawn=(index, batch_sizes, rule.step_counts(sizes)),
+            planned=rule.step_counts(self.sizes(chunk.clients)),
+            **more,
+        )
+
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        return device.sent(torch.from_numpy(array), self.device)
 
 
 class GpuRows(Rows):
@@ -60,13 +102,12 @@ class GpuRows(Rows):
     """
 
     def __init__(self, shards: Shards, form: Form, there: torch.device, num_gpus: float):
-        super().__init__(shards, form)
-        self.device = there
-        self._bytes = device.memory(num_gpus) // SHARE
+        super().__init__(shards, form, there)
         numbers = math.prod(form.shape) * (2 if form.tokens else 1)
         self._row = 4 * (numbers + 2 * math.prod(form.target.shape))  # bytes
         # before every client: how many rows others have
         self._first = np.concatenate([[0], np.cumsum(shards.sizes)])
+        self._fit = int(self._first[-1] + 1) * self._row <= device.memory(num_gpus) // SHARE
         self._wrong: dict[int, str] = {}  # client -> what is wrong with its rows
 
     def chunk(
@@ -75,15 +116,12 @@ class GpuRows(Rows):
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
         again: bool = False,
-    ) -> tuple[Array, Array, np.ndarray]:
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """See `Rows.chunk`."""
-        members = np.asarray(clients, np.int64)
-        if int(self._first[-1] + 1) * self._row > self._bytes:
-            read_x, read_y, n = self.shards.chunk(members, rows, picked)
-            for slot in np.flatnonzero(n).tolist():
-                check(self.device, self.form, read_x[slot, : n[slot]], read_y[slot, : n[slot]])
-            return self._there(read_x), self._there(read_y), n
+        if not self._fit:
+            return super().chunk(clients, rows, picked, again=True)
         stored_x, stored_y = self._stored
+        members = np.asarray(clients, np.int64)
         index = np.full((len(members), rows), self._first[-1])  # the last row is of zeros
         n = np.zeros(len(members), np.int64)
         for slot in np.flatnonzero(members >= 0).tolist():
@@ -100,9 +138,6 @@ class GpuRows(Rows):
         y = stored_y.index_select(0, places).view(*index.shape, *stored_y.shape[1:])
         return x, y, n
 
-    def _there(self, array: np.ndarray) -> torch.Tensor:
-        return device.sent(torch.from_numpy(array), self.device)
-
     @cached_property
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N + 1, *shape] and y [N + 1] of all clients' rows, one client after another; the last
@@ -111,19 +146,21 @@ class GpuRows(Rows):
         form = self.form
         sizes = np.asarray(self.shards.sizes)
         total = int(self._first[-1])
-        dtypes = [
-            torch.int64 if whole else torch.float32 for whole in (form.tokens, form.target.classes)
-        ]
-        x = torch.zeros(total + 1, *form.shape, dtype=dtypes[0], device=self.device)
-        y = torch.zeros(total + 1, *form.target.shape, dtype=dtypes[1], device=self.device)
+        x, y = (
+            torch.zeros(
+                total + 1, *shape, dtype=torch.int64 if whole else torch.float32, device=self.device
+            )
+            for shape, whole in (
+                (form.shape, form.tokens),
+                (form.target.shape, form.target.classes),
+            )
+        )
         first = 0
-        while first < len(sizes):
-            end = first + 1
+        for end in range(1, len(sizes) + 1):
             # padded to the client with most rows
-            while end < len(sizes) and (
-                self._row * (end + 1 - first) * int(sizes[first : end + 1].max()) <= PIECE
-            ):
-                end += 1
+            padded = self._row * (end + 1 - first) * int(sizes[first : end + 1].max())
+            if end < len(sizes) and padded <= PIECE:
+                continue
             self._store(x, y, np.arange(first, end), sizes[first:end])
             first = end
         return x, y

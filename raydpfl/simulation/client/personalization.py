@@ -27,11 +27,11 @@ from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Local
 from raydpfl.models.shared_and_local import ParameterSplit
-from raydpfl.simulation.client.data_cache import check
+from raydpfl.simulation.client.actor_round import ChunkRound
+from raydpfl.simulation.client.data_cache import Rows
 from raydpfl.simulation.user_code import in_training
 from raydpfl.training.backends import REFERENCE, lacking
 from raydpfl.training.backends.base import Block, Starts
-from raydpfl.training.minibatches import batches, picked
 from raydpfl.training.trainer import Trainer
 
 # draws that no cohort has: of personal models, and of fine-tuning before an evaluation
@@ -91,13 +91,10 @@ class LocalParameters:
         updates[~local.isfinite().all(1)] = math.nan
         return Block(block.slots, updates, block.losses, local)
 
-    def train(
-        self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
-    ) -> torch.Tensor | None:
-        """Trains the personal models of `members` (int64 [C], -1 for all others) after the model,
-        float32 [d]. Returns those of the chunk's clients, float32 [C, count]; None: they have none.
+    def train(self, state: ChunkRound) -> None:
+        """Trains the personal models, if there are any, of the chunk's clients that have not failed
+        in a round.
         """
-        return None
 
     def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """The numbers of a client's model, float32 [D + b] (`raydpfl.models.trained`), from the
@@ -118,13 +115,23 @@ class Ditto(LocalParameters):
         every = ParameterSplit(torch.zeros(len(self.initial), dtype=torch.bool), 0)
         self.training = PersonalTraining(experiment, rule, shards, module, every)
 
-    def train(
-        self, model: torch.Tensor, chunk: Chunk, members: np.ndarray, t: int, seed: int
-    ) -> torch.Tensor | None:
-        """See `LocalParameters.train`."""
-        starts = Starts.at(self.before(chunk, np.arange(len(chunk.clients))), to_model=True)
-        personal = replace(chunk, draws=chunk.draws + PERSONAL)
-        return self.training.train(model, personal, members, starts, t, seed)
+    def train(self, state: ChunkRound) -> None:
+        """See `LocalParameters.train`. A model that is not finite counts as its client's failure,
+        which keeps the one that it had.
+        """
+        work = state.work
+        members = np.where(np.isnan(state.norms), -1, state.chunk.members)
+        before = state.local_parameters
+        starts = Starts.at(before, to_model=True)
+        personal = replace(state.chunk, draws=state.chunk.draws + PERSONAL)
+        model = state.actor.model
+        trained = self.training.train(model, personal, members, starts, work.t, work.seed)
+        finite = trained[state.index(state.slots)].isfinite().all(1).cpu().numpy()
+        for slot in state.slots[~finite].tolist():
+            detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
+            state.drop(slot, detail)
+            trained[slot] = before[slot]
+        state.local_parameters = trained
 
     def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """See `LocalParameters.whole_model`."""
@@ -149,9 +156,8 @@ class PersonalTraining:
         split: ParameterSplit,
     ):
         client = experiment.client
-        self.rule = rule
-        self.shards = shards
-        self.form = shards.form(experiment.data.task)
+        there = next(module.parameters()).device
+        self.rows = Rows(shards, shards.form(experiment.data.task), there)
         backends = [client.backend, *(["vmap"] if client.backend in STACKS else [])]
         needs = (rule, None, client.precision, split)
         able = [backend for backend in backends if not lacking(backend, *needs)]
@@ -160,7 +166,7 @@ class PersonalTraining:
             rule,
             backend=able[0] if able else REFERENCE,
             seed=experiment.seed,
-            device=next(module.parameters()).device,
+            device=there,
             user_defined=in_training(experiment),
             task=experiment.data.task,
             precision=client.precision,
@@ -188,46 +194,17 @@ class PersonalTraining:
         parts = []
         for first in range(0, len(chunk.clients), chunk.width):
             part = slice(first, first + chunk.width)
+            most = self.trainer.local.rows_used(self.rows.sizes(chunk.clients[part])).max()
+            some = replace(chunk.part(part), rows=max(1, int(most)))
             started = starts and Starts.at(starts.initial[part], starts.to_model)
-            who = chunk.clients[part], members[part], chunk.draws[part]
-            parts.append(self._chunk(model, *who, started, t))
+            blocks = self.rows.train(
+                self.trainer, model, some, members[part], t, again=True, starts=started
+            )
+            updates = {slot: update for block in blocks for slot, update, _ in block.clients()}
+            still = torch.zeros_like(model)
+            moved = [model + updates.get(slot, still) for slot in range(len(some.clients))]
+            parts.append(torch.stack(moved) if started is None else started.final)
         return torch.cat(parts)
-
-    def _chunk(
-        self,
-        model: torch.Tensor,
-        clients: np.ndarray,
-        members: np.ndarray,
-        draws: np.ndarray,
-        starts: Starts | None,
-        t: int,
-    ) -> torch.Tensor:
-        """As `train`, of one chunk, whose shape is that of all `clients`."""
-        sizes = np.where(clients < 0, 0, self.shards.sizes[clients])
-        rows = max(1, int(self.rule.rows_used(sizes).max()))
-        present = np.where(members < 0, 0, sizes)
-        index, batch_sizes = batches(
-            self.trainer.seed, t, members, draws, present, self.rule, rows=rows
-        )
-        wanted, index = picked(index, batch_sizes, present, self.rule)
-        x, y, n = self.shards.chunk(members, rows, wanted)
-        for slot in np.flatnonzero(n).tolist():
-            check(self.trainer.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
-        trained = self.trainer.chunk(
-            model,
-            *(x, y, n),
-            t=t,
-            clients=members,
-            draws=draws,
-            drawn=(index, batch_sizes, self.rule.step_counts(present)),
-            starts=starts,
-            planned=self.rule.step_counts(sizes),
-        )
-        updates = {int(slot): update for block in trained for slot, update, _ in block.clients()}
-        if starts is not None:
-            return starts.final
-        still = torch.zeros_like(model)
-        return torch.stack([model + updates.get(slot, still) for slot in range(len(clients))])
 
 
 class FineTuning:

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raydpfl.core.messages import Chunk
 from raydpfl.errors import RunError
 from raydpfl.models.hidden_state import changed, kept
-from raydpfl.simulation.client.actor_round import ActorRound
+from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining
 
 
@@ -44,7 +43,7 @@ class UserCodeWatch:
         self._state = self._python_state()
         what = ", ".join(changed(before, self._state)[:5])
         if not what and actor.sample:
-            what = self._difference(actor, *actor.sample)
+            what = self._difference(*actor.sample)
         if what:
             names = " or ".join(
                 f"{name}.kind {member.kind}"
@@ -57,11 +56,12 @@ class UserCodeWatch:
                 "buffers and its input alone, another member its arguments"
             )
 
-    def _difference(self, actor: ActorRound, chunk: Chunk, slot: int, update: torch.Tensor) -> str:
+    def _difference(self, state: ChunkRound, slot: int, update: torch.Tensor) -> str:
         """What differs when the client at this slot is trained a second time; empty: nothing."""
-        alone = replace(chunk, slot=slot)
-        for block in self._training.train(actor, alone, alone.members):
+        alone = replace(state.chunk, slot=slot)
+        for block in self._training.train(state.of(alone), alone.members, apart=True):
             repeated = block.updates[0].cpu().numpy()
             if not np.array_equal(repeated, update.cpu().numpy(), equal_nan=True):
-                return f"client {chunk.clients[slot]}, trained again, gives another update"
+                client = state.chunk.clients[slot]
+                return f"client {client}, trained again, gives another update"
         return ""
