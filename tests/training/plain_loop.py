@@ -5,6 +5,7 @@ with torch.optim in double, sample by sample where gradients are clipped.
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -348,6 +349,22 @@ class Nesterov(Local):
         return x - at.lr * (gradient + self.beta * velocity), velocity
 
 
+class Kept:
+    """What nobody else can look into."""
+
+    def __init__(self, velocity):
+        self.velocity = velocity
+
+
+class ClosedState(Nesterov):
+    def fresh(self, x):
+        return Kept(torch.zeros_like(x))
+
+    def step(self, x, gradient, state, at):
+        x, velocity = super().step(x, gradient, state.velocity, at)
+        return x, Kept(velocity)
+
+
 class OwnAdam(Local):
     def fresh(self, x):
         return torch.zeros_like(x), torch.zeros_like(x)
@@ -402,6 +419,7 @@ CORRECTED: dict[str, Local] = {
     "full signs": Signs(steps=4, batch="full", lr=0.02),
     "normalized": Normalized(lr=0.3, lr_decay=0.9, **FIVE),
     "nesterov": Nesterov(lr=0.1, **FIVE),
+    "closed state": ClosedState(lr=0.1, **EPOCHS),
     "own adam": OwnAdam(lr=0.05, **FIVE),
     "drawn": Drawn(lr=0.2, **FIVE),
     "signed momentum": SignedMomentum(
@@ -461,6 +479,13 @@ def sample_gradients(module: nn.Module, x, y) -> torch.Tensor:
     module = copy.deepcopy(module).double().train()
     x, y = x.double(), y.double() if y.is_floating_point() else y
     return torch.stack([gradient_of(module, x[k : k + 1], y[k : k + 1])[0] for k in range(len(x))])
+
+
+@cache
+def bound(name: str) -> float:
+    """About the median norm of samples' gradients of a module."""
+    x, y = rows()
+    return float(sample_gradients(made(name), x[0], y[0]).norm(dim=1).quantile(0.45))
 
 
 def plain_loop(module, local: Local, x, y, index, clip=None, noise=None, correction=None):

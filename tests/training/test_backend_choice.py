@@ -31,7 +31,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.core import native
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Adam, Scaffold, Sgd
+from raydpfl.methods.local import Adam, Sam, Scaffold, Sgd
 from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, validation
 from raydpfl.training.backend_choice import choose_backend
@@ -320,6 +320,7 @@ def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
         ("mlp", Sgd(steps=32, batch="full"), None, "compiled"),
         ("mlp", Sgd(steps=32), 1.0, "compiled"),
         ("mlp", Scaffold(steps=10, batch=64), None, "fused"),
+        ("mlp", Sam(), None, "vmap"),
         ("cnn", Sgd(), None, "convolutional"),
         ("cnn", Sgd(), 1.0, "convolutional"),
         ("dp_cnn", Sgd(), 1.0, "layerwise"),
@@ -440,16 +441,6 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
         choose_backend(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-        self.last = nn.Linear(5, CLASSES)
-
-    def forward(self, x):
-        return self.last(self.lstm(x[:, 0])[0][:, -1])
-
-
 class Overwrites(nn.Module):
     """Changes a layer's input after the layer has seen it, and made a padded copy."""
 
@@ -491,7 +482,7 @@ class Unused(nn.Module):
 @pytest.mark.parametrize(
     "kind,reason",
     [
-        (Recurrent, "LSTM takes or gives more than tensors"),
+        (Scanned, "LSTM takes or gives more than tensors"),
         (Overwrites, "the input of Conv2d is changed in place after it"),
         (SamplesSecond, "the first axis of Linear's input is not that of the samples"),
         (Unused, "Linear is not called"),

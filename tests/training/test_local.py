@@ -28,11 +28,9 @@ from plain_loop import (
 from torch import nn
 
 from raydpfl import models
-from raydpfl.config.registry import choose
 from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import Purpose, torch_stream
-from raydpfl.errors import ConfigError
-from raydpfl.methods.local import FAMILY, Local, Scaffold, Sgd
+from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.training.backends import base, compiled
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
@@ -173,17 +171,6 @@ def test_a_learning_rate_beyond_all_measure_gives_updates_that_are_not_finite(ba
 
 
 @pytest.mark.parametrize("backend", ["compiled", "fused", "vmap", "loop"])
-def test_a_client_without_rows_sends_nothing(backend):
-    module = made("relu mlp")
-    x, y = rows()
-    got = train(backend, module, METHODS["all"], x, y, clients=[2, 5, 5, 7, 30])
-    assert list(got) == [0, 1, 2, 3, 4]
-    assert torch.equal(got[3][0], torch.zeros(models.parameter_count(module))) and np.isnan(
-        got[3][1]
-    )
-
-
-@pytest.mark.parametrize("backend", ["compiled", "fused", "vmap", "loop"])
 def test_a_label_that_the_model_does_not_know_is_an_error(backend):
     x, y = rows()
     y[0, 3] = CLASSES
@@ -191,45 +178,10 @@ def test_a_label_that_the_model_does_not_know_is_an_error(backend):
         train(backend, made("relu mlp"), METHODS["full"], x, y)
 
 
-# ------------------------------------------------------------------------------------------------
-# batches
-
-
-# ------------------------------------------------------------------------------------------------
-# which backend
-
-
-@pytest.mark.parametrize(
-    "values,field",
-    [
-        ({"steps": 0}, "local.steps"),
-        ({"batch": 0}, "local.batch"),
-        ({"batch": "half"}, "local.batch"),
-        ({"lr": -1}, "local.lr"),
-        ({"lr": float("nan")}, "local.lr"),
-        ({"momentum": 1.0}, "local.momentum"),
-        ({"weight_decay": -0.1}, "local.weight_decay"),
-        ({"lr_decay": 0.9, "schedule": "inverse_sqrt"}, "local.lr_decay"),
-        ({"lr_deacy": 0.9}, "local.lr_deacy"),
-        ({"proximal": -0.1}, "local.proximal"),
-        ({"kind": "scaffold", "momentum": 0.5}, "local.momentum"),
-        ({"kind": "scaffold", "proximal": 0.5}, "local.proximal"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name(values, field):
-    with pytest.raises(ConfigError) as refused:
-        choose("local", {"kind": "sgd", **values}, FAMILY, Local)
-    assert refused.value.field.startswith(field) and "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize("backend", ["fused", "loop"])
 def test_noise_on_gradients_that_nothing_bounds_is_refused(backend):
     with pytest.raises(ValueError, match="clipped per sample"):
         train(backend, made("softmax"), Sgd(), *rows(), stds=np.ones(5))
-
-
-# ------------------------------------------------------------------------------------------------
-# scaffold
 
 
 def known(own, shared, lr: float) -> View:

@@ -247,21 +247,3 @@ def test_rows_are_taken_for_a_basis_only_where_it_is_exact():
             assert np.abs(basis @ basis.T - np.eye(len(alive))).max() < 1e-8
             assert np.allclose(lower @ lower.T, x @ x.T, rtol=1e-12)
         x[4] = generator.standard_normal(9)
-
-
-@pytest.mark.parametrize("name", ["softmax", "mlp"])
-def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(name):
-    module, x, y = made(name)
-    start = models.flatten(module)
-    clipped = np.empty(5)
-    keyed = {"t": ROUND, "draws": DRAWS, "stds": STDS}
-    for local in LOCALS.values():
-        trainer = trainer_of(module, local, y, CLIP)
-        chunk = trainer.chunk(start, x, y, SIZES, clients=CLIENTS, **keyed, clipped=clipped)
-        together = {slot: update for block in chunk for slot, update, _ in block.clients()}
-        assert (clipped[[0, 1, 2, 4]] > 0).all() and np.isnan(clipped[3])
-        for slot, update in together.items():
-            keep = np.arange(5) == slot
-            alone = np.where(keep, CLIENTS, -1)
-            (block,) = trainer.chunk(start, x, y, np.where(keep, SIZES, 0), clients=alone, **keyed)
-            assert torch.equal(block.updates[0], update)

@@ -212,27 +212,6 @@ def test_the_best_round_of_a_regression_is_that_of_the_least_loss(tmp_path):
     assert "best_test_accuracy" not in result.summary
 
 
-def test_a_run_that_holds_rows_out_trains_as_one_that_never_had_them(tmp_path):
-    """The rest of the rows as a table of the user's own: the same bits."""
-    plain = {"noise": {"kind": "none"}, "selection": {"kind": "uniform", "cohort": 20}}
-    synthetic = {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 50}
-    asked = experiment(data=synthetic, evaluate=HALF, **plain)
-    result = run(asked, tmp_path / "out")
-    opened = Shards.open(resolve(asked).shards)
-    x, y, n = opened.chunk(np.arange(30), int(opened.sizes.max()))
-    own = np.arange(x.shape[1]) < n[:, None]
-    who = np.repeat(np.arange(30), n)
-    test_x, test_y = next(opened.test(50))
-    np.savez(tmp_path / "train.npz", x=x[own], y=y[own], who=who)
-    np.savez(tmp_path / "test.npz", x=test_x, y=test_y, who=np.zeros(50, int))
-    table = {"kind": "table", "x": "x", "y": "y", "client": "who"}
-    table |= {name: str(tmp_path / f"{name}.npz") for name in ("train", "test")}
-    table["partition"] = {"kind": "natural"}
-    rest = run(experiment(data=table, **plain), tmp_path / "rest")
-    assert result.summary["model_sha256"] == rest.summary["model_sha256"]
-    assert result.summary["test_loss"] == rest.summary["test_loss"]
-
-
 def test_the_sizes_that_are_left_are_those_that_count(tmp_path):
     samples = {"kind": "per_sample_clip", "bound": 1.0}
     noise = {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5}
@@ -301,11 +280,6 @@ def test_measuring_after_the_last_round_is_told_without_the_name_of_a_measure():
                 display.measure(done, 4)
 
     assert said(show).splitlines() == [f"measuring: {part}%" for part in (0, 25, 50, 75, 100)]
-
-
-def test_a_run_that_looks_at_the_test_set_reads_it(untouched, tmp_path):
-    with pytest.raises((AssertionError, RunError), match="a test row was read"):
-        run(experiment(evaluate=HALF), tmp_path / "out")
 
 
 def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkeypatch):
