@@ -15,6 +15,7 @@ import json
 import logging
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,26 +27,33 @@ import pyarrow as pa
 
 from raydpfl.core.messages import State
 from raydpfl.errors import RunError
+from raydpfl.simulation.client_state import ClientStates
 from raydpfl.storage.run_files import Extent, clear, replace_file, writing
 
 KEEP = 2  # checkpoints
 log = logging.getLogger("raydpfl")
 
 
+@dataclass
+class RunState:
+    """Everything that determines the coming rounds of a run."""
+
+    t: int  # rounds done; the round to come
+    model: np.ndarray  # float32 [d]
+    bound: float | None  # in force in that round
+    states: dict[str, State]  # the state of every member, by the name of its section
+    memory: ClientStates = field(default_factory=lambda: ClientStates({}, {}))  # what clients keep
+    seconds: float = 0.0  # spent so far, over all resumes
+    participations: Counter = field(default_factory=Counter)  # client -> times drawn
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that determines what comes after `round` rounds."""
+    """The state of a run after some rounds, as it is stored."""
 
-    round: int  # rounds done
-    model: np.ndarray  # float32 [d]
-    states: dict[str, State]  # the state of every member, by the name of its section
-    bound: float | None  # in force in the coming round
-    seconds: float  # spent so far, over all resumes
-    participations: np.ndarray  # int64 [clients seen, 2]: client, times drawn
-    members: dict[str, np.ndarray]  # by member, int64 [m]: the clients with state
-    memory: dict[str, np.ndarray]  # by member, float32 [m, d]: what
+    state: RunState
     origin: dict[str, str]  # what else the bits depend on: data, versions
-    tables: dict[str, Extent] = field(default_factory=dict)  # by name: how far it reaches
+    tables: dict[str, Extent]  # by name: how far it reaches
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
@@ -55,19 +63,21 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
+    state = checkpoint.state
     facts: dict[str, Any] = {
-        "round": checkpoint.round,
-        "bound": checkpoint.bound,
-        "seconds": checkpoint.seconds,
+        "round": state.t,
+        "bound": state.bound,
+        "seconds": state.seconds,
         "origin": checkpoint.origin,
         "tables": {name: asdict(extent) for name, extent in checkpoint.tables.items()},
     }
-    arrays = {"model": checkpoint.model, "participations": checkpoint.participations}
-    groups = {"members": checkpoint.members, "memory": checkpoint.memory, **checkpoint.states}
-    for group, values in groups.items():
+    seen = np.array(sorted(state.participations.items()), np.int64).reshape(-1, 2)
+    arrays = {"model": state.model, "participations": seen}
+    members, memory = state.memory.arrays()
+    for group, values in {"members": members, "memory": memory, **state.states}.items():
         arrays |= {f"{group}.{name}": value for name, value in values.items()}
     facts["check"] = _check(facts, arrays)
-    path = folder / f"round-{checkpoint.round:08d}.npz"
+    path = folder / f"round-{state.t:08d}.npz"
     stored = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
     # numpy's stub takes what ** gives for its flag allow_pickle
     replace_file(path, lambda part: np.savez(part, **stored))  # type: ignore[arg-type]
@@ -150,19 +160,27 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
-        arrays = {name: every[name] for name in ("model", "participations")}
-        groups: dict[str, dict[str, np.ndarray]] = {"members": {}, "memory": {}}
-        for name, array in every.items():
-            group, _, rest = name.rpartition(".")
-            if group:
-                groups.setdefault(group, {})[rest] = array
+    intact = check == _check(facts, every)
+    groups: dict[str, dict[str, np.ndarray]] = {"members": {}, "memory": {}}
+    for name, array in every.items():
+        group, _, rest = name.rpartition(".")
+        if group:
+            groups.setdefault(group, {})[rest] = array
     members = groups.pop("members")
     memory = groups.pop("memory")
     if members.keys() != memory.keys():
         raise ValueError("what it holds of clients' memory is not whole")
-    intact = check == _check(facts, every)
-    facts["tables"] = {name: Extent(**extent) for name, extent in facts["tables"].items()}
-    return Checkpoint(**facts, **arrays, states=groups, members=members, memory=memory), intact
+    state = RunState(
+        facts["round"],
+        every["model"],
+        facts["bound"],
+        groups,
+        ClientStates(members, memory),
+        facts["seconds"],
+        Counter(dict(every["participations"].tolist())),
+    )
+    tables = {name: Extent(**extent) for name, extent in facts["tables"].items()}
+    return Checkpoint(state, facts["origin"], tables), intact
 
 
 def _check(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:

@@ -27,11 +27,12 @@ from raydpfl.methods.noise import SideQuery
 from raydpfl.methods.probes import Finished, Round
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import provenance, sampling_monitor, scheduler
+from raydpfl.simulation.checkpoint import RunState
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
-from raydpfl.simulation.recorder import Recorder, joined
-from raydpfl.simulation.run_state import RunState, take_up
+from raydpfl.simulation.recorder import Recorder, joined, open_tables
+from raydpfl.simulation.resume import started, take_up
 from raydpfl.storage.run_files import Clock
 
 
@@ -68,27 +69,28 @@ class Coordinator:
 
     def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
-        self.record = Recorder(self.plan, self.out)
-        checkpoint = take_up(
-            self.plan, self.out, self.record.tables, self._resume, self._fresh_noise
-        )
-        self.plan, self.accounts, state = checkpoint
+        tables = open_tables(self.plan, self.out)
+        taken = take_up(self.plan, self.out, tables, self._resume, self._fresh_noise)
+        self.plan, self.accounts, state = taken
         plan = self.plan
         self.ledger = self.accounts.ledger
         self.problem = plan.problem(self.shards)
-        self.state = state or RunState.first(plan, models.flatten(self.problem.module).numpy())
+        model = models.flatten(self.problem.module).numpy()
+        bound = self.experiment.bounding.initial_bound
+        self.state = state or RunState(0, model, bound, started(plan))
         std = plan.sum_std if plan.mechanism else None
         self.noise = MonitoredNoise(
             self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
         )
         self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
-        # what the bits depend on, before anything is released
-        if self._fresh_noise or not self.state.t:
-            self.record.snapshot(self.state)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), plan.platform)
         self.pool = self._pool or Inline(self.experiment, str(plan.shards))
-        self.record.begin(plan, self.pool, self.state, self.problem, self.survey)
+        facts = (self.state, self.pool, self.problem, self.survey)
+        self.record = Recorder(plan, self.out, tables, *facts)
+        # what the bits depend on, before anything is released
+        if self._fresh_noise or not self.state.t:
+            self.record.save(copies=False)
         self._added: np.ndarray | None = None  # the server's noise of the current round
 
     def round(self) -> dict[str, Any]:
@@ -258,9 +260,8 @@ class Coordinator:
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
         state = self.state
-        run = Finished(
-            self.out, self.problem, state.model, self.plan.mechanism, state.participations
-        )
+        mechanism = self.plan.mechanism
+        run = Finished(self.out, self.problem, state.model, mechanism, state.participations)
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:

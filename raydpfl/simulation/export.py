@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models, storage
 from raydpfl.config.registry import importing, refuse_code, unread
-from raydpfl.core.messages import LOCAL_PART
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.models import tasks, weights
@@ -95,13 +93,12 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
 def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     """What a client has of its own, float32 [own]. Raises `ConfigError`."""
     last = checkpoint(folder / CHECKPOINTS)
-    members = last.members.get(LOCAL_PART, np.empty(0, np.int64)) if last else np.empty(0, np.int64)
-    place = np.flatnonzero(members == client)
-    if last is None or not len(place):
-        some = ", ".join(map(str, sorted(members.tolist())[:5])) + ", ..." * (len(members) > 5)
-        expected = f"one of the {len(members):,} clients of {run} with a model of its own ({some})"
+    own = last.state.memory.own if last else {}
+    if client not in own:
+        some = ", ".join(map(str, sorted(own)[:5])) + ", ..." * (len(own) > 5)
+        expected = f"one of the {len(own):,} clients of {run} with a model of its own ({some})"
         raise ConfigError("client", client, expected)
-    return torch.from_numpy(last.memory[LOCAL_PART][int(place[0])])
+    return torch.from_numpy(own[client])
 
 
 def _read(name: str) -> bool:

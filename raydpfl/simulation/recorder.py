@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import column, holding, in_words
 from raydpfl.simulation import evaluation
-from raydpfl.simulation.checkpoint import save
+from raydpfl.simulation.checkpoint import Checkpoint, RunState, save
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.privacy_budget import Account
 from raydpfl.simulation.provenance import capability
-from raydpfl.simulation.run_state import RunState
 from raydpfl.storage.run_files import Clock, Dropped, Pace
 from raydpfl.storage.tables import StoredTable, schema
 
@@ -54,69 +53,86 @@ def joined(results: Iterable[ChunkResult]) -> Columns:
     return {name: values[order] for name, values in columns.items()}
 
 
+def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
+    """The tables of a run in its directory, by name."""
+    experiment = plan.experiment
+    probes = experiment.measure
+    metric = experiment.evaluate.per_client
+    noisy = experiment.noise.client_std(1.0, 1) > 0
+    of_clients = (*CLIENT_COLUMNS, *(name for probe in probes for name in probe.columns(noisy)))
+    columns: dict[str, Sequence[str]] = {
+        "rounds": [
+            *("round", "cohort", "train_loss", *experiment.scores),
+            *(column(name) for name in (plan.named if plan.mechanism else ())),
+            *("bound", "noise_std", "clipped", "norm_mean", "norm_p10", "norm_p50", "norm_p90"),
+            *("update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"),
+            *(name for probe in probes for name in probe.values()),
+            *(f"seconds_{phase}" for phase in PHASES),
+            *("seconds", "clients_per_second"),
+        ]
+    }
+    for probe in probes:
+        columns |= probe.tables(of_clients)
+    if experiment.evaluate.histogram:
+        columns["client_histogram"] = ["round", "low", "high", "count", "share"]
+    elif metric:
+        columns["client_scores"] = ["round", "client", metric.name]
+    for rows in dict.fromkeys(metric_columns.set_of(name) for name in experiment.given):
+        for scored in experiment.metrics if rows != metric_columns.CLIENT else ():
+            if scored.columns():
+                columns[f"{rows}_{scored.name}"] = ["round", *scored.columns()]
+    return {name: StoredTable(out, name, schema(names)) for name, names in columns.items()}
+
+
 class Recorder:
-    """Writes the tables, checkpoints and other files of the run in the directory `out`."""
+    """Writes the tables, checkpoints and other files of a run.
 
-    def __init__(self, plan: Plan, out: Path):
-        self.plan = plan
-        self.out = out
-        self.probes = plan.experiment.measure
-        self.scores = plan.experiment.scores
-        self.evaluated = plan.experiment.given
-        self.rounds = StoredTable(out, "rounds", schema(self._columns()))
-        self.tables: dict[str, StoredTable] = {"rounds": self.rounds}
-        per_client = self._client_columns()
-        for probe in self.probes:
-            for name, columns in probe.tables(per_client).items():
-                self.tables[name] = StoredTable(out, name, schema(columns))
-        for name, columns in _cells(plan).items():
-            self.tables[name] = StoredTable(out, name, schema(columns))
-        self._client_rss = 0.0
+    Args:
+        plan: of the rounds to come.
+        out: the run directory.
+        tables: as `open_tables` gives them, at the rounds that are done.
+        state: of the run, which the coordinator updates.
+        pool: its clients.
+        problem: what it solves.
+        survey: `Coordinator.survey`.
+    """
 
-    def _columns(self) -> list[str]:
-        """The columns of the rounds table."""
-        names = ["round", "cohort", "train_loss", *self.scores]
-        names += [column(name) for name in (self.plan.named if self.plan.mechanism else ())]
-        names += ["bound", "noise_std", "clipped"]
-        names += ["norm_mean", "norm_p10", "norm_p50", "norm_p90"]
-        names += ["update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"]
-        names += [name for probe in self.probes for name in probe.values()]
-        return [*names, *(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
-
-    def _client_columns(self) -> tuple[str, ...]:
-        """The columns of the clients table."""
-        noisy = self.plan.experiment.noise.client_std(1.0, 1) > 0
-        return (*CLIENT_COLUMNS, *(name for probe in self.probes for name in probe.columns(noisy)))
-
-    def begin(
+    def __init__(
         self,
         plan: Plan,
-        pool: Pool,
+        out: Path,
+        tables: dict[str, StoredTable],
         state: RunState,
+        pool: Pool,
         problem: Problem,
         survey: Callable[[int, np.ndarray], np.ndarray],
-    ) -> None:
-        """Opens what grows with the run, at this state, which the coordinator updates. `plan` is
-        that of the rounds to come, and `survey` is `Coordinator.survey`.
-        """
+    ):
+        experiment = plan.experiment
         self.plan = plan
+        self.out = out
+        self.tables = tables
+        self.rounds = tables["rounds"]
         self.state = state
-        self._survey = survey
         self.pool = pool
+        self._survey = survey
+        self.probes = experiment.measure
+        self.scores = experiment.scores
+        self.evaluated = experiment.given
+        self._client_rss = 0.0
         self._pace = Pace()
         self._measuring: Iterator[tuple[int, int]] | None = None
         self._measured: dict[str, Any] = {}  # of the finished run, by probe
         self._progress = 1, 1
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
-        if plan.experiment.evaluate.stop:
+        if experiment.evaluate.stop:
             for row in self.rounds.arrow().select([*self.evaluated]).to_pylist():
                 self._judge(row)
-        self.dropped = Dropped(self.out / "dropped.jsonl", state.t)
-        followed = [probe.follow(self.out, self.plan.d, state.t) for probe in self.probes]
+        self.dropped = Dropped(out / "dropped.jsonl", state.t)
+        followed = [probe.follow(out, plan.d, state.t) for probe in self.probes]
         self._followers = [follower for follower in followed if follower is not None]
         self.follow()
-        assessing = [probe.assess(problem, self.out) for probe in self.probes]
+        assessing = [probe.assess(problem, out) for probe in self.probes]
         self._assessing = [probe for probe in assessing if probe is not None]
 
     def follow(self) -> None:
@@ -235,20 +251,17 @@ class Recorder:
         return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
 
     def save(self, copies: bool = True) -> None:
-        """Writes the tables and a checkpoint to disk; without `copies`, Parquet files only when
-        due.
+        """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of;
+        without `copies`, Parquet files only when due.
         """
         began = time.monotonic()
-        self.snapshot(self.state)
+        tables = {name: table.flush() for name, table in self.tables.items()}
+        checkpoint = Checkpoint(self.state, self.plan.origin(), tables)
+        save(self.out / "checkpoints", checkpoint)
+        storage.push(self.out)
         for table in self.tables.values() if copies else ():
             table.copy()
         self._pace.took(time.monotonic() - began)
-
-    def snapshot(self, state: RunState) -> None:
-        """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of."""
-        tables = {name: table.flush() for name, table in self.tables.items()}
-        save(self.out / "checkpoints", state.checkpoint(self.plan, tables))
-        storage.push(self.out)
 
     def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
         """Continues, for about so many seconds, what is measured of a finished run.
@@ -313,22 +326,6 @@ class Recorder:
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
         }
-
-
-def _cells(plan: Plan) -> dict[str, list[str]]:
-    """The tables that metrics write, by name, and their columns."""
-    experiment = plan.experiment
-    sets = dict.fromkeys(metric_columns.set_of(name) for name in experiment.given)
-    metric = experiment.evaluate.per_client
-    own = {"client_scores": ["round", "client", metric.name]} if metric else {}
-    if experiment.evaluate.histogram:
-        own = {"client_histogram": ["round", "low", "high", "count", "share"]}
-    return own | {
-        f"{rows}_{metric.name}": ["round", *metric.columns()]
-        for rows in sets
-        for metric in experiment.metrics
-        if metric.columns() and rows != metric_columns.CLIENT
-    }
 
 
 def _at(t: int, columns: Columns) -> Columns:

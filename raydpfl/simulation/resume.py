@@ -1,19 +1,16 @@
-"""The state of a run, and whether it can continue from there.
+"""Whether a run can continue, and from where.
 
-The coordinator begins with `take_up`: it finds the newest checkpoint that the run can continue
-from, and refuses one that another run has written or that the ledger contradicts.
+Before anything starts `check_same_run` compares configs. The coordinator begins with `take_up`: it
+finds the newest checkpoint that the run can continue from, and refuses one that another run has
+written or that the ledger contradicts.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from raydpfl.config.registry import choose
 from raydpfl.config.yaml import read
@@ -23,52 +20,10 @@ from raydpfl.experiment import Experiment
 from raydpfl.methods import noise
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
-from raydpfl.simulation.checkpoint import Checkpoint, load
-from raydpfl.simulation.client_state import ClientStates
+from raydpfl.simulation.checkpoint import Checkpoint, RunState, load
 from raydpfl.simulation.plan import FREE, SHOWS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
-from raydpfl.storage.run_files import Extent
 from raydpfl.storage.tables import StoredTable
-
-
-@dataclass
-class RunState:
-    """Everything that determines the coming rounds of a run."""
-
-    t: int  # rounds done; the round to come
-    model: np.ndarray  # float32 [d]
-    bound: float | None  # in force in that round
-    states: dict[str, State]  # the state of every member, by the name of its section
-    memory: ClientStates = field(default_factory=lambda: ClientStates({}, {}))  # what clients keep
-    seconds: float = 0.0  # spent so far, over all resumes
-    participations: Counter = field(default_factory=Counter)  # client -> times drawn
-
-    @classmethod
-    def of(cls, plan: Plan, checkpoint: Checkpoint) -> RunState:
-        return cls(
-            checkpoint.round,
-            checkpoint.model,
-            checkpoint.bound,
-            {name: checkpoint.states.get(name, {}) for name in started(plan)},
-            ClientStates(checkpoint.members, checkpoint.memory),
-            checkpoint.seconds,
-            Counter(dict(checkpoint.participations.tolist())),
-        )
-
-    @classmethod
-    def first(cls, plan: Plan, model: np.ndarray) -> RunState:
-        """The state before the first round, with this model, float32 [d]."""
-        return cls(0, model, plan.experiment.bounding.initial_bound, started(plan))
-
-    def checkpoint(self, plan: Plan, tables: dict[str, Extent]) -> Checkpoint:
-        members, memory = self.memory.arrays()
-        count = len(self.participations)
-        seen = np.empty((count, 2), np.int64)
-        seen[:, 0] = np.fromiter(self.participations.keys(), np.int64, count)
-        seen[:, 1] = np.fromiter(self.participations.values(), np.int64, count)
-        seen = seen[np.argsort(seen[:, 0])]
-        held = (self.t, self.model, self.states, self.bound, self.seconds, seen, members, memory)
-        return Checkpoint(*held, plan.origin(), tables)
 
 
 def take_up(
@@ -91,13 +46,19 @@ def take_up(
         RunError: the run directory contradicts itself, or it would be another run.
     """
     ledger = Ledger(out / "ledger.jsonl", resume=resume)
-    checkpoint = newest(out, tables) if resume else None
-    restart_round = (checkpoint.round if checkpoint else 0) if fresh_noise else None
+
+    def read_rows(checkpoint: Checkpoint) -> None:
+        for name, table in tables.items():
+            table.read(checkpoint.tables[name])
+
+    checkpoint = load(out / "checkpoints", read_rows) if resume else None
+    restart_round = (checkpoint.state.t if checkpoint else 0) if fresh_noise else None
     plan = plan.continued(ledger.segments, restart_round)
     account = Account(plan, ledger)
     if checkpoint is None:
         return plan, account, None
-    state = RunState.of(plan, checkpoint)
+    state = checkpoint.state
+    state.states = {name: state.states.get(name, {}) for name in started(plan)}
     check_origin(plan, checkpoint.origin, fresh_noise)
     account.verify(state.t, state.bound)
     for name, table in tables.items():
@@ -115,16 +76,6 @@ def started(plan: Plan) -> dict[str, State]:
     }
     members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
     return {name: member.start(plan.d) for name, member in members.items()}
-
-
-def newest(out: Path, tables: Mapping[str, StoredTable]) -> Checkpoint | None:
-    """The newest sound checkpoint in the run directory `out`."""
-
-    def read_rows(checkpoint: Checkpoint) -> None:
-        for name, table in tables.items():
-            table.read(checkpoint.tables[name])
-
-    return load(out / "checkpoints", read_rows)
 
 
 def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
@@ -158,24 +109,23 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
             "--resume", str(folder), f"the directory of a run; its config.yaml is {problem}"
         )
     longer = _more_rounds(experiment, stored, folder)
-    for section, value in asked.items():
-        before = stored.get(section)
-        if section == "rounds" and longer:
-            continue
-        if isinstance(value, dict) and isinstance(before, dict):
-            free = FREE.get(section, set()) | (
-                {"rounds"} if longer and section == "noise" else set()
-            )
-            for key in value.keys() | before.keys():
-                if value.get(key) != before.get(key) and key not in free:
-                    raise ConfigError(
-                        f"{section}.{key}",
-                        value.get(key),
-                        f"{before.get(key)!r}, as in the run to be resumed",
-                    )
-        elif section not in SHOWS and value != before:
-            more = " or more" if section == "rounds" else ""
-            raise ConfigError(section, value, f"{before!r}{more}, as in the run to be resumed")
+    free = {f"{section}.{key}" for section, keys in FREE.items() for key in keys} | {*SHOWS}
+    free |= {"rounds", "noise.rounds"} if longer else set()
+    now, before = (_keys(tree) for tree in (asked, stored))
+    for key in dict.fromkeys([*now, *before]):
+        if now.get(key) != before.get(key) and key not in free:
+            more = " or more" if key == "rounds" else ""
+            expected = f"{before.get(key)!r}{more}, as in the run to be resumed"
+            raise ConfigError(key, now.get(key), expected)
+
+
+def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config by section, or where a section has keys by these."""
+    keys: dict[str, Any] = {}
+    for section, value in tree.items():
+        inner = value if isinstance(value, dict) else {}
+        keys |= {f"{section}.{key}": inner[key] for key in inner} or {section: value}
+    return keys
 
 
 def _more_rounds(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
