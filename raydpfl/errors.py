@@ -182,9 +182,14 @@ def brief(text: str) -> str:
     return f"{shown}\n{MORE}" if more else shown
 
 
+def one_line(error: BaseException) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def in_line(error: BaseException) -> str:
     """An exception, and where it was raised in user-defined code, in one line."""
-    what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    what = one_line(error)[:200]
     theirs = frames_of_user(error)
     if not theirs:
         return what

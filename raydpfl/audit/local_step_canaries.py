@@ -35,7 +35,7 @@ from raydpfl.audit.canaries import CanaryRun, carried_out
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data import Buffers, RowRequest, Shards
+from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, rigorous
@@ -162,14 +162,12 @@ class CanaryRows:
         self.prefetch = shards.reader.prefetch
         self.release = shards.reader.release
 
-    def read(self, x: np.ndarray, y: np.ndarray, request: RowRequest, buffers: Buffers) -> None:
-        """As `RowReader.read`."""
-        self._reader.read(x, y, request, buffers)
-        for slot, client in enumerate(request.clients.tolist()):
-            if client < 0 or self._canaries.part(client) is None:
-                continue
-            for into, values in zip((x, y), self._canaries.rows(client), strict=True):
-                into[slot, : request.counts[slot]] = values[request.rows(slot)]
+    def rows(self, client: int, picked: np.ndarray | None) -> Samples:
+        """As `RowReader.rows`."""
+        if self._canaries.part(client) is None:
+            return self._reader.rows(client, picked)
+        x, y = self._canaries.rows(client)
+        return (x, y) if picked is None else (x[picked], y[picked])
 
 
 class SampleCanaryRun(CanaryRun):

@@ -756,7 +756,7 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
     other = [name for name in tree if name != "data"]
     if other:
         raise ConfigError(other[0], tree[other[0]], "fields of data alone, as in data.y=price")
-    suggestion = data.suggest(files, tree["data"], data_root)
+    suggestion = data.Suggestion(files, tree["data"], data_root)
     Experiment.from_dict(suggestion.tree)
     notes = [*suggestion.notes, *(f"warning: {warning}" for warning in suggestion.warnings)]
     return "".join(f"# {note}\n" for note in notes) + dump(suggestion.tree)

@@ -26,20 +26,20 @@ from raydpfl.config.registry import choose, is_path, user_class
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
-from raydpfl.data.row_readers import Buffers, RowReader, RowRequest
+from raydpfl.data.row_readers import Buffers, RowReader
 from raydpfl.data.shard_writer import prepare
 from raydpfl.data.shards import Shards
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
 from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split
-from raydpfl.data.suggestion import Suggestion, suggest
+from raydpfl.data.suggestion import Suggestion
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
 
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Buffers", "Data", "InMemoryData", "Maker",
-    "Partition", "RowReader", "RowRequest", "Samples", "Shards", "Sizes", "Split", "Suggestion",
-    "catalogue", "describe", "fetch", "load", "parse", "prepare", "suggest",
+    "Partition", "RowReader", "Samples", "Shards", "Sizes", "Split", "Suggestion",
+    "catalogue", "describe", "fetch", "load", "parse", "prepare",
 ]  # fmt: skip
 
 

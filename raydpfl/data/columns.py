@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import check_memory, find_file
 
 KINDS = "a CSV, JSON lines, Parquet, Arrow or NPZ file"
@@ -27,32 +27,50 @@ class Columns(dict[str, Any]):
     rows are called in messages, where they have names; else by their numbers, from 0.
     """
 
-    def __init__(self, name: str, columns: Mapping[str, Any]):
+    def __init__(
+        self, name: str, columns: Mapping[str, Any], part: str = "train", rows: Sequence[str] = ()
+    ):
         super().__init__(columns)
         self.name = name
-        self.part = "train"
+        self.part = part
         self.names: dict[str, tuple[str, ...]] = {}
-        self.rows: Sequence[str] = ()
+        self.rows = rows
 
 
-def read_columns(path: Path) -> Columns:
-    """The columns of a file; raises whatever its reader does, ValueError for a file that is not of
-    `KINDS` or has a column twice, and MemoryError for one whose columns are larger than the memory
-    that is free.
+def read_columns(field: str, name: str, root: Path | None, part: str = "train") -> Columns:
+    """The columns of the file `name`: absolute, or relative to the data root or the working folder.
+
+    Args:
+        field: of the config, for messages.
+        name: of the file.
+        root: of data (None: RAYDPFL_DATA).
+        part: what its rows are for.
+
+    Raises:
+        ConfigError: it is not there, or cannot be read.
     """
-    if path.suffix == ".npz":
-        return _npz(path)
-    if path.suffix not in READERS:
-        raise ValueError(f"its name ends in none of {', '.join([*READERS, '.npz'])}")
-    return of_table(READERS[path.suffix](path), path.name)
+    path = find_file(field, name, root)
+    try:
+        if path.suffix == ".npz":
+            return _npz(path, part)
+        if path.suffix not in READERS:
+            raise ValueError(f"its name ends in none of {', '.join([*READERS, '.npz'])}")
+        return of_table(READERS[path.suffix](path), path.name, part)
+    except Exception as error:  # whatever a broken file makes its reader raise
+        raise ConfigError(field, name, f"{KINDS} ({one_line(error)})") from None
 
 
-def _npz(path: Path) -> Columns:
+def missing(field: str, name: str | None, table: Columns) -> ConfigError:
+    """The refusal of a name that is no column of a table."""
+    return ConfigError(field, name, f"a column of {table.name}: {', '.join(table)}")
+
+
+def _npz(path: Path, part: str) -> Columns:
     if not zipfile.is_zipfile(path):
         raise ValueError("it is no whole file of numpy.savez")
     with zipfile.ZipFile(path) as archive:
         check_memory(sum(entry.file_size for entry in archive.infolist()))
-    columns = Columns(path.name, {})
+    columns = Columns(path.name, {}, part)
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays:
             try:
@@ -65,7 +83,7 @@ def _npz(path: Path) -> Columns:
     return columns
 
 
-def of_table(table: pa.Table, name: str) -> Columns:
+def of_table(table: pa.Table, name: str, part: str) -> Columns:
     """The columns of a table, decimals as float64. Raises ValueError for a column that it has
     twice.
     """
@@ -77,7 +95,7 @@ def of_table(table: pa.Table, name: str) -> Columns:
         column.cast(pa.float64()) if pa.types.is_decimal(column.type) else column
         for column in table.columns
     ]
-    found = Columns(name, dict(zip(table.column_names, columns, strict=True)))
+    found = Columns(name, dict(zip(table.column_names, columns, strict=True)), part)
     about = (table.schema.metadata or {}).get(b"huggingface", b"{}")
     features = json.loads(about).get("info", {}).get("features", {})
     for column, feature in features.items():
@@ -94,27 +112,22 @@ def _csv(path: Path) -> pa.Table:
     with path.open("rb") as file:
         head = file.readline(1 << 16).decode("utf-8", "replace")
     delimiter = max(DELIMITERS, key=head.count)
-    try:
-        table = _parsed(path, delimiter)
-        if delimiter != "," and _texts(table):
-            table = min(table, _parsed(path, delimiter, decimal=","), key=_texts)
-    except pa.ArrowInvalid as error:
-        if "CSV parse error: Expected" not in str(error):
-            raise
-        _parsed(path, delimiter, threads=False)  # its message has the number of the row
-        raise
+    table = _parsed(path, delimiter)
+    if delimiter != "," and _texts(table):
+        table = min(table, _parsed(path, delimiter, decimal=","), key=_texts)
     for field in table.schema:
         if pa.types.is_binary(field.type):
             raise ValueError(f"the column {field.name!r} is no text in UTF-8: write it as that")
     return table
 
 
-def _parsed(path: Path, delimiter: str, decimal: str = ".", threads: bool = True) -> pa.Table:
+def _parsed(path: Path, delimiter: str, decimal: str = ".") -> pa.Table:
     from pyarrow import csv
 
     return csv.read_csv(
         path,
-        read_options=csv.ReadOptions(use_threads=threads),
+        # in one thread, whose errors have the number of the row
+        read_options=csv.ReadOptions(use_threads=False),
         parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=csv.ConvertOptions(strings_can_be_null=True, decimal_point=decimal),
     )
@@ -180,24 +193,27 @@ def _bytes(parquet: pq.FileMetaData) -> int:
     return total
 
 
+def _check_gaps(column: Any, name: str, field: str) -> None:
+    """Raises `ConfigError` for a column of Arrow that has gaps."""
+    if column.null_count:
+        lacks = f"this one lacks {column.null_count} values (leave out these rows)"
+        raise ConfigError(field, name, f"a column without gaps; {lacks}")
+
+
 def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
+    single = "one number or name to a row"
     if not isinstance(column, np.ndarray):
-        if column.null_count:
-            lacks = f"this one lacks {column.null_count} values (leave out these rows)"
-            raise ConfigError(field, name, f"a column without gaps; {lacks}")
+        _check_gaps(column, name, field)
         if pa.types.is_nested(column.type):
-            raise ConfigError(field, name, f"one number or name to a row, not {column.type}")
+            raise ConfigError(field, name, f"{single}, not {column.type}")
         listed = pa.types.is_dictionary(column.type)
         try:
             column = np.asarray(column.to_pylist()) if listed else column.to_numpy()
         except (pa.ArrowException, NotImplementedError, ValueError) as error:
-            expected = f"one number or name to a row, not {column.type} ({error})"
-            raise ConfigError(field, name, expected) from None
+            raise ConfigError(field, name, f"{single}, not {column.type} ({error})") from None
     if column.ndim != 1:
-        raise ConfigError(
-            field, name, f"one number or name to a row; this array has shape {column.shape}"
-        )
+        raise ConfigError(field, name, f"{single}; this array has shape {column.shape}")
     return column
 
 
@@ -215,13 +231,11 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
             raise ConfigError(field, list(names), "columns of one length")
         return np.stack(arrays, 1)
     (column,) = columns
-    if isinstance(column, np.ndarray):
-        return column if column.ndim == 2 else plain(column, names[0], field)
-    if not is_list(column):
+    if isinstance(column, np.ndarray) and column.ndim == 2:
+        return column
+    if isinstance(column, np.ndarray) or not is_list(column):
         return plain(column, names[0], field)
-    if column.null_count:
-        expected = f"a column without gaps; this one lacks {column.null_count} values"
-        raise ConfigError(field, names[0], expected)
+    _check_gaps(column, names[0], field)
     rows = column.to_pylist()
     if any(value is None or isinstance(value, (list, dict)) for row in rows for value in row):
         raise ConfigError(field, names[0], "lists of numbers or names, without gaps")
@@ -229,6 +243,13 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
     if numeric and len({len(row) for row in rows}) == 1:
         return np.array(rows)
     return np.array([*rows, None], object)[:-1]  # or numpy would look into lists of one length
+
+
+def is_text(column: Any) -> bool:
+    """Whether a column has a text to a row."""
+    if isinstance(column, np.ndarray):
+        return False
+    return pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
 
 
 def is_list(column: Any) -> bool:
@@ -248,25 +269,12 @@ def clients_table(
     of the section `field` that names it, where one does (`column="epsilon"`). `path`: absolute, or
     relative to the data root or the working folder. Raises `ConfigError` naming the field.
     """
-    file = find_file(f"{field}.path", path, root)
-    try:
-        columns = read_columns(file)
-    except Exception as error:  # whatever a broken file makes its reader raise
-        raise ConfigError(
-            f"{field}.path",
-            path,
-            f"{KINDS} ({' '.join(f'{type(error).__name__}: {error}'.split())})",
-        ) from None
-    for key, name in wanted.items():
-        if name is not None and name not in columns:
-            raise ConfigError(
-                f"{field}.{key}", name, f"a column of {file.name}: {', '.join(columns)}"
-            )
-    return {
-        key: plain(columns[name], name, f"{field}.{key}")
-        for key, name in wanted.items()
-        if name is not None
-    }
+    columns = read_columns(f"{field}.path", path, root)
+    named = {key: name for key, name in wanted.items() if name is not None}
+    for key, name in named.items():
+        if name not in columns:
+            raise missing(f"{field}.{key}", name, columns)
+    return {key: plain(columns[name], name, f"{field}.{key}") for key, name in named.items()}
 
 
 def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:

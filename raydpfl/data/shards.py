@@ -32,9 +32,7 @@ from raydpfl.data.row_readers import (
     FileRows,
     GeneratedRows,
     MappedRows,
-    Pixels,
     RowReader,
-    RowRequest,
     aligned,
 )
 from raydpfl.data.shard_files import BATCH_BYTES, ArrowFile
@@ -62,26 +60,35 @@ class Shards:
         targets, names = (tuple(about.get(key, ())) for key in ("targets", "names"))
         self.target = Target(targets, self.classes, names)
         self._description = about["description"]
-        self._pixels = Pixels(about["mean"], about["std"], len(self.shape))
+        # uint8 v becomes (v / 255 - mean) / std per channel
+        per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
+        mean, std = (
+            np.array(about[key] or [default]).reshape(per_channel)
+            for key, default in (("mean", 0), ("std", 1))
+        )
+        self._scale = np.float32(1 / (255 * std))
+        self._shift = np.float32(-mean / std) if about["mean"] else None
         table = ClientTable(folder)
         self.sizes = table.sizes
-        self._sets = {"test": ArrowFile(folder / "test.arrow")}
-        if (folder / "validation.arrow").exists():
-            self._sets["validation"] = ArrowFile(folder / "validation.arrow")
+        self._sets = {
+            name: ArrowFile(folder / f"{name}.arrow")
+            for name in ("test", "validation")
+            if (folder / f"{name}.arrow").exists()
+        }
         ((_, test_y),) = self._sets["test"].batches
-        self._target_dtype = test_y.dtype
+        self._dtypes = (np.dtype(np.int64 if self.tokens else np.float32), test_y.dtype)
         self.reader = self._reader(about, table)
         self.release()  # opening touched pages all over the files
 
     def _reader(self, about: Mapping[str, Any], table: ClientTable) -> RowReader:
-        source = choose("data", about["config"], FAMILY, Data) if "made" in about else None
-        form = self.form(source.task if source else Classification())
-        if source is not None:
-            return GeneratedRows(source, about["made"], self.sizes, form, self._pixels)
+        if "made" in about:
+            source = choose("data", about["config"], FAMILY, Data)
+            return GeneratedRows(source, about["made"], self.sizes, self.form(source.task))
+        form = self.form(Classification())
         file = ArrowFile(self.folder / "train.arrow")
         if file.bytes <= BATCH_BYTES and len(file.batches) == 1:
-            return MappedRows(file, form, table, self._pixels)
-        return FileRows(self.folder / "train.arrow", form, table, self._pixels)
+            return MappedRows(file, form, table)
+        return FileRows(self.folder / "train.arrow", form, table)
 
     @classmethod
     def open(cls, folder: Path | str) -> Shards:
@@ -102,15 +109,12 @@ class Shards:
 
     @property
     def test_size(self) -> int:
-        return self._size("test")
+        return sum(len(y) for _, y in self._rows("test"))
 
     @property
     def validation_size(self) -> int:
         """Number of validation rows."""
-        return self._size("validation")
-
-    def _size(self, name: str) -> int:
-        return sum(len(y) for _, y in self._rows(name))
+        return sum(len(y) for _, y in self._rows("validation"))
 
     def _rows(self, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
         """x and y of each batch of the test or validation rows, on the map."""
@@ -166,33 +170,43 @@ class Shards:
         Returns:
             x float32 [C, rows, *shape], y int64 [C, rows], numbers of rows taken, int64 [C].
 
-        Raises: ValueError if a client has more than `rows`; OSError.
+        Raises: ValueError if a client has more than `rows`; OSError; `ConfigError` for generated
+        rows that are wrong.
         """
         members = np.asarray(clients, np.int64)
         counts = np.where(members < 0, 0, self.sizes[members])
-        by_slot = {slot: some for slot, some in enumerate(picked or ()) if some is not None}
-        for slot, some in by_slot.items():
-            counts[slot] = len(some)
+        for slot, some in enumerate(picked or ()):
+            if some is not None:
+                counts[slot] = len(some)
         if counts.max(initial=0) > rows:
             largest = f"client {members[counts.argmax()]} has {counts.max()} samples"
             raise ValueError(f"{largest}, more than the {rows} rows of the chunk")
         buffers = buffers or Buffers()
-        x = buffers.array("x", (len(members), rows, *self.shape), self._dtype)
-        y = buffers.array("y", (len(members), rows, *self.target.shape), self._target_dtype)
-        self.reader.read(x, y, RowRequest(members, counts, by_slot), buffers)
-        for slot in np.flatnonzero(counts < rows).tolist():
-            x[slot, counts[slot] :] = 0
-            y[slot, counts[slot] :] = 0
+        x = buffers.array("x", (len(members), rows, *self.shape), self._dtypes[0])
+        y = buffers.array("y", (len(members), rows, *self.target.shape), self._dtypes[1])
+        for slot, (client, count) in enumerate(zip(members.tolist(), counts.tolist(), strict=True)):
+            if count:
+                stored, y[slot, :count] = self.reader.rows(client, picked[slot] if picked else None)
+                self._scaled(stored, x[slot, :count])
+            if count < rows:
+                x[slot, count:] = 0
+                y[slot, count:] = 0
         return x, y, counts
 
-    @property
-    def _dtype(self) -> np.dtype:
-        """Of x."""
-        return np.dtype(np.int64 if self.tokens else np.float32)
+    def _scaled(self, stored: np.ndarray, x: np.ndarray) -> None:
+        """Puts rows as they are stored into x: pixels scaled to float32, all else as it is."""
+        x[...] = stored  # not by the product, which would convert them again in small parts
+        if stored.dtype == np.uint8:
+            x *= self._scale
+            if self._shift is not None:
+                x += self._shift
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
-        """See `RowReader.prefetch`; of clients int64, -1 for a dummy."""
-        self.reader.prefetch(clients, rows)
+        """Asks the system to load the rows of these clients, int64, -1 for a dummy, unless they
+        have more than `rows`; returns at once.
+        """
+        some = clients[clients >= 0]
+        self.reader.prefetch(some[self.sizes[some] <= rows])
 
     def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The test rows in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
@@ -216,9 +230,9 @@ class Shards:
 
     def decoded(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows for training, of rows as they are stored."""
-        memory = aligned(self._dtype.itemsize * x.size)
-        scaled = memory.view(self._dtype).reshape(x.shape)
-        self._pixels.scale(x, scaled)
+        memory = aligned(self._dtypes[0].itemsize * x.size)
+        scaled = memory.view(self._dtypes[0]).reshape(x.shape)
+        self._scaled(x, scaled)
         return scaled, y.copy()
 
     def release(self) -> None:
@@ -234,10 +248,8 @@ class Shards:
         samples have not one class each.
         """
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
-        for client, size in enumerate(self.sizes.tolist()):
-            if size and counts.shape[1]:
-                _, y, _ = self.chunk([client], size)
-                counts[client] = np.bincount(y[0], minlength=self.classes)
+        for client in np.flatnonzero(self.sizes).tolist() if counts.shape[1] else ():
+            counts[client] = np.bincount(self.reader.rows(client, None)[1], minlength=self.classes)
         return counts
 
     def describe(self) -> dict:

@@ -6,9 +6,7 @@ was guessed; a field of `data` replaces a guess, as in `data.y=price`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydpfl.config.registry import choose
-from raydpfl.data.columns import KINDS, READERS, Columns, is_list, labels
+from raydpfl.data.columns import KINDS, READERS, Columns, is_list, is_text, labels, missing
 from raydpfl.data.inputs import inputs
 from raydpfl.data.sources import FAMILY, Data, Split
 from raydpfl.data.sources.image_folder import SUFFIXES
@@ -44,41 +42,158 @@ LR = 0.1
 SCALED = 1e3  # inputs up to this size need no smaller learning rate for a loss of classes
 
 
-@dataclass
 class Suggestion:
-    """What was understood, line by line, warnings, and a config that trains on the data."""
-
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    tree: dict[str, Any] = field(default_factory=dict)
-
-
-def suggest(files: list[str], given: Mapping[str, Any], root: Path | None = None) -> Suggestion:
-    """A config for some files or a folder: training rows, and test rows if there are two.
+    """What was understood, line by line, warnings, and a config that trains on the data.
 
     Args:
-        files: their names.
+        files: the names of training rows, and of test rows if there are two; or of a folder.
         given: fields of the `data` section that are not guessed.
         root: where data sets lie (None: RAYDPFL_DATA).
 
     Raises:
         ConfigError: for what cannot be trained on.
     """
-    suggestion = Suggestion()
-    keys = {**_source(files, root), **given}
-    location = {name: keys[name] for name in LOCATION if name in keys}
-    table = _parse(location).table(root)
-    if table is not None:
-        fields = _columns(table, keys, suggestion)
-        keys = {**({} if "kind" in fields else location), **fields, **given}
-    named = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
-    suggestion.notes.insert(0, f"data: {', '.join(named)}")
-    split = _clients(keys, root, suggestion)
-    counts = _parse(keys).counted(root)
-    suggestion.notes += [f"{name}: {count:,}" for name, count in counts.items()]
-    suggestion.notes.append(f"no noise; private for each client with {PRIVATE}")
-    suggestion.tree = {"seed": 0, "rounds": 20, "data": keys, **_training(split, keys, suggestion)}
-    return suggestion
+
+    def __init__(self, files: list[str], given: Mapping[str, Any], root: Path | None = None):
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self._root = root
+        self._keys = {**_source(files, root), **given}
+        location = {name: self._keys[name] for name in LOCATION if name in self._keys}
+        table = _parse(location).table(root)
+        if table is not None:
+            fields = self._columns(table)
+            self._keys = {**({} if "kind" in fields else location), **fields, **given}
+        named = (f"{name}: {self._keys[name]}" for name in LOCATION[:4] if name in self._keys)
+        self.notes.insert(0, f"data: {', '.join(named)}")
+        split = self._clients()
+        self._describe(split)
+        counts = _parse(self._keys).counted(root)
+        self.notes += [f"{name}: {count:,}" for name, count in counts.items()]
+        self.notes.append(f"no noise; private for each client with {PRIVATE}")
+        self.tree: dict[str, Any] = {
+            "seed": 0,
+            "rounds": 20,
+            "data": self._keys,
+            "model": _model(split, "tokenizer" in self._keys),
+            "selection": {"kind": "uniform", "cohort": min(10, len(split.sizes))},
+            "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": self._rate(split)},
+            "bounding": {"kind": "none"},
+            "noise": {"kind": "none"},
+        }
+
+    def _columns(self, table: Columns) -> dict[str, Any]:
+        """Which columns are inputs, targets and clients, as fields that are not at their
+        defaults.
+        """
+        keys = self._keys
+        _check_rows(table)
+        self.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
+        used = {name for key in ("x", "y", "client", "split_by") for name in _list(keys.get(key))}
+        free = [name for name in table if name not in used]
+        client = keys.get("client") or _user(free)
+        y = keys.get("y") or _named(free, TARGETS)
+        texts = [name for name in free if name != client and is_text(table[name])]
+        if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
+            self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
+            return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
+        split = keys.get("split_by") or _split_column(table, free)
+        free = [name for name in free if name not in (client, split)]
+        if not y and free:
+            y = free[-1]
+            self.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
+        targets = _list(y) or [""]
+        for name in targets:
+            if name not in table:
+                raise missing("data.y", name or None, table)
+        free = [name for name in free if name not in targets]
+        x = _list(keys.get("x")) or (texts[:1] if "tokenizer" in keys else [])
+        x = x or self._inputs(table, free, targets)
+        fields = {"x": x if len(x) > 1 else x[0], "y": y, "client": client, "split_by": split}
+        fields |= {"task": keys["task"]} if "task" in keys else _task(table, targets, x)
+        self.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
+        self.notes.append(f"user: {client or 'no column; rows are divided evenly'}")
+        if split:
+            self.notes.append(f"training and test rows: by {split}, which says train or test")
+        elif not keys.get("test"):
+            self.notes.append("test rows: a tenth of all, held out (data.test_fraction)")
+        return {
+            name: value for name, value in fields.items() if value not in (None, *_unsaid(name))
+        }
+
+    def _inputs(self, table: Columns, names: list[str], targets: list[str]) -> list[str]:
+        """The input columns: one of images, lists or arrays, or all of numbers. Raises
+        `ConfigError` where there is none.
+        """
+        first = _named(names, INPUTS)
+        for name in ([first] if first else []) + names:
+            if is_list(table[name]) or _is_encoded(table[name]):
+                return [name]
+        excluded = {name: reason for name in names if (reason := _unfit(table[name], name))}
+        taken = [name for name in names if name not in excluded]
+        leaking = _leaking(table, taken, targets)
+        if len(leaking) < len(taken):
+            taken = [name for name in taken if name not in leaking]
+            excluded |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
+        left_out = [f"column {name} is left out: {reason}" for name, reason in excluded.items()]
+        self.warnings += left_out
+        if not taken:
+            expected = f"columns of numbers, lists or images, which {table.name} has not"
+            raise ConfigError("data.x", None, "; ".join([expected, *left_out]))
+        return taken
+
+    def _clients(self) -> Split:
+        """The samples of the clients; adds the partition to the fields. Raises `ConfigError`."""
+        keys = self._keys
+        natural = _parse(keys).knows_clients()
+        if natural:
+            keys.setdefault("partition", {"kind": "natural"})
+        else:
+            keys.setdefault("clients", CLIENTS)
+        try:
+            split = _parse(keys).split(0, self._root)
+        except ConfigError:
+            if natural or keys["clients"] == 2:
+                raise
+            split = _parse({**keys, "clients": 2}).split(0, self._root)  # of so few rows
+        few = int((split.sizes < 2).sum())
+        if natural and few:
+            remedy = "data.partition.least=2 leaves them out"
+            self.warnings.append(f"{few} of {len(split.sizes)} users have a single row: {remedy}")
+        return split
+
+    def _describe(self, split: Split) -> None:
+        """Notes what a sample, clients and targets are. Raises `ConfigError` for a single class."""
+        test_x, _ = split.test()
+        tokens = f", whole numbers below {split.tokens}" if split.tokens else ""
+        spread = f"{split.sizes.min()} to {split.sizes.max()}, median {np.median(split.sizes):g}"
+        self.notes += [
+            f"a sample: {list(split.shape)}, {test_x.dtype}{tokens}",
+            f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
+        ]
+        names = ", ".join([*map(repr, split.names[:20]), *["..."] * (len(split.names) > 20)])
+        targets = f"targets: {list(split.targets) or 'one number'}"
+        targets = f"{split.classes} classes" if split.classes else targets
+        self.notes.append(f"{targets}: {names}" if names else targets)
+        single = split.classes and not split.targets
+        if single and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
+            expected = "labels of two classes or more: no classes are left to distinguish"
+            raise ConfigError("data.y", str(self._keys.get("y", "label")), expected)
+
+    def _rate(self, split: Split) -> float:
+        """A learning rate with which a linear model does not diverge: a step of less than 2 / L,
+        where the squared error of a row x has curvature 2 (|x|^2 + 1), and so has no batch more
+        than L.
+        """
+        if split.tokens or len(split.shape) > 2:  # images are scaled
+            return LR
+        x = split.rows(0, len(split.sizes))[0].astype(np.float64)
+        stable = float(f"{0.5 / (np.square(x.reshape(len(x), -1)).sum(1).max() + 1):.0e}")
+        # gradients of a loss of classes are bounded
+        if stable >= LR or (split.classes and np.abs(x).max() <= SCALED):
+            return LR
+        self.warnings.append(f"local.lr is {stable:g}, as inputs are large: scale them for more")
+        return stable
 
 
 def _parse(keys: Mapping[str, Any]) -> Data:
@@ -104,14 +219,14 @@ def _source(files: list[str], root: Path | None) -> dict[str, Any]:
 def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
     """The kind of data that a folder holds. Raises `ConfigError`."""
     name = parts["train"]
+    if (path / "state.json").exists():
+        return {"kind": "hugging_face", "path": name}
     if (path / "dataset_dict.json").exists():
         splits = sorted(state.parent.name for state in path.glob("*/state.json"))
         train = "train" if "train" in splits else splits[0]
         test = [part for part in ("test", "validation") if part in splits and part != train]
-        keys = {"kind": "hugging_face", "path": name, "train": train}
-        return keys | ({"test": test[0]} if test else {})
-    if (path / "state.json").exists():
-        return {"kind": "hugging_face", "path": name}
+        found = dict(zip(("train", "test"), [train, *test], strict=False))
+        return {"kind": "hugging_face", "path": name, **found}
     if (path / "train").is_dir():
         parts = {key: f"{name}/{key}" for key in ("train", "test") if (path / key).is_dir()}
         path = path / "train"
@@ -122,51 +237,21 @@ def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
     raise ConfigError("FILE", name, expected)
 
 
-def _columns(table: Columns, keys: dict[str, Any], suggestion: Suggestion) -> dict[str, Any]:
-    """Which columns are inputs, targets and clients, as fields that are not at their defaults.
-    Raises `ConfigError`.
-    """
+def _check_rows(table: Columns) -> None:
+    """Raises `ConfigError` for a table without rows, or with columns of several lengths."""
     rows = {len(column) for column in table.values() if getattr(column, "ndim", 1)}
-    if not max(rows, default=0):
-        raise ConfigError(f"data.{table.part}", table.name, "a table with rows; this one has none")
     if len(rows) > 1:
         lengths = ", ".join(f"{name} {len(column)}" for name, column in table.items())
         expected = f"columns of as many rows each, test rows in a file of their own ({lengths})"
         raise ConfigError(f"data.{table.part}", table.name, expected)
-    suggestion.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
-    used = {column for name in ("x", "y", "client", "split_by") for column in _list(keys.get(name))}
-    free = [name for name in table if name not in used]
-    client = keys.get("client") or _user(free)
-    y = keys.get("y") or _named(free, TARGETS)
-    texts = [name for name in free if name != client and _is_text(table[name])]
-    if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
-        suggestion.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
-        return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
-    split = keys.get("split_by") or _split_column(table, free)
-    free = [name for name in free if name not in (client, split)]
-    if not y:
-        if not free:
-            raise ConfigError("data.y", None, f"a column of {table.name}: {', '.join(table)}")
-        y = free[-1]
-        suggestion.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
-    targets = _list(y)
-    for name in targets:
-        if name not in table:
-            raise ConfigError("data.y", name, f"a column of {table.name}: {', '.join(table)}")
-    free = [name for name in free if name not in targets]
-    x = _list(keys.get("x")) or (texts[:1] if "tokenizer" in keys else [])
-    x = x or _inputs(table, free, targets, suggestion)
-    fields = {"x": x if len(x) > 1 else x[0], "y": y, "client": client, "split_by": split}
-    fields |= {"task": keys["task"]} if "task" in keys else _task(table, targets, x)
-    suggestion.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
-    suggestion.notes.append(f"user: {client or 'no column; rows are divided evenly'}")
-    if split:
-        suggestion.notes.append(f"training and test rows: by {split}, which says train or test")
-    elif not keys.get("test"):
-        suggestion.notes.append("test rows: a tenth of all, held out (data.test_fraction)")
-    defaults = {name: field.default for name, field in FAMILY[keys["kind"]].model_fields.items()}
-    defaults |= {"x": defaults["x"][0], "task": defaults["task"].kind}
-    return {name: value for name, value in fields.items() if value not in (None, defaults[name])}
+    if not max(rows, default=0):
+        raise ConfigError(f"data.{table.part}", table.name, "a table with rows; this one has none")
+
+
+def _unsaid(name: str) -> tuple[Any, ...]:
+    """The default of a field of a table, which a config need not say."""
+    default = FAMILY["table"].model_fields[name].default
+    return {"x": ("image",), "task": ("classification",)}.get(name, (default,))
 
 
 def _list(names: Any) -> list[str]:
@@ -198,16 +283,8 @@ def _split_column(table: Columns, names: list[str]) -> str | None:
 
 def _type(column: Any) -> str:
     if isinstance(column, np.ndarray):
-        shape = f" {list(column.shape[1:])}" if column.ndim > 1 else ""
-        return f"{column.dtype}{shape}"
-    gaps = f", {column.null_count} gaps" if column.null_count else ""
-    return f"{column.type}{gaps}"
-
-
-def _is_text(column: Any) -> bool:
-    if isinstance(column, np.ndarray):
-        return False
-    return pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        return f"{column.dtype} {list(column.shape[1:])}" if column.ndim > 1 else str(column.dtype)
+    return f"{column.type}, {column.null_count} gaps" if column.null_count else str(column.type)
 
 
 def _is_encoded(column: Any) -> bool:
@@ -216,30 +293,6 @@ def _is_encoded(column: Any) -> bool:
         return False
     kind = column.type
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind)
-
-
-def _inputs(
-    table: Columns, names: list[str], targets: list[str], suggestion: Suggestion
-) -> list[str]:
-    """The input columns: one of images, lists or arrays, or all of numbers. Raises `ConfigError`
-    where there is none.
-    """
-    first = _named(names, INPUTS)
-    for name in ([first] if first else []) + names:
-        if is_list(table[name]) or _is_encoded(table[name]):
-            return [name]
-    excluded = {name: reason for name in names if (reason := _unfit(table[name], name))}
-    taken = [name for name in names if name not in excluded]
-    leaking = _leaking(table, taken, targets)
-    if len(leaking) < len(taken):
-        taken = [name for name in taken if name not in leaking]
-        excluded |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
-    left_out = [f"column {name} is left out: {reason}" for name, reason in excluded.items()]
-    suggestion.warnings += left_out
-    if not taken:
-        expected = f"columns of numbers, lists or images, of which {table.name} has none to take"
-        raise ConfigError("data.x", None, "; ".join([expected, *left_out]))
-    return taken
 
 
 def _unfit(column: Any, name: str) -> str | None:
@@ -265,13 +318,12 @@ def _leaking(table: Columns, names: list[str], targets: list[str]) -> list[str]:
         return []
     if y.dtype.kind not in "biuf":
         y = np.unique(y.astype(str), return_inverse=True)[1]
-    pairs = {name: np.asarray(table[name]).astype(np.float64) for name in names}
-    y = y.astype(np.float64)
-    return [
-        name
-        for name, values in pairs.items()
-        if values.std() and y.std() and abs(np.corrcoef(values, y)[0, 1]) > LEAK
-    ]
+    with np.errstate(invalid="ignore"):  # of constant columns
+        return [
+            name
+            for name in names
+            if abs(np.corrcoef(np.asarray(table[name]).astype(float), y.astype(float))[0, 1]) > LEAK
+        ]
 
 
 def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:
@@ -298,68 +350,6 @@ def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:
     return {"task": "classification"}
 
 
-def _clients(keys: dict[str, Any], root: Path | None, suggestion: Suggestion) -> Split:
-    """The samples of the clients; adds the partition to `keys`. Raises `ConfigError`."""
-    natural = _parse({name: keys[name] for name in LOCATION if name in keys}).knows_clients()
-    if natural:
-        keys.setdefault("partition", {"kind": "natural"})
-    else:
-        keys.setdefault("clients", CLIENTS)
-    try:
-        split = _parse(keys).split(0, root)
-    except ConfigError:
-        if natural or keys["clients"] == 2:
-            raise
-        split = _parse({**keys, "clients": 2}).split(0, root)  # of so few rows
-    few = int((split.sizes < 2).sum())
-    if natural and few:
-        remedy = "data.partition.least=2 leaves them out"
-        suggestion.warnings.append(f"{few} of {len(split.sizes)} users have a single row: {remedy}")
-    test_x, _ = split.test()
-    tokens = f", whole numbers below {split.tokens}" if split.tokens else ""
-    spread = f"{split.sizes.min()} to {split.sizes.max()}, median {np.median(split.sizes):g}"
-    suggestion.notes += [
-        f"a sample: {list(split.shape)}, {test_x.dtype}{tokens}",
-        f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
-    ]
-    names = ", ".join([repr(name) for name in split.names[:20]] + ["..."] * (len(split.names) > 20))
-    if not split.classes:
-        shape = f"targets: {list(split.targets) or 'one number'}"
-        suggestion.notes.append(f"{shape} ({names})" if names else shape)
-        return split
-    suggestion.notes.append(f"{split.classes} classes{': ' if names else ''}{names}")
-    if not split.targets and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
-        expected = "labels of two classes or more: no classes are left to distinguish"
-        raise ConfigError("data.y", str(keys.get("y", "label")), expected)
-    return split
-
-
-def _training(split: Split, keys: Mapping[str, Any], suggestion: Suggestion) -> dict[str, Any]:
-    """Sections that train on the data, without noise and so without clipping."""
-    return {
-        "model": _model(split, "tokenizer" in keys),
-        "selection": {"kind": "uniform", "cohort": min(10, len(split.sizes))},
-        "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": _rate(split, suggestion)},
-        "bounding": {"kind": "none"},
-        "noise": {"kind": "none"},
-    }
-
-
-def _rate(split: Split, suggestion: Suggestion) -> float:
-    """A learning rate with which a linear model does not diverge: a step of less than 2 / L, where
-    the squared error of a row x has curvature 2 (|x|^2 + 1), and so has no batch more than L.
-    """
-    if split.tokens or len(split.shape) > 2:  # images are scaled
-        return LR
-    x = split.rows(0, len(split.sizes))[0].reshape(-1, math.prod(split.shape)).astype(np.float64)
-    stable = float(f"{0.5 / (np.square(x).sum(1).max() + 1):.0e}")
-    # gradients of a loss of classes are bounded
-    if stable >= LR or (split.classes and np.abs(x).max() <= SCALED):
-        return LR
-    suggestion.warnings.append(f"local.lr is {stable:g}, as inputs are large: scale them for more")
-    return stable
-
-
 def _model(split: Split, tokenizer: bool) -> dict[str, Any]:
     if tokenizer and not split.targets:
         return {"kind": "embedding_mean"}
@@ -367,6 +357,4 @@ def _model(split: Split, tokenizer: bool) -> dict[str, Any]:
         return {"kind": "transformer", "width": 32, "layers": 1}
     if len(split.shape) == 3 and min(split.shape[1:]) >= 8:
         return {"kind": "cnn", "width": 0.5}
-    if split.classes:
-        return {"kind": "softmax"}
-    return {"kind": "linear", "bias": True}
+    return {"kind": "softmax"} if split.classes else {"kind": "linear", "bias": True}

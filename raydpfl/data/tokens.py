@@ -28,7 +28,7 @@ import numpy as np
 
 from raydpfl.config.registry import load
 from raydpfl.errors import RAISED, ConfigError, in_line
-from raydpfl.storage.files import digest
+from raydpfl.storage.files import digest, find_file, read_text
 
 PADDING = 0  # the id behind the end of a text
 UNKNOWN = 1  # of a token that the vocabulary lacks
@@ -151,9 +151,19 @@ class Encoder:
         }
 
 
-def of_file(text: str) -> tuple[str, ...]:
-    """The vocabulary in the text of a file, a token a line; a last empty line is no token."""
-    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+def of_file(name: str, root: Path | None) -> tuple[str, ...]:
+    """The vocabulary in the file `name`, a token a line; a last empty line is no token. Raises
+    `ConfigError`.
+    """
+    path = find_file("data.vocabulary", name, root)
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        expected = f"a text in UTF-8, a token a line ({in_line(error)})"
+        raise ConfigError("data.vocabulary", name, expected) from None
+    tokens = tuple(text.removesuffix("\n").split("\n")) if text else ()
+    check(tokens, name)
+    return tokens
 
 
 def check(vocabulary: Sequence[str], named: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -51,63 +50,6 @@ def hostile(d: int, dtype: type) -> np.ndarray:
     rows[2, d // 2] = np.inf
     rows[3, d // 3] = np.nan
     return rows.astype(dtype)
-
-
-@needs
-def test_stretches_of_a_file_are_read_to_their_places_however_much_is_read_at_once(tmp_path):
-    content = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
-    (tmp_path / "f").write_bytes(content.tobytes())
-    at = np.array([49_000, 0, 12_345, 12_345, 700])
-    lengths = np.array([1000, 1, 5000, 4097, 0])
-    places = np.array([3, 1003, 1004, 6004, 0])
-    expected = np.zeros(10_200, np.uint8)
-    for start, length, place in zip(at, lengths, places, strict=True):
-        expected[place : place + length] = content[start : start + length]
-    with (tmp_path / "f").open("rb", buffering=0) as file:
-        for most in (1 << 30, 4096, 999):
-            into = np.zeros_like(expected)
-            assert native.read(file.fileno(), at, lengths, into, places, most)
-            assert np.array_equal(into, expected)
-        with pytest.raises(EOFError):
-            native.read(file.fileno(), at, lengths + 1, into, places)
-        with pytest.raises(AssertionError):  # it is never written beside the memory
-            native.read(file.fileno(), at, lengths + 10_000, into, places)
-    with pytest.raises(IsADirectoryError):
-        folder = os.open(tmp_path, os.O_RDONLY)
-        try:
-            native.read(folder, at, lengths, into, places)
-        finally:
-            os.close(folder)
-
-
-@needs
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that cannot tell")
-def test_a_file_that_cannot_tell_what_is_in_memory_is_read():
-    with open("/proc/version", "rb", buffering=0) as file:
-        expected = file.read()
-        with pytest.raises(OSError):
-            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        into = np.zeros(10, np.uint8)
-        assert native.read(file.fileno(), *np.array([[5, 0], [4, 5]]), into, np.array([0, 4]))
-        assert into.tobytes() == expected[5:9] + expected[:5] + b"\0"
-
-
-@needs
-def test_a_read_that_a_signal_interrupts_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "f").write_bytes(b"abcdef")
-    compiled = native.library()
-    calls = []
-
-    class Interrupted:
-        def raydpfl_read(self, *given):
-            calls.append(given)
-            return errno.EINTR if len(calls) < 3 else compiled.raydpfl_read(*given)
-
-    monkeypatch.setattr(native, "library", Interrupted)
-    into = np.zeros(3, np.uint8)
-    with (tmp_path / "f").open("rb", buffering=0) as file:
-        assert native.read(file.fileno(), np.array([2]), np.array([3]), into, np.array([0]))
-    assert into.tobytes() == b"cde" and len(calls) == 3
 
 
 @needs

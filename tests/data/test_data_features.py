@@ -4,8 +4,6 @@ guarantee says of them.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch
 from raydpfl import data
 from raydpfl.data import Shards, prepare
 from raydpfl.data.features import pca, principal_components
-from raydpfl.data.features import resnet18 as resnet18_features
 from raydpfl.data.features.pca import Pca
 from raydpfl.data.features.random_filters import RandomFilters
 from raydpfl.data.features.resnet18 import ResNet18Features
@@ -239,16 +236,6 @@ def test_without_a_network_the_weights_of_imagenet_are_asked_for_as_a_file(tmp_p
     assert "resnet18-f37072fd.pth" in str(refused.value) and str(
         tmp_path / "hub" / "checkpoints"
     ) in str(refused.value)
-
-
-def test_a_long_extraction_says_how_long_it_takes(net, tmp_path, monkeypatch, caplog):
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    clock = iter([0.0, 20.0])
-    monkeypatch.setattr(resnet18_features.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(resnet18_features, "IMAGES", 2)
-    with caplog.at_level(logging.WARNING, logger="raydpfl"):
-        ResNet18Features(weights="net.pt", resize=32, crop=32)._extract(images(12), tmp_path)
-    assert "extracting the features of 12 images takes about 2 minutes, once" in caplog.text
 
 
 def test_a_crop_larger_than_the_image_is_refused(tmp_path):

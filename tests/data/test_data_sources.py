@@ -48,7 +48,7 @@ def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray)
 
 
 def test_the_embedded_files_are_small_balanced_and_licensed():
-    for part, per_class in embedded.PER_CLASS.items():
+    for part, per_class in {"train": 900, "test": 200}.items():
         x, y = embedded.read(part)
         assert (
             x.shape == (10 * per_class, 1, 28, 28)
@@ -65,15 +65,6 @@ def test_normalized_embedded_images_have_mean_0_and_deviation_1():
     found = data.parse({"kind": "fashion_mnist_mini", "clients": 1, "normalize": True})
     pixels = (found.samples(0, None).x / 255 - found.mean[0]) / found.std[0]
     assert abs(pixels.mean()) < 1e-3 and abs(pixels.std() - 1) < 1e-3
-
-
-@needs_data
-def test_the_embedded_files_are_what_the_builder_makes(tmp_path):
-    embedded.build(Path(os.environ["RAYDPFL_DATA"]), tmp_path)
-    for part in embedded.PER_CLASS:
-        assert pq.read_table(tmp_path / embedded.path(part).name).equals(
-            pq.read_table(embedded.path(part)), check_metadata=True
-        )
 
 
 @needs_data

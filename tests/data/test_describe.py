@@ -200,7 +200,7 @@ def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, mo
     wide = {name: column * size for name, column in COLUMNS.items()}
     csv(tmp_path / "a.csv", {**wide, target: FLOATS.sum(1) * 1000 if target == "price" else NAMES})
     monkeypatch.chdir(tmp_path)
-    found = data.suggest(["a.csv"], {}, tmp_path)
+    found = data.Suggestion(["a.csv"], {}, tmp_path)
     tree = {**found.tree, "rounds": 20, "client": {"actors": 0}}
     assert np.isfinite(run(Experiment.from_dict(tree), out=tmp_path / "out").summary["test_loss"])
 
@@ -208,7 +208,7 @@ def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, mo
 def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):
     csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12})
     monkeypatch.chdir(tmp_path)
-    found = data.suggest(["a.csv"], {}, tmp_path)
+    found = data.Suggestion(["a.csv"], {}, tmp_path)
     told = found.notes[-1].removeprefix("no noise; private for each client with ")
     experiment = Experiment.from_dict(found.tree, overrides=shlex.split(told))
     assert experiment.private and experiment.noise.epsilon == 8
@@ -227,7 +227,7 @@ def test_names_of_classes_are_those_that_the_file_gives(tmp_path):
 @pytest.mark.slow
 def test_names_of_classes_are_in_the_summary_and_on_the_page(tmp_path):
     csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES})
-    tree = data.suggest(["a.csv"], {}, tmp_path).tree
+    tree = data.Suggestion(["a.csv"], {}, tmp_path).tree
     tree |= {"rounds": 1, "client": {"actors": 0}, "measure": []}
     found = run(Experiment.from_dict(tree), out=tmp_path / "out", data_root=tmp_path)
     assert found.summary["class_names"] == ["bird", "cat", "dog"]
@@ -337,13 +337,13 @@ def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, com
 
 def test_a_column_that_says_the_target_is_left_out_and_what_is_given_is_not_guessed(tmp_path):
     csv(tmp_path / "a.csv", {**COLUMNS, "copy": CLASS, "who": NAMES, "label": CLASS})
-    found = data.suggest(["a.csv"], {}, tmp_path)
+    found = data.Suggestion(["a.csv"], {}, tmp_path)
     assert found.warnings == ["column copy is left out: it says what the target label is"]
     assert found.tree["data"]["x"] == [*COLUMNS] and found.tree["data"]["client"] == "who"
-    asked = data.suggest(["a.csv"], {"x": ["f0", "copy"]}, tmp_path)
+    asked = data.Suggestion(["a.csv"], {"x": ["f0", "copy"]}, tmp_path)
     assert asked.tree["data"]["x"] == ["f0", "copy"]
     given = {"x": ["f0", "f1"], "y": "f2"}
-    found = data.suggest(["a.csv"], given, tmp_path).tree["data"]
+    found = data.Suggestion(["a.csv"], given, tmp_path).tree["data"]
     assert given.items() <= found.items() and found["task"] == "regression"
     keys = {"kind": "table", "train": "a.csv", "x": ["f0", "label"], "clients": 2}
     with pytest.raises(ConfigError, match=r"\['f0', 'label'\]: expected columns without label, "):

@@ -4,16 +4,11 @@
 >>> x.shape, x.dtype, np.bincount(y).tolist()
 ((9000, 1, 28, 28), dtype('uint8'), [900, 900, 900, 900, 900, 900, 900, 900, 900, 900])
 
-The first 900 training and 200 test images of each class, in the order of the files, copied pixel by
-pixel by
-
-    python -m raydpfl.data.embedded ROOT
-
-from torchvision's layout under ROOT; the same files give the same bytes. The copy it was built from
-is not byte for byte the published one: its grey levels span 23 to 221 instead of 0 to 255 and its
-training images come sorted by class (the test images in the published order). So the published mean
-and deviation do not hold for it, and an accuracy on it is comparable with itself, not with the
-literature. Each file's Parquet metadata names the SHA-256 of its sources.
+The first 900 training and 200 test images of each class, in the order of the files. The copy they
+are from is not byte for byte the published one: its grey levels span 23 to 221 instead of 0 to 255
+and its training images come sorted by class (the test images in the published order). So the
+published mean and deviation do not hold for it, and an accuracy on it is comparable with itself,
+not with the literature. Each file's Parquet metadata names the SHA-256 of its sources.
 
 The images are under the MIT licence of Fashion-MNIST (LICENSE in this folder), not under the
 project's own.
@@ -21,17 +16,12 @@ project's own.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.storage.arrow import numbers
-
-PER_CLASS = {"train": 900, "test": 200}
-PIXELS = 28 * 28
 
 
 def path(part: str) -> Path:
@@ -44,32 +34,3 @@ def read(part: str) -> tuple[np.ndarray, np.ndarray]:
     pixels = table["pixels"].combine_chunks()
     labels = numbers(table["label"].combine_chunks()).astype(np.int64)
     return np.frombuffer(pixels.buffers()[1], np.uint8).reshape(-1, 1, 28, 28), labels
-
-
-def build(root: Path, folder: Path) -> None:
-    """Writes the two files into `folder` from Fashion-MNIST under `root`."""
-    for part, prefix in (("train", "train"), ("test", "t10k")):
-        sources = [
-            root / "FashionMNIST" / "raw" / f"{prefix}-{what}-ubyte"
-            for what in ("images-idx3", "labels-idx1")
-        ]
-        images = np.fromfile(sources[0], np.uint8, offset=16).reshape(-1, PIXELS)
-        labels = np.fromfile(sources[1], np.uint8, offset=8)
-        chosen = np.sort(
-            np.concatenate(
-                [np.flatnonzero(labels == label)[: PER_CLASS[part]] for label in range(10)]
-            )
-        )
-        pixels = pa.FixedSizeBinaryArray.from_buffers(
-            pa.binary(PIXELS), len(chosen), [None, pa.py_buffer(images[chosen].tobytes())]
-        )
-        table = pa.table({"pixels": pixels, "label": labels[chosen]})
-        origin = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sources}
-        target = folder / path(part).name
-        pq.write_table(
-            table.replace_schema_metadata(origin),
-            target,
-            compression="zstd",
-            compression_level=9,
-            use_dictionary=False,
-        )

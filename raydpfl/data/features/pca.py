@@ -9,9 +9,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.data.features.base import Features
-from raydpfl.data.features.cache import kept
-from raydpfl.errors import ConfigError
+from raydpfl.data.features.base import Features, kept
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import file_identity, find_file
 
 
@@ -32,11 +31,8 @@ class Pca(Features):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        return (
-            ()
-            if self.file
-            else ("the principal components are computed from the training data without noise",)
-        )
+        learnt = "the principal components are computed from the training data without noise"
+        return () if self.file else (learnt,)
 
     def identity(self, root: Path | None) -> list:
         return [file_identity("data.features.file", self.file, root)] if self.file else []
@@ -46,9 +42,8 @@ class Pca(Features):
     ) -> tuple[np.ndarray, np.ndarray]:
         p = int(np.prod(x.shape[1:]))
         if self.components > p:
-            raise ConfigError(
-                "data.features.components", self.components, f"at most the {p} numbers of a sample"
-            )
+            expected = f"at most the {p} numbers of a sample"
+            raise ConfigError("data.features.components", self.components, expected)
         mean, axes = self._public(p, root) if self.file else self._learned(x)
         empty = np.zeros((0, self.components))
         projected, test_projected = (
@@ -58,9 +53,6 @@ class Pca(Features):
         return projected.astype(np.float32), test_projected.astype(np.float32)
 
     def _learned(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `principal_components`, from the cache: they are the same for all partitions, clients
-        and seeds."""
-
         def learn(rows: np.ndarray) -> np.ndarray:
             return np.vstack(principal_components(rows, self.components))
 
@@ -68,29 +60,21 @@ class Pca(Features):
         return components[0], components[1:]
 
     def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
+        field = "data.features.file"
         components = f"components [{self.components} or more, {p}]"
         expected = f"an NPZ file with mean [{p}] and {components}, finite numbers"
+        path = find_file(field, self.file or "", root)
         try:
-            path = find_file("data.features.file", self.file or "", root)
             with np.load(path, allow_pickle=False) as arrays:
                 mean = arrays["mean"].astype(np.float64)
                 axes = arrays["components"].astype(np.float64)[: self.components]
-        except ConfigError:
-            raise
         except Exception as error:  # whatever a broken file makes its reader raise
-            raise ConfigError(
-                "data.features.file", self.file, f"{expected} ({type(error).__name__}: {error})"
-            ) from None
-        if (
-            mean.shape != (p,)
-            or axes.shape != (self.components, p)
-            or not (np.isfinite(mean).all() and np.isfinite(axes).all())
-        ):
-            raise ConfigError(
-                "data.features.file",
-                self.file,
-                f"{expected}; this one has {mean.shape} and {axes.shape}",
-            )
+            raise ConfigError(field, self.file, f"{expected} ({one_line(error)})") from None
+        shapes = (mean.shape, axes.shape)
+        finite = np.isfinite(mean).all() and np.isfinite(axes).all()
+        if shapes != ((p,), (self.components, p)) or not finite:
+            actual = f"this one has {mean.shape} and {axes.shape}"
+            raise ConfigError(field, self.file, f"{expected}; {actual}")
         return mean, axes
 
 
@@ -102,9 +86,8 @@ def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np
     components=axes)`.
     """
     mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
-    axes = np.linalg.eigh(sum((part.T @ part).astype(np.float64) for part in _centred(x, mean)))[1][
-        :, ::-1
-    ][:, :components]
+    covariance = sum((part.T @ part).astype(np.float64) for part in _centred(x, mean))
+    axes = np.linalg.eigh(covariance)[1][:, ::-1][:, :components]
     # eigenvectors have no sign of their own
     axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])
     return mean, axes.T
@@ -117,8 +100,5 @@ def _levels(x: np.ndarray) -> float:
 def _centred(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
     """The rows less `mean` [p], float32 [<= 4096, p] at a time."""
     flat = x.reshape(len(x), -1)
-    levels = _levels(x)
-    return (
-        (flat[at : at + 4096] / levels - mean).astype(np.float32)
-        for at in range(0, len(flat), 4096)
-    )
+    for at in range(0, len(flat), 4096):
+        yield (flat[at : at + 4096] / _levels(x) - mean).astype(np.float32)

@@ -9,8 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.features.base import Features
-from raydpfl.data.features.cache import kept
+from raydpfl.data.features.base import Features, kept
 from raydpfl.errors import ConfigError
 
 IMAGES = 256  # that are filtered at once

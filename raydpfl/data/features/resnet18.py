@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydpfl.data.features.base import Features
-from raydpfl.data.features.cache import kept
-from raydpfl.errors import ConfigError
+from raydpfl.data.features.base import Features, kept
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import STILL, digest, file_identity, find_file, impatient
 
 if TYPE_CHECKING:
     from torch import nn
     from torchvision.models import WeightsEnum
 
-log = logging.getLogger("raydpfl")
 IMAGES = 64  # that go through a net at once
 
 
@@ -69,11 +66,8 @@ class ResNet18Features(Features):
         self, x: np.ndarray, test_x: np.ndarray, root: Path | None
     ) -> tuple[np.ndarray, np.ndarray]:
         if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3):
-            raise ConfigError(
-                "data.features.kind",
-                self.kind,
-                f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}",
-            )
+            expected = f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}"
+            raise ConfigError("data.features.kind", self.kind, expected)
         weights = self.identity(root)
 
         def extract(images: np.ndarray) -> np.ndarray:
@@ -93,32 +87,37 @@ class ResNet18Features(Features):
         from torchvision.models import resnet18
 
         try:
-            if self.weights == "imagenet":
-                _check_published()
-                with impatient():
-                    state = _pretrained().get_state_dict(progress=False, check_hash=True)
-            else:
-                file = find_file("data.features.weights", self.weights, root)
-                state = torch.load(file, map_location="cpu", weights_only=True)
+            state = self._state(root)
             with torch.device("meta"):  # no parameters are drawn
                 net = resnet18()
             net.fc = torch.nn.Identity()
-            net.load_state_dict(
-                {name: value for name, value in state.items() if not name.startswith("fc.")},
-                assign=True,
-            )
+            layers = {name: value for name, value in state.items() if not name.startswith("fc.")}
+            net.load_state_dict(layers, assign=True)
         except OSError as error:  # no network, or no room
-            where = Path(torch.hub.get_dir()) / "checkpoints"
-            missing = f"put in {where} or named here; it was not downloaded ({error})"
+            missing = f"put in {_published().parent} or named here; it was not downloaded ({error})"
             expected = f"a file with these weights: {_pretrained().url}, {missing}"
             raise ConfigError("data.features.weights", self.weights, expected) from None
         except ConfigError:
             raise
         except Exception as error:  # whatever a broken file makes its reader raise
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            expected = f"a file with a state dict of torchvision's resnet18 ({reason})"
+            expected = f"a file with a state dict of torchvision's resnet18 ({one_line(error)})"
             raise ConfigError("data.features.weights", self.weights, expected) from None
         return net.float().eval()
+
+    def _state(self, root: Path | None) -> Mapping[str, Any]:
+        import torch
+
+        if self.weights != "imagenet":
+            file = find_file("data.features.weights", self.weights, root)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        path = _published()
+        # resnet18-f37072fd.pth, by the start of its SHA-256: of a file that is there torchvision
+        # does not check it
+        if path.exists() and not digest(path).startswith(path.stem.rpartition("-")[2]):
+            expected = f"{path} as it was published; remove it, so that it is downloaded again"
+            raise ConfigError("data.features.weights", "imagenet", expected)
+        with impatient():
+            return _pretrained().get_state_dict(progress=False, check_hash=True)
 
     def _extract(self, images: np.ndarray, root: Path | None) -> np.ndarray:
         """Float32 [rows, 512], on a GPU if there is one (in full float32 there too)."""
@@ -130,7 +129,6 @@ class ResNet18Features(Features):
         net = self._net(root).to(place).to(memory_format=torch.channels_last)
         ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)
-        began = time.monotonic()
         with torch.inference_mode(), device.restored():
             device.settle(place, 1)
             for at in range(0, len(images), IMAGES):
@@ -138,18 +136,7 @@ class ResNet18Features(Features):
                 colour = ready(batch.expand(-1, 3, -1, -1))
                 outputs = net(colour.contiguous(memory_format=torch.channels_last))
                 columns[at : at + IMAGES] = outputs.cpu().numpy()
-                if at == 0:
-                    _announce((time.monotonic() - began) * (len(images) / IMAGES), len(images))
         return columns
-
-
-def _announce(seconds: float, images: int) -> None:
-    """Says how long an extraction takes, if that is long."""
-    if seconds > 60:
-        minutes = seconds / 60
-        log.warning(
-            "extracting the features of %d images takes about %.0f minutes, once", images, minutes
-        )
 
 
 def _pretrained() -> WeightsEnum:
@@ -158,16 +145,8 @@ def _pretrained() -> WeightsEnum:
     return ResNet18_Weights.IMAGENET1K_V1
 
 
-def _check_published() -> None:
-    """Raises `ConfigError` where torchvision would take a file for ImageNet's weights that is
-    another.
-    """
+def _published() -> Path:
+    """Where torchvision keeps ImageNet's weights."""
     import torch
 
-    # resnet18-f37072fd.pth, by the start of its SHA-256
-    name = _pretrained().url.rpartition("/")[2]
-    path = Path(torch.hub.get_dir()) / "checkpoints" / name
-    published = name.rpartition("-")[2].removesuffix(".pth")
-    if path.exists() and not digest(path).startswith(published):
-        expected = f"{path} as it was published; remove the file, so that it is downloaded again"
-        raise ConfigError("data.features.weights", "imagenet", expected)
+    return Path(torch.hub.get_dir()) / "checkpoints" / _pretrained().url.rpartition("/")[2]

@@ -65,7 +65,10 @@ class Partition(Member):
             ConfigError: where there is no such column, or the clients do not agree with it.
         """
         if self.by == "client":
-            rows, counts = self.assign(*self._owners(owners), sizes, generator)
+            if owners is None:
+                expected = "a table whose column of client ids data.client names"
+                raise ConfigError("data.partition.kind", self.kind, expected)
+            rows, counts = self.assign(owners, int(owners.max()) + 1, sizes, generator)
             if clients not in (None, len(counts)):
                 expected = f"{len(counts)}, the number of clients in the data, or none"
                 raise ConfigError("data.clients", clients, expected)
@@ -77,10 +80,3 @@ class Partition(Member):
             expected = "iid or natural for targets that are not one class, to divide by"
             raise ConfigError("data.partition.kind", self.kind, expected)
         return self.assign(y, clients, sizes, generator)
-
-    def _owners(self, owners: np.ndarray | None) -> tuple[np.ndarray, int]:
-        """The client of each row, and how many there are."""
-        if owners is None:
-            expected = "a table whose column of client ids data.client names"
-            raise ConfigError("data.partition.kind", self.kind, expected)
-        return owners, int(owners.max()) + 1

@@ -1,10 +1,11 @@
-"""Equally likely subsets."""
+"""Partitions by chance, as a whole or in part."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from raydpfl.data.partitions.base import Partition
 from raydpfl.data.sizes import Sizes
@@ -21,3 +22,29 @@ class Iid(Partition):
     ) -> tuple[np.ndarray, np.ndarray]:
         counts = sizes.counts(len(labels), clients, generator)
         return generator.permutation(len(labels)), counts
+
+
+class Similarity(Partition):
+    """`s` percent of each client's samples drawn iid, the rest a stretch of what remains sorted by
+    label (003 sec. VI: 100, 70, 30, 0).
+    """
+
+    kind: str = "similarity"
+    s: float = Field(ge=0, le=100)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"s": 0}, {"s": 70}, {"s": 100})
+
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        counts = sizes.counts(len(labels), clients, generator)
+        ends = np.round(np.cumsum(counts) * (self.s / 100)).astype(np.int64)
+        drawn = np.diff(ends, prepend=0)
+        rows = generator.permutation(len(labels))
+        rest = rows[ends[-1] :]
+        rest = rest[np.argsort(labels[rest], kind="stable")]
+        # which client takes which stretch, so that a client's number does not tell its class
+        turn = generator.permutation(clients)
+        owner = np.concatenate(
+            [np.repeat(np.arange(clients), drawn), np.repeat(turn, (counts - drawn)[turn])]
+        )
+        return np.concatenate([rows[: ends[-1]], rest])[np.argsort(owner, kind="stable")], counts

@@ -1,4 +1,4 @@
-"""Mixtures of classes: which are in a client's, and whole counts that come to them.
+"""Partitions by mixtures of classes: which are in a client's, and whole counts that come to them.
 
 >>> counts = fit(np.array([[0.5, 0.5], [0.5, 0.5]]), np.array([3, 5]), np.array([4, 4]))
 >>> counts.sum(0), counts.sum(1)
@@ -7,9 +7,125 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, ClassVar
 
+import numpy as np
+from pydantic import Field
+
+from raydpfl.data.partitions.base import Partition
 from raydpfl.data.rounding import apportion
+from raydpfl.data.sizes import Sizes
+from raydpfl.errors import ConfigError
+
+
+class LabelMixture(Partition):
+    """Base of partitions that give each client a mixture of classes."""
+
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        supply = np.unique(labels, return_counts=True)[1]
+        counts = sizes.counts(len(labels), clients, generator)
+        table = self.table(counts, supply, sizes.kind, generator)
+        rows = generator.permutation(len(labels))
+        rows = rows[np.argsort(labels[rows], kind="stable")]
+        owner = np.concatenate([np.repeat(np.arange(clients), column) for column in table.T])
+        return rows[np.argsort(owner, kind="stable")], counts
+
+    def table(
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+    ) -> np.ndarray:
+        """How many samples of each class each client has, int64 [clients, classes].
+
+        Args:
+            counts: samples of each client, int64 [clients].
+            supply: samples of each class, int64 [classes].
+            sizes: the kind of `data.sizes`, for messages.
+            generator: keyed by the seed.
+
+        Raises:
+            ConfigError: the data cannot give such mixtures.
+        """
+        raise NotImplementedError
+
+
+class Dirichlet(LabelMixture):
+    """Each client's mixture of classes is a draw from the symmetric Dirichlet(psi) (Hsu, Qi, Brown
+    2019; 002: psi = 100, 5, 0.1).
+    """
+
+    kind: str = "dirichlet"
+    psi: float = Field(
+        gt=0,
+        description="the concentration, alpha elsewhere: the smaller, the less alike clients are",
+    )
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
+
+    def table(
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+    ) -> np.ndarray:
+        drawn = generator.dirichlet(np.full(len(supply), self.psi), len(counts))
+        table = fit(np.maximum(drawn, 1e-9), counts, supply)
+        assert table is not None  # a mixture that is positive everywhere has a solution
+        return table
+
+
+class DominantLabels(LabelMixture):
+    """A `share` of each client's samples from `classes` dominant classes, evenly, the rest evenly
+    from all others.
+
+    000 sec. 2.2: of 500 samples, 2 classes with 230 each and 8 with about 5 each, a share of 0.92.
+    Each class is dominant for a number of clients in proportion to its samples.
+    """
+
+    kind: str = "dominant-labels"
+    classes: int = Field(default=2, ge=1)
+    share: float = Field(default=0.92, gt=0, le=1)
+
+    def table(
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+    ) -> np.ndarray:
+        others = len(supply) - self.classes
+        if others < 1:
+            expected = f"fewer than the {len(supply)} classes of the data"
+            raise ConfigError("data.partition.classes", self.classes, expected)
+        dominant = choose_classes(len(counts), self.classes, supply, generator, least=0)
+        mixture = np.where(dominant, self.share / self.classes, (1 - self.share) / others)
+        table = fit(mixture, counts, supply)
+        if table is None:
+            expected = "below 1: these dominant classes alone cannot hold every sample"
+            raise ConfigError("data.partition.share", self.share, expected)
+        return table
+
+
+class ClassesPerClient(LabelMixture):
+    """Every client holds samples of exactly `k` classes (002 sec. VI, with 7), each class held by
+    clients in proportion to its samples.
+    """
+
+    kind: str = "classes-per-client"
+    k: int = Field(default=7, ge=1)
+
+    def table(
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+    ) -> np.ndarray:
+        classes = len(supply)
+        least = -(-classes // len(counts))
+        for wrong, expected in (
+            (self.k > classes, f"at most the {classes} classes of the data"),
+            (self.k > counts.min(), f"at most {counts.min()}, the samples of the smallest client"),
+            (self.k < least, f"at least {least}, so that clients can hold all {classes} classes"),
+        ):
+            if wrong:
+                raise ConfigError("data.partition.k", self.k, expected)
+        held = choose_classes(len(counts), self.k, supply, generator, least=1)
+        table = None
+        if (supply >= held.sum(0)).all():
+            table = fit(held.astype(float), counts - self.k, supply - held.sum(0))
+        if table is None:
+            expected = f"a k for which {sizes} sizes leave no sample over (a larger one is easier)"
+            raise ConfigError("data.partition.k", self.k, expected)
+        return table + held
 
 
 def choose_classes(
@@ -97,15 +213,3 @@ def _flow(
     if flow.flow_value != short.sum():
         return None
     return flow.flow[:clients, clients:source].toarray()
-
-
-def assign_rows(
-    table: np.ndarray, labels: np.ndarray, generator: np.random.Generator
-) -> np.ndarray:
-    """Rows in client order, int64 [n], of each class as many to each client as `table` [clients,
-    classes] says.
-    """
-    rows = generator.permutation(len(labels))
-    rows = rows[np.argsort(labels[rows], kind="stable")]
-    owner = np.concatenate([np.repeat(np.arange(len(table)), column) for column in table.T])
-    return rows[np.argsort(owner, kind="stable")]

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raydpfl.data.columns import Columns, of_table, read_stream
 from raydpfl.data.sources.table_base import Tabular
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import data_root, digest
 
 EXTRA = "pip install 'raydpfl[hf]'"
@@ -40,13 +40,11 @@ class HuggingFaceData(Tabular):
         splits = [name for name in (self.train, self.test) if name is not None]
         if folder is None:
             return [[name, _loaded(self.path, name)._fingerprint] for name in splits]
-        paths = []
-        for name in splits:
-            facts = hashlib.sha256()
-            for file in self._files(folder, name):
-                facts.update(digest(file).encode())
-            paths.append([name, facts.hexdigest()])
-        return paths
+        digests = {name: map(digest, self._files(folder, name)) for name in splits}
+        return [
+            [name, hashlib.sha256("".join(found).encode()).hexdigest()]
+            for name, found in digests.items()
+        ]
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         name = getattr(self, part)
@@ -57,16 +55,13 @@ class HuggingFaceData(Tabular):
             if folder is None:
                 table = _loaded(self.path, name).with_format("arrow")[:]
             else:
-                table = pa.concat_tables(read_stream(file) for file in self._files(folder, name))
-            columns = of_table(table, f"{self.path} ({name})")
+                table = pa.concat_tables(map(read_stream, self._files(folder, name)))
+            return of_table(table, f"{self.path} ({name})", part)
         except ConfigError:
             raise
         except (pa.ArrowException, ValueError, OSError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            expected = f"a data set that can be read ({reason})"
+            expected = f"a data set that can be read ({one_line(error)})"
             raise ConfigError("data.path", self.path, expected) from None
-        columns.part = part
-        return columns
 
     def folder(self, root: Path | None) -> Path | None:
         """The folder that `path` names; None: it is the name of a data set."""
@@ -101,5 +96,5 @@ def _loaded(path: str, split: str) -> Any:
     try:
         return load_dataset(name, config or None, split=split)
     except Exception as error:  # no network, no such data set, a split that it lacks
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError("data.path", path, f"a data set that can be loaded ({reason})") from None
+        expected = f"a data set that can be loaded ({one_line(error)})"
+        raise ConfigError("data.path", path, expected) from None

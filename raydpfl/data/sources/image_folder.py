@@ -43,9 +43,9 @@ class ImageFolder(Tabular):
         paths = []
         for part in ("train", "test"):
             if getattr(self, part) is not None:
-                folder = self._folder(part, root)
+                folder, images = self._images(part, root)
                 facts = hashlib.sha256()
-                for path in self._images(part, folder):
+                for path in images:
                     facts.update(f"{path.relative_to(folder)} {digest(path)}\n".encode())
                 paths.append([part, facts.hexdigest()])
         return paths
@@ -53,8 +53,7 @@ class ImageFolder(Tabular):
     def columns(self, part: str, root: Path | None) -> Columns | None:
         if getattr(self, part) is None:
             return None
-        folder = self._folder(part, root)
-        paths = self._images(part, folder)
+        folder, paths = self._images(part, root)
         places = [path.relative_to(folder).parts for path in paths]
         columns = {
             "image": [self._encoded(path) for path in paths],
@@ -63,27 +62,24 @@ class ImageFolder(Tabular):
         if self.client is not None:
             columns["client"] = [place[0] for place in places]
         arrays = {name: pa.chunked_array([values]) for name, values in columns.items()}
-        found = Columns(folder.name, arrays)
-        found.part = part
-        found.rows = ["/".join(place) for place in places]
-        return found
+        return Columns(folder.name, arrays, part, ["/".join(place) for place in places])
 
-    def _folder(self, part: str, root: Path | None) -> Path:
-        return find_file(f"data.{part}", getattr(self, part), root, "folder")
-
-    def _images(self, part: str, folder: Path) -> list[Path]:
-        """The images of the classes, in the order of their names. Raises `ConfigError`."""
-        levels = "*/*/*" if self.client else "*/*"
+    def _images(self, part: str, root: Path | None) -> tuple[Path, list[Path]]:
+        """A folder, and the images of the classes, in the order of their names. Raises
+        `ConfigError`.
+        """
+        name = getattr(self, part)
+        folder = find_file(f"data.{part}", name, root, "folder")
+        levels, above = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
         paths = sorted(
             path
             for path in folder.glob(levels)
             if path.suffix.lower() in SUFFIXES and path.is_file()
         )
         if not paths:
-            above = "CLIENT/CLASS" if self.client else "CLASS"
             expected = f"a folder with images {above}/NAME, a folder for each class"
-            raise ConfigError(f"data.{part}", str(getattr(self, part)), expected)
-        return paths
+            raise ConfigError(f"data.{part}", name, expected)
+        return folder, paths
 
     def _encoded(self, path: Path) -> bytes:
         """The bytes of an image, of `size` by `size` pixels and of `channels` if asked. Raises

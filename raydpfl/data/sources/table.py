@@ -15,10 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raydpfl.data.columns import KINDS, Columns, read_columns
+from raydpfl.data.columns import Columns, read_columns
 from raydpfl.data.sources.table_base import Tabular
-from raydpfl.errors import ConfigError
-from raydpfl.storage.files import file_identity, find_file
+from raydpfl.storage.files import file_identity
 
 
 class TableFile(Tabular):
@@ -42,13 +41,4 @@ class TableFile(Tabular):
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
         name = getattr(self, part)
-        if name is None:
-            return None
-        path = find_file(f"data.{part}", name, root)
-        try:
-            columns = read_columns(path)
-        except Exception as error:  # whatever a broken file makes its reader raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"data.{part}", name, f"{KINDS} ({reason})") from None
-        columns.part = part
-        return columns
+        return None if name is None else read_columns(f"data.{part}", name, root, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,13 +12,12 @@ from pydantic import Field, field_validator, model_validator
 
 from raydpfl.config.registry import is_path
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.columns import Columns, is_list, labels, plain
+from raydpfl.data.columns import Columns, is_list, labels, missing, plain
 from raydpfl.data.inputs import DType, inputs, typed
 from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, of_file
-from raydpfl.errors import ConfigError, in_line
+from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Target, Task
-from raydpfl.storage.files import find_file, read_text
 
 CLASSES = "which classes occur, and so how many outputs the model has (unless data.classes says it)"
 POSITIONS = "how many targets the longest list has"
@@ -111,58 +111,52 @@ class Tabular(InMemoryData):
 
     @model_validator(mode="after")
     def _consistent_columns(self) -> Tabular:
-        if len(self.mean) != len(self.std) or min(self.std, default=1) <= 0:
-            raise ConfigError(
-                "data.std", self.std, f"positive numbers, one for each of data.mean = {self.mean}"
-            )
-        if not self.x:
-            raise ConfigError("data.x", self.x, "the name of a column, or several")
-        if not self.y:
-            raise ConfigError("data.y", self.y, "the name of a column, or several")
-        self._check_text()
-        both = [name for name in self.x if name in self.targets]
-        if both and not self._next:
-            expected = f"columns without {both[0]}, which is data.y: a model would read it off"
-            raise ConfigError("data.x", list(self.x), expected)
-        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
-        if least < 1 or (isinstance(self.classes, tuple) and len(set(self.classes)) < least):
-            raise ConfigError("data.classes", self.classes, "a number of classes, or their names")
-        return self
-
-    def _check_text(self) -> None:
-        """Raises `ConfigError` for keys of text that do not fit together."""
-        if self.tokenizer is None:
-            for name in ("vocabulary", "length"):
-                if getattr(self, name) is not None:
-                    expected = "none without data.tokenizer, which makes tokens of a text"
-                    raise ConfigError(f"data.{name}", getattr(self, name), expected)
-            return
-        if self.tokenizer not in TOKENIZERS and not is_path(self.tokenizer):
-            expected = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
-            raise ConfigError("data.tokenizer", self.tokenizer, expected)
-        self._check_vocabulary()
-        if self.length is None:
-            expected = "how many tokens of a text are taken, the first ones"
-            raise ConfigError("data.length", None, expected)
-        if len(self.x) > 1:
-            raise ConfigError("data.x", list(self.x), "one column of text with data.tokenizer")
-        wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
-        for name in (field for field, present in wrong.items() if present):
-            expected = "none with data.tokenizer, whose token ids stay whole numbers"
-            raise ConfigError(f"data.{name}", getattr(self, name), expected)
-
-    def _check_vocabulary(self) -> None:
-        """Raises `ConfigError` where nothing declares which tokens there are."""
-        numbered = isinstance(self.vocabulary, int) and self.tokenizer in TOKENIZERS
-        if self.vocabulary is None or numbered:
-            expected = "a file of tokens, one a line, or the list of them: it is declared, as one "
-            expected += "that is learnt from the data would be a query that no accountant counts"
-            raise ConfigError("data.vocabulary", self.vocabulary, expected)
+        for field, wrong, expected in self._rules():
+            if wrong:
+                raise ConfigError(f"data.{field}", getattr(self, field), expected)
         if isinstance(self.vocabulary, tuple):
             check(self.vocabulary, list(self.vocabulary))
-        if self._next and self.classes is not None:
-            expected = "none where the next token is learnt: data.vocabulary says how many"
-            raise ConfigError("data.classes", self.classes, expected)
+        return self
+
+    def _rules(self) -> Iterator[tuple[str, Any, str]]:
+        """Fields, whether each is wrong, and what is expected of it."""
+        positive = f"positive numbers, one for each of data.mean = {self.mean}"
+        yield "std", len(self.mean) != len(self.std) or min(self.std, default=1) <= 0, positive
+        yield "x", not self.x, "the name of a column, or several"
+        yield "y", not self.y, "the name of a column, or several"
+        yield from (
+            self._rules_of_text()
+            if self.tokenizer is not None
+            else (
+                (name, getattr(self, name) is not None, "none without data.tokenizer")
+                for name in ("vocabulary", "length")
+            )
+        )
+        both = ", ".join(name for name in self.x if name in self.targets)
+        expected = f"columns without {both}, which is data.y: a model would read it off"
+        yield "x", both and not self._next, expected
+        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
+        twice = isinstance(self.classes, tuple) and len(set(self.classes)) < least
+        yield "classes", least < 1 or twice, "a number of classes, or their names"
+
+    def _rules_of_text(self) -> Iterator[tuple[str, Any, str]]:
+        """As `_rules`, where a tokenizer makes tokens of a column."""
+        tokenizer = self.tokenizer
+        expected = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
+        yield "tokenizer", tokenizer not in TOKENIZERS and not is_path(tokenizer), expected
+        numbered = isinstance(self.vocabulary, int) and tokenizer in TOKENIZERS
+        expected = (
+            "a file of tokens, one a line, or the list of them: one that is learnt from the data "
+            "would be a query that no accountant counts"
+        )
+        yield "vocabulary", self.vocabulary is None or numbered, expected
+        expected = "none where the next token is learnt: data.vocabulary says how many"
+        yield "classes", self._next and self.classes is not None, expected
+        yield "length", self.length is None, "how many tokens of a text are taken, the first ones"
+        yield "x", len(self.x) > 1, "one column of text with data.tokenizer"
+        wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
+        for name, present in wrong.items():
+            yield name, present, "none with data.tokenizer, whose token ids stay whole numbers"
 
     @property
     def _next(self) -> bool:
@@ -177,34 +171,23 @@ class Tabular(InMemoryData):
         assert self.vocabulary is not None and self.length is not None
         vocabulary = self.vocabulary
         if isinstance(vocabulary, str):
-            path = find_file("data.vocabulary", vocabulary, root)
-            try:
-                tokens = of_file(read_text(path))
-            except (OSError, UnicodeDecodeError) as error:
-                expected = f"a text in UTF-8, a token a line ({in_line(error)})"
-                raise ConfigError("data.vocabulary", vocabulary, expected) from None
-            check(tokens, vocabulary)
-            vocabulary = tokens
+            vocabulary = of_file(vocabulary, root)
         return Encoder(self.tokenizer, vocabulary, self.length + self._next)
 
     def identity(self, root: Path | None) -> list:
         encoder = self._encoder(root)
-        if encoder is None:
-            return super().identity(root)
-        return [*super().identity(root), encoder.vocabulary, encoder.code()]
+        declared = [] if encoder is None else [encoder.vocabulary, encoder.code()]
+        return [*super().identity(root), *declared]
 
     def counted(self, root: Path | None) -> dict[str, int]:
         encoder = self._encoder(root)
-        train = self.columns("train", root)
-        if encoder is None or train is None:
-            return {}
-        return encoder.counted(self._texts(train))
+        return {} if encoder is None else encoder.counted(self._texts(self._train(root)))
 
     def _texts(self, columns: Columns) -> list[str]:
         """The column of text. Raises `ConfigError`."""
         (name,) = self.x
         if name not in columns:
-            raise ConfigError("data.x", name, f"a column of {columns.name}: {', '.join(columns)}")
+            raise missing("data.x", name, columns)
         texts = plain(columns[name], name, "data.x").tolist()
         if not all(isinstance(text, str) for text in texts):
             raise ConfigError("data.x", name, "a column of text with data.tokenizer")
@@ -246,18 +229,38 @@ class Tabular(InMemoryData):
         """
         raise NotImplementedError
 
+    def _train(self, root: Path | None) -> Columns:
+        columns = self.columns("train", root)
+        assert columns is not None
+        return columns
+
     def knows_clients(self) -> bool:
         return self.client is not None
 
     def table(self, root: Path | None) -> Columns | None:
-        return self.columns("train", root)
+        return self._train(root)
 
     def samples(self, seed: int, root: Path | None) -> Samples:
-        train = self.columns("train", root)
-        assert train is not None
+        train = self._train(root)
         encoder = self._encoder(root)
-        (x, y, client), (test_x, test_y) = self._parted(train, seed, root, encoder)
-        self._check_rows(len(y), len(test_y), client is not None)
+        x, y, client = self._rows(train, encoder)
+        test = self.columns("test", root)
+        if test is not None:
+            test_x, test_y, _ = self._rows(test, encoder)
+            if test_x.shape[1:] != x.shape[1:]:
+                expected = f"samples like those of {train.name}: {x.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
+        else:
+            kept, held = self._divided(train, len(y), client, seed)
+            test_x, test_y = x[held], y[held]
+            x, y = x[kept], y[kept]
+            client = None if client is None else client[kept]
+        for part, rows in (("train", y), ("test", test_y)):
+            if not len(rows):
+                expected = f"a table that leaves at least one row to {part}"
+                if part == "test" and client is not None:
+                    expected += ", or a file of test rows: each client keeps one row"
+                raise ConfigError(f"data.{part}", getattr(self, part, None), expected)
         if client is not None:
             client = np.unique(client, return_inverse=True)[1].astype(np.int64)
         if encoder is None:
@@ -269,40 +272,71 @@ class Tabular(InMemoryData):
             y, test_y, target = self._targets(train, y, test_y)
         return Samples(x, y, test_x, test_y, client, target, encoder.size if encoder else None)
 
-    def _parted(
-        self, train: Columns, seed: int, root: Path | None, encoder: Encoder | None
-    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-        """x, y and clients of the training rows, and x and y of the test rows."""
-        x, y, client = self._rows(train, self.client, encoder)
-        test = self.columns("test", root)
-        if test is not None:
-            test_x, test_y, _ = self._rows(test, None, encoder)
-            if test_x.shape[1:] != x.shape[1:]:
-                expected = f"samples like those of {train.name}: {x.shape[1:]}"
-                raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
-            return (x, y, client), (test_x, test_y)
-        if self.split_by is None:
-            held = self._held_out(len(y), client, seed)
-            kept = ~held
+    def _rows(
+        self, columns: Columns, encoder: Encoder | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """x [rows, ...] and y [rows, ...] as the columns have them, of text the token ids; and of
+        training rows, where a column names clients, who holds each.
+        """
+        owner = self.client if columns.part == "train" else None
+        fields = {"x": self.x, "y": self.targets, "client": [owner] if owner else []}
+        wanted = [(field, column) for field, named in fields.items() for column in named]
+        for field, column in wanted:
+            if column not in columns:
+                raise missing(f"data.{field}", column, columns)
+        arrays = [columns[column] for _, column in wanted]
+        part = f"data.{columns.part}"
+        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
+            raise ConfigError(part, columns.name, "a table with rows; this one has none")
+        x = self._inputs(columns) if encoder is None else encoder.ids(self._texts(columns))
+        if encoder is not None and self._next:
+            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignored())[:, 1:]
         else:
-            kept, held = self._said(train)
-        owners = None if client is None else client[kept]
-        return (x[kept], y[kept], owners), (x[held], y[held])
+            y = labels([columns[name] for name in self.targets], self.targets, "data.y")
+        client = plain(columns[owner], owner, "data.client") if owner else None
+        if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
+            row = np.argmin(np.isfinite(client))
+            expected = f"a column without gaps; row {row} of {columns.name} is one"
+            raise ConfigError("data.client", owner, expected)
+        if len({len(values) for values in (x, y, client) if values is not None}) > 1:
+            raise ConfigError(part, columns.name, "columns of one length")
+        return x, y, client
 
-    def _said(self, train: Columns) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows are for training, and which for testing, bool [rows]; by `split_by`."""
-        assert self.split_by is not None
+    def _inputs(self, columns: Columns) -> np.ndarray:
+        """Inputs [rows, *shape], as the columns have them."""
+        parts = [inputs(columns[column], column, columns.rows) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            expected = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, expected)
+        if parts[0].ndim > 1:
+            return parts[0]
+        whole = all(part.dtype.kind in "biu" for part in parts)
+        return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
+
+    def _divided(
+        self, train: Columns, rows: int, client: np.ndarray | None, seed: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows are for training, and which for testing, bool [rows]: as `split_by` says, or
+        drawn. Of each client one row at least is for training.
+        """
+        if self.split_by is None:
+            order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
+            if client is not None:
+                last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
+                order = np.delete(order, last)
+            held = np.zeros(rows, bool)
+            held[order[: max(1, round(self.test_fraction * rows))]] = True
+            return ~held, held
         if self.split_by not in train:
-            expected = f"a column of {train.name}: {', '.join(train)}"
-            raise ConfigError("data.split_by", self.split_by, expected)
+            raise missing("data.split_by", self.split_by, train)
         column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
         values = np.char.lower(column)
-        masks = values == "train", values == "test"
-        if not all(mask.any() for mask in masks):
+        kept, held = values == "train", values == "test"
+        if not kept.any() or not held.any():
             some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
             expected = f"a column that says train or test of every row; this one says {some}"
             raise ConfigError("data.split_by", self.split_by, expected)
-        return masks
+        return kept, held
 
     def _targets(
         self, train: Columns, y: np.ndarray, test_y: np.ndarray
@@ -317,65 +351,6 @@ class Tabular(InMemoryData):
         names = target.names or (known if numbered else ()) or several
         return y, test_y, replace(target, names=tuple(names))
 
-    def _held_out(self, rows: int, client: np.ndarray | None, seed: int) -> np.ndarray:
-        """Which rows are kept for testing, bool [rows]; of each client one row is left to it."""
-        order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
-        if client is not None:
-            last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
-            order = np.delete(order, last)
-        held = np.zeros(rows, bool)
-        held[order[: max(1, round(self.test_fraction * rows))]] = True
-        return held
-
-    def _check_rows(self, train: int, test: int, by_client: bool) -> None:
-        """Raises `ConfigError` where no row is left to train on, or to test on."""
-        where = {key: getattr(self, key, None) for key in ("train", "test")}
-        if not train:
-            expected = "a table that leaves at least one row to train"
-            raise ConfigError("data.train", where["train"], expected)
-        if not test:
-            expected = "a table that leaves at least one row to test"
-            if by_client:
-                expected += ", or a file of test rows: each client keeps one row"
-            raise ConfigError("data.test", where["test"], expected)
-
-    def _rows(
-        self, columns: Columns, owner: str | None, encoder: Encoder | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """x [rows, ...] and y [rows, ...] as the columns have them, of text the token ids; and,
-        where `owner` names that column, who holds each row.
-        """
-        fields = {"data.x": self.x, "data.y": self.targets, "data.client": [owner] if owner else []}
-        wanted = [(field, column) for field, named in fields.items() for column in named]
-        for field, column in wanted:
-            if column not in columns:
-                expected = f"a column of {columns.name}: {', '.join(columns)}"
-                raise ConfigError(field, column, expected)
-        arrays = [columns[column] for _, column in wanted]
-        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
-            field = f"data.{columns.part}"
-            raise ConfigError(field, columns.name, "a table with rows; this one has none")
-        x = self._inputs(columns) if encoder is None else encoder.ids(self._texts(columns))
-        if encoder is not None and self._next:
-            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignored())[:, 1:]
-        else:
-            y = labels([columns[name] for name in self.targets], self.targets, "data.y")
-        client = self._clients_of(columns[owner], owner, columns.name) if owner else None
-        if len({len(part) for part in (x, y, client) if part is not None}) > 1:
-            raise ConfigError(f"data.{columns.part}", columns.name, "columns of one length")
-        return x, y, client
-
-    def _inputs(self, columns: Columns) -> np.ndarray:
-        """Inputs [rows, *shape], as the columns have them."""
-        parts = [inputs(columns[column], column, columns.rows) for column in self.x]
-        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
-            expected = "one column of images or lists, or several of numbers"
-            raise ConfigError("data.x", self.x, expected)
-        if parts[0].ndim > 1:
-            return parts[0]
-        whole = all(part.dtype.kind in "biu" for part in parts)
-        return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
-
     def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
         """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
         for array in (x, test_x):
@@ -386,12 +361,3 @@ class Tabular(InMemoryData):
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
             expected = "one number per channel of an image; the samples are"
             raise ConfigError("data.mean", self.mean, f"{expected} {x.dtype} {x.shape[1:]}")
-
-    @staticmethod
-    def _clients_of(column: Any, name: str, file: str) -> np.ndarray:
-        client = plain(column, name, "data.client")
-        if client.dtype.kind == "f" and not np.isfinite(client).all():
-            row = np.argmin(np.isfinite(client))
-            expected = f"a column without gaps; row {row} of {file} is one"
-            raise ConfigError("data.client", name, expected)
-        return client

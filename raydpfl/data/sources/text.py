@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
 
-from raydpfl.data.columns import KINDS, READERS, plain, read_columns
+from raydpfl.data.columns import KINDS, READERS, missing, plain, read_columns
 from raydpfl.data.partitions import Natural, Partition
 from raydpfl.data.sources.base import InMemoryData, Samples
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.models.tasks import Target, Task
 from raydpfl.models.tasks.sequence import Sequence
 from raydpfl.storage.files import file_identity, find_file, read_text
@@ -107,20 +107,17 @@ class Text(InMemoryData):
     def written(self, root: Path | None) -> dict[str, str]:
         """What each client has written, by its name. Raises `ConfigError`."""
         path = find_file("data.path", self.path, root)
-        try:
-            if path.suffix not in (*READERS, ".npz"):
-                return self._speeches(read_text(path, LARGEST))
-            columns = read_columns(path)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a broken file makes its reader raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            expected = f"a text in UTF-8, or {KINDS} ({reason})"
-            raise ConfigError("data.path", self.path, expected) from None
+        if path.suffix not in (*READERS, ".npz"):
+            try:
+                text = read_text(path, LARGEST)
+            except (OSError, UnicodeDecodeError) as error:
+                expected = f"a text in UTF-8, or {KINDS} ({one_line(error)})"
+                raise ConfigError("data.path", self.path, expected) from None
+            return self._speeches(text)
+        columns = read_columns("data.path", self.path, root)
         for field in ("text", "client"):
             if getattr(self, field) not in columns:
-                expected = f"a column of {path.name}: {', '.join(columns)}"
-                raise ConfigError(f"data.{field}", getattr(self, field), expected)
+                raise missing(f"data.{field}", getattr(self, field), columns)
         texts = plain(columns[self.text], self.text, "data.text").astype(str)
         clients = plain(columns[self.client], self.client, "data.client").astype(str)
         found: dict[str, list[str]] = {}
