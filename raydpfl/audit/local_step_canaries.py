@@ -35,7 +35,7 @@ from raydpfl.audit.canaries import CanaryRun, carried_out
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data import Shards
+from raydpfl.data import RowReader, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, rigorous
@@ -153,14 +153,12 @@ class SampleCanaries:
             yield piece, one, other
 
 
-class CanaryRows:
+class CanaryRows(RowReader):
     """A reader of rows, with canaries for those of some clients."""
 
     def __init__(self, shards: Shards, canaries: SampleCanaries):
         self._reader = shards.reader
         self._canaries = canaries
-        self.prefetch = shards.reader.prefetch
-        self.release = shards.reader.release
 
     def rows(self, client: int, picked: np.ndarray | None) -> Samples:
         """As `RowReader.rows`."""
@@ -168,6 +166,9 @@ class CanaryRows:
             return self._reader.rows(client, picked)
         x, y = self._canaries.rows(client)
         return (x, y) if picked is None else (x[picked], y[picked])
+
+    def release(self) -> None:
+        self._reader.release()
 
 
 class SampleCanaryRun(CanaryRun):

@@ -26,7 +26,7 @@ from raydpfl.config.registry import choose, is_path, user_class
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
-from raydpfl.data.row_readers import Buffers, RowReader
+from raydpfl.data.row_readers import RowReader
 from raydpfl.data.shard_writer import prepare
 from raydpfl.data.shards import Shards
 from raydpfl.data.sizes import FAMILY as SIZES
@@ -37,7 +37,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
 
 __all__ = [
-    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Buffers", "Data", "InMemoryData", "Maker",
+    "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "InMemoryData", "Maker",
     "Partition", "RowReader", "Samples", "Shards", "Sizes", "Split", "Suggestion",
     "catalogue", "describe", "fetch", "load", "parse", "prepare",
 ]  # fmt: skip

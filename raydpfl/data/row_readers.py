@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -31,29 +30,16 @@ ALIGNMENT = 64
 Rows = tuple[np.ndarray, np.ndarray]
 
 
-class Buffers:
-    """Memory that is used for one chunk after another: fresh pages cost as much as reading."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, np.ndarray] = {}
-
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """An aligned array of any values; it overwrites the one returned for this name before."""
-        needed = math.prod(shape) * dtype.itemsize
-        if name not in self._memory or self._memory[name].nbytes < needed:
-            self._memory[name] = aligned(needed)
-        return self._memory[name][:needed].view(dtype).reshape(shape)
-
-
-def aligned(size: int) -> np.ndarray:
-    """Bytes, uint8 [size], which begin at a multiple of `ALIGNMENT`."""
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array of any values, which begins at a multiple of `ALIGNMENT`."""
+    size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
-class RowReader(Protocol):
-    """What reads training rows of clients."""
+class RowReader:
+    """Reads training rows of clients."""
 
     def rows(self, client: int, picked: np.ndarray | None) -> Rows:
         """x [n, *shape] and y [n, *targets] of a client as they are stored, not to be written to.
@@ -66,6 +52,7 @@ class RowReader(Protocol):
             OSError: the file cannot be read.
             ConfigError: rows that are generated are wrong.
         """
+        raise NotImplementedError
 
     def prefetch(self, clients: np.ndarray) -> None:
         """Asks the system to load the rows of these clients, int64; returns at once."""
@@ -100,7 +87,7 @@ class ClientTable:
                 file.release()
 
 
-class MappedRows:
+class MappedRows(RowReader):
     """Rows of a file of one batch, on its map."""
 
     def __init__(self, file: ArrowFile, form: Form, clients: ClientTable):
@@ -116,15 +103,12 @@ class MappedRows:
         places = self._clients.rows(client, picked)
         return self._x[places], self._y[places]
 
-    def prefetch(self, clients: np.ndarray) -> None:
-        """They are in memory."""
-
     def release(self) -> None:
         self._file.release()
         self._clients.release()
 
 
-class FileRows:
+class FileRows(RowReader):
     """Rows of a file of any size, read from it."""
 
     def __init__(self, path: Path, form: Form, clients: ClientTable):
@@ -197,7 +181,7 @@ class FileRows:
         self._clients.release()
 
 
-class GeneratedRows:
+class GeneratedRows(RowReader):
     """Rows that their source generates whenever they are read (`Data.maker`).
 
     Args:
@@ -238,9 +222,3 @@ class GeneratedRows:
         if start != size:
             expected = f"a source that makes {size} rows of client {client} (it makes {start})"
             raise ConfigError("data.kind", self._source.kind, expected)
-
-    def prefetch(self, clients: np.ndarray) -> None:
-        """There is nothing to load."""
-
-    def release(self) -> None:
-        """It holds none."""

@@ -30,7 +30,6 @@ import math
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,31 +127,21 @@ def _row_bytes(split: Split) -> int:
     return split.rows(client, client + 1)[0][0].nbytes + 8 * math.prod(split.targets)
 
 
-@dataclass
-class _Statistics:
-    """What is counted while rows are written. Without counts of classes where rows have not one
-    each.
+class _Counts:
+    """What is counted while rows are written.
 
-    Args:
-        classes: int64 [clients], classes of each client.
-        commonest: int64 [clients], rows of each client's commonest class.
-        class_rows: int64 [classes], training rows of each class.
-        validation: int64 [clients], validation rows of each client.
-        distinct: training samples, where clients share them; else 0.
+    `classes`, `commonest`: int64 [clients], the classes of each client, and the rows of its
+    commonest; `class_rows`: int64 [classes], the training rows of each class, none where rows have
+    not one class each; `validation`: int64 [clients], validation rows; `distinct`: training
+    samples, where clients share them; else 0.
     """
 
-    classes: np.ndarray
-    commonest: np.ndarray
-    class_rows: np.ndarray
-    validation: np.ndarray
-    distinct: int = 0
+    def __init__(self, clients: int, classes: int):
+        self.classes, self.commonest, self.validation = np.zeros((3, clients), np.int64)
+        self.class_rows = np.zeros(classes, np.int64)
+        self.distinct = 0
 
-    @classmethod
-    def zeros(cls, clients: int, classes: int) -> _Statistics:
-        counts = np.zeros((3, clients), np.int64)
-        return cls(counts[0], counts[1], np.zeros(classes, np.int64), counts[2])
-
-    def count(self, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
+    def add(self, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
         """Counts the labels of clients from `first` on, of `sizes` rows each."""
         number = len(self.class_rows)
         if not number:
@@ -174,64 +163,64 @@ def _write(
     `generated`: the seed of rows that are generated when read; None: they are written.
     """
     sizes = held.sizes if held else split.sizes
-    statistics = _Statistics.zeros(len(sizes), 0 if split.targets else split.classes)
+    counts = _Counts(len(sizes), 0 if split.targets else split.classes)
     if generated is None:
         _check_disk(split, folder)
-        write = _write_shared if split.shared else _write_rows
-        write(split, held, statistics, folder)
-    validation = statistics.validation
+        write = _write_shared if split.at and split.samples else _write_rows
+        write(split, held, counts, folder)
     if held is not None and held.clients is not None:
-        sizes = sizes[~held.clients]
-        validation = validation[held.clients]
-        statistics.classes = statistics.classes[~held.clients]
-        statistics.commonest = statistics.commonest[~held.clients]
+        left = ~held.clients
+        counts.validation = counts.validation[held.clients]
+        sizes, counts.classes, counts.commonest = (
+            column[left] for column in (sizes, counts.classes, counts.commonest)
+        )
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
     columns = [packed(column, pa.int64()) for column in (np.cumsum(sizes) - sizes, sizes)]
     clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
     write_batch(folder / "clients.arrow", clients)
     if held:
-        write_batch(folder / "held.arrow", pa.record_batch({"rows": validation}))
-    counted = generated is None
-    about = {
-        "shape": list(split.shape),
-        "classes": split.classes,
-        "unseen": np.flatnonzero(statistics.class_rows == 0).tolist() if counted else [],
-        "mean": list(split.mean),
-        "std": list(split.std),
-        "config": config,
-        "description": _description(split, sizes, statistics, test.num_rows, counted),
-    }
+        write_batch(folder / "held.arrow", pa.record_batch({"rows": counts.validation}))
+    unseen = np.flatnonzero(counts.class_rows == 0) if generated is None else np.zeros(0)
     optional = {
         "tokens": split.tokens,
         "targets": list(split.targets),
         "names": list(split.names),
     }
-    about |= {name: value for name, value in optional.items() if value}
-    about |= {} if generated is None else {"made": generated}
+    about = {
+        "shape": list(split.shape),
+        "classes": split.classes,
+        "unseen": unseen.tolist(),
+        "mean": list(split.mean),
+        "std": list(split.std),
+        "config": config,
+        "description": _description(split, sizes, counts, test.num_rows, generated is None),
+        **{name: value for name, value in optional.items() if value},
+        **({} if generated is None else {"made": generated}),
+    }
     (folder / "data.json").write_text(json.dumps(about, indent=1))
 
 
 def _check_disk(split: Split, folder: Path) -> None:
     needed = int(split.sizes.sum()) * _row_bytes(split)
-    if split.shared:
-        needed = split.distinct() * _row_bytes(split) + int(split.sizes.sum()) * 8
+    if split.at and split.samples:  # each is kept once, however many clients hold it
+        distinct = len(np.unique(split.samples(0, len(split.sizes))))
+        needed = distinct * _row_bytes(split) + int(split.sizes.sum()) * 8
     free = shutil.disk_usage(folder).free
     if needed > free:
         expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
         raise ConfigError("RAYDPFL_CACHE", str(folder.parent), expected)
 
 
-def _write_rows(
-    split: Split, held: HeldOutRows | None, statistics: _Statistics, folder: Path
-) -> None:
+def _write_rows(split: Split, held: HeldOutRows | None, counts: _Counts, folder: Path) -> None:
     """Writes training and validation rows, some clients at a time."""
     ends = np.cumsum(split.sizes)
     sizes = held.sizes if held else split.sizes
     most = BATCH_BYTES // _row_bytes(split)
     with ExitStack() as stack:
-        train = RowWriter(folder / "train.arrow", stack)
-        validation = RowWriter(folder / "validation.arrow", stack)
+        train, validation = (
+            RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
+        )
         first = 0
         while first < len(ends):
             start = ends[first] - split.sizes[first]
@@ -241,45 +230,42 @@ def _write_rows(
                 out, scored = held.rows(first, last)
                 if scored.any():
                     validation.write(x[scored], y[scored])
-                    counts = per_client(scored, split.sizes[first:last])
-                    statistics.validation[first:last] = counts
-                x = x[~out]
-                y = y[~out]
+                    rows = per_client(scored, split.sizes[first:last])
+                    counts.validation[first:last] = rows
+                x, y = x[~out], y[~out]
             train.write(x, y)
-            statistics.count(sizes[first:last], first, y)
+            counts.add(sizes[first:last], first, y)
             first = last
 
 
-def _write_shared(
-    split: Split, held: HeldOutRows | None, statistics: _Statistics, folder: Path
-) -> None:
+def _write_shared(split: Split, held: HeldOutRows | None, counts: _Counts, folder: Path) -> None:
     """Writes each training sample once, the sample of each row, and the validation rows."""
     assert split.at is not None and split.samples is not None
     samples = split.samples(0, len(split.sizes))
-    sizes = split.sizes
     step = max(1, BATCH_BYTES // _row_bytes(split))
+    targets = []
     with ExitStack() as stack:
+        train, validation = (
+            RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
+        )
         if held:
-            sizes = held.sizes
-            out, scored = held.rows(0, len(sizes))
-            statistics.validation[:] = per_client(scored, split.sizes)
-            validation = RowWriter(folder / "validation.arrow", stack)
+            out, scored = held.rows(0, len(split.sizes))
+            counts.validation = per_client(scored, split.sizes)
             for start in range(0, int(scored.sum()), step):
                 validation.write(*split.at(samples[scored][start : start + step]))
             samples = samples[~out]
         distinct, index = np.unique(samples, return_inverse=True)
-        train = RowWriter(folder / "train.arrow", stack)
-        y = np.empty((len(distinct), *split.targets), np.int64 if split.classes else np.float32)
         for start in range(0, len(distinct), step):
-            x, y[start : start + step] = split.at(distinct[start : start + step])
-            train.write(x, y[start : start + step])
+            x, y = split.at(distinct[start : start + step])
+            train.write(x, y)
+            targets.append(y)
     write_batch(folder / "rows.arrow", pa.record_batch({"row": index.astype(np.int32)}))
-    statistics.count(sizes, 0, y[index])
-    statistics.distinct = len(distinct)
+    counts.add(held.sizes if held else split.sizes, 0, np.concatenate(targets)[index])
+    counts.distinct = len(distinct)
 
 
 def _description(
-    split: Split, sizes: np.ndarray, statistics: _Statistics, test: int, counted: bool
+    split: Split, sizes: np.ndarray, counts: _Counts, test: int, counted: bool
 ) -> dict[str, Any]:
     """See `Shards.describe`. `counted`: whether the rows were counted."""
     description = {
@@ -291,14 +277,14 @@ def _description(
     }
     if split.names:
         description["class_names" if split.classes else "target_names"] = list(split.names)
-    if statistics.distinct:
-        description["distinct_samples"] = statistics.distinct
-    if statistics.validation.any():
-        description["validation_samples"] = int(statistics.validation.sum())
-    if len(statistics.class_rows) and counted:
+    if counts.distinct:
+        description["distinct_samples"] = counts.distinct
+    if counts.validation.any():
+        description["validation_samples"] = int(counts.validation.sum())
+    if len(counts.class_rows) and counted:
         full = sizes > 0
-        share = (statistics.commonest[full] / sizes[full]).round(4)
-        description["classes_per_client"] = _spread(statistics.classes)
+        share = (counts.commonest[full] / sizes[full]).round(4)
+        description["classes_per_client"] = _spread(counts.classes)
         description["commonest_class_per_client"] = _spread(share)
     if split.optimum is not None:
         description["optimum"] = split.optimum
@@ -306,8 +292,5 @@ def _description(
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    return {
-        "min": values.min().item(),
-        "median": float(np.median(values)),
-        "max": values.max().item(),
-    }
+    median = float(np.median(values))
+    return {"min": values.min().item(), "median": median, "max": values.max().item()}

@@ -27,7 +27,6 @@ import numpy as np
 
 from raydpfl.config.registry import choose
 from raydpfl.data.row_readers import (
-    Buffers,
     ClientTable,
     FileRows,
     GeneratedRows,
@@ -157,7 +156,6 @@ class Shards:
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
-        buffers: Buffers | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The training rows of some clients, each padded with zeros to `rows`.
 
@@ -165,7 +163,6 @@ class Shards:
             clients: int [C]; -1 is a dummy without rows.
             rows: that each client is padded to.
             picked: the rows to take of each client, ascending; None for all of them.
-            buffers: memory to use: what an earlier call returned is overwritten. None: new memory.
 
         Returns:
             x float32 [C, rows, *shape], y int64 [C, rows], numbers of rows taken, int64 [C].
@@ -181,9 +178,8 @@ class Shards:
         if counts.max(initial=0) > rows:
             largest = f"client {members[counts.argmax()]} has {counts.max()} samples"
             raise ValueError(f"{largest}, more than the {rows} rows of the chunk")
-        buffers = buffers or Buffers()
-        x = buffers.array("x", (len(members), rows, *self.shape), self._dtypes[0])
-        y = buffers.array("y", (len(members), rows, *self.target.shape), self._dtypes[1])
+        x = aligned((len(members), rows, *self.shape), self._dtypes[0])
+        y = aligned((len(members), rows, *self.target.shape), self._dtypes[1])
         for slot, (client, count) in enumerate(zip(members.tolist(), counts.tolist(), strict=True)):
             if count:
                 stored, y[slot, :count] = self.reader.rows(client, picked[slot] if picked else None)
@@ -230,8 +226,7 @@ class Shards:
 
     def decoded(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows for training, of rows as they are stored."""
-        memory = aligned(self._dtypes[0].itemsize * x.size)
-        scaled = memory.view(self._dtypes[0]).reshape(x.shape)
+        scaled = aligned(x.shape, self._dtypes[0])
         self._scaled(x, scaled)
         return scaled, y.copy()
 

@@ -67,95 +67,89 @@ def held_out(
     Raises:
         ConfigError: where no row is held out, or nothing says which rows are one sample.
     """
+    part = share["clients"] if isinstance(share, Mapping) else share
+    if overlaps and split.samples is None:
+        expected = "0 for data whose clients may share samples and that do not say which ones"
+        raise ConfigError(FIELD, share, f"{expected} (raydpfl.data.Split.samples)")
+    samples = split.samples(0, len(split.sizes)) if overlaps and split.samples else None
     if isinstance(share, Mapping):
-        return _clients(split, share["clients"], seed, overlaps)
-    rows = _samples(split, share, seed) if overlaps else _rows(split, share, seed)
+        return _clients(split.sizes, samples, part, seed)
+    if samples is not None:
+        held = _held_by_all(split.sizes, samples, part, seed)
+        rows = _stored(split.sizes, held, _scored(samples, held))
+    else:
+        rows = _rows(split.sizes, part, seed)
     if int(rows.sizes.sum()) == int(split.sizes.sum()):
         most = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
         raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {most}")
     return rows
 
 
-def _clients(split: Split, share: float, seed: int, overlaps: bool) -> HeldOutRows:
+def _stored(
+    sizes: np.ndarray, held: np.ndarray, scored: np.ndarray, clients: np.ndarray | None = None
+) -> HeldOutRows:
+    """Rows that are held out and scored, bool [rows] of all clients."""
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+
+    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        place = slice(int(ends[first]), int(ends[last]))
+        return held[place], scored[place]
+
+    return HeldOutRows(sizes - per_client(held, sizes), rows, clients)
+
+
+def _scored(samples: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Of rows that are held out those that are scored, bool [rows]: of samples that nobody trains
+    on, the first row.
+    """
+    scored = np.zeros(len(samples), bool)
+    scored[np.flatnonzero(held)[np.unique(samples[held], return_index=True)[1]]] = True
+    return scored & ~np.isin(samples, samples[~held])
+
+
+def _clients(sizes: np.ndarray, samples: np.ndarray | None, share: float, seed: int) -> HeldOutRows:
     """That share of the clients, all their rows."""
-    count = len(split.sizes)
+    count = len(sizes)
     wanted = int(counts(np.array([count]), share)[0])
     held = np.zeros(count, bool)
     held[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
-    if not split.sizes[held].any() or not split.sizes[~held].any():
+    if not sizes[held].any() or not sizes[~held].any():
         expected = f"a share that leaves some of the {count} clients, with rows, on either side"
         raise ConfigError(f"{FIELD}.clients", share, expected)
-    if overlaps and split.samples is None:
-        expected = "none for data whose clients may share samples and that do not say which ones"
-        raise ConfigError(f"{FIELD}.clients", share, f"{expected} (raydpfl.data.Split.samples)")
-    out = np.repeat(held, split.sizes)
-    scored = out
-    if overlaps and split.samples is not None:
-        samples = split.samples(0, count)
-        once = np.zeros(len(samples), bool)
-        once[np.flatnonzero(out)[np.unique(samples[out], return_index=True)[1]]] = True
-        scored = once & ~np.isin(samples, samples[~out])
-    ends = np.cumsum(split.sizes)
+    out = np.repeat(held, sizes)
+    return _stored(sizes, out, out if samples is None else _scored(samples, out), held)
+
+
+def _rows(sizes: np.ndarray, share: float, seed: int) -> HeldOutRows:
+    """That share of each client's rows: those with the lowest of its random words."""
+    held = counts(sizes, share)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        place = slice(int(ends[first] - split.sizes[first]), int(ends[last - 1]))
-        return out[place], scored[place]
-
-    return HeldOutRows(np.where(held, 0, split.sizes), rows, held)
-
-
-def _rows(split: Split, share: float, seed: int) -> HeldOutRows:
-    held = counts(split.sizes, share)
-
-    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        sizes = split.sizes[first:last]
-        lowest = _lowest(seed, np.arange(first, last), sizes, held[first:last])
+        own = sizes[first:last]
+        words = np.zeros(int(own.sum()), np.uint64)
+        ends = np.cumsum(own)
+        some = np.flatnonzero(held[first:last])
+        clients = (first + some).tolist()
+        draws = [0] * len(some)
+        streams = bit_streams(seed, Purpose.VALIDATION, t=0, clients=clients, draws=draws)
+        for place, philox in zip(some.tolist(), streams, strict=True):
+            words[ends[place] - own[place] : ends[place]] = philox.random_raw(int(own[place]))
+        order = np.lexsort((words, np.repeat(np.arange(len(own)), own)))
+        rank = np.arange(len(words)) - np.repeat(ends - own, own)
+        lowest = np.zeros(len(words), bool)
+        lowest[order] = rank < np.repeat(held[first:last], own)
         return lowest, lowest
 
-    return HeldOutRows(split.sizes - held, rows)
+    return HeldOutRows(sizes - held, rows)
 
 
-def _lowest(seed: int, clients: np.ndarray, sizes: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Of each client's rows as many as `held` says: those with the lowest of its random words."""
-    words = np.zeros(int(sizes.sum()), np.uint64)
-    ends = np.cumsum(sizes)
-    some = np.flatnonzero(held)
-    streams = bit_streams(
-        seed, Purpose.VALIDATION, t=0, clients=clients[some].tolist(), draws=[0] * len(some)
-    )
-    for place, philox in zip(some.tolist(), streams, strict=True):
-        words[ends[place] - sizes[place] : ends[place]] = philox.random_raw(int(sizes[place]))
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    order = np.lexsort((words, owner))  # client after client, the lowest words first
-    rank = np.arange(len(words)) - np.repeat(ends - sizes, sizes)
-    lowest = np.zeros(len(words), bool)
-    lowest[order] = rank < np.repeat(held, sizes)
-    return lowest
-
-
-def _samples(split: Split, share: float, seed: int) -> HeldOutRows:
-    """That share of all samples that some client holds, for all its holders."""
-    if split.samples is None:
-        expected = "0 for data whose clients may share samples and that do not say which ones"
-        raise ConfigError(FIELD, share, f"{expected} (raydpfl.data.Split.samples)")
-    samples = split.samples(0, len(split.sizes))
-    ends = np.cumsum(split.sizes)
-    starts = ends - split.sizes
-    present, first_row = np.unique(samples, return_index=True)
-    drawn = stream(seed, Purpose.VALIDATION).permutation(present)
+def _held_by_all(sizes: np.ndarray, samples: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """That share of all samples that some client holds, for all its holders, bool [rows]."""
+    drawn = stream(seed, Purpose.VALIDATION).permutation(np.unique(samples))
     held = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
-    bare = per_client(held, split.sizes) == split.sizes
-    held[starts[bare & (split.sizes > 0)]] = False
-    scored = np.zeros(len(samples), bool)
-    scored[first_row] = True
-    scored &= held & ~np.isin(samples, samples[~held])
-    sizes = split.sizes - per_client(held, split.sizes)
-
-    def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        place = slice(int(starts[first]), int(ends[last - 1]))
-        return held[place], scored[place]
-
-    return HeldOutRows(sizes, rows)
+    bare = (per_client(held, sizes) == sizes) & (sizes > 0)
+    held[(np.cumsum(sizes) - sizes)[bare]] = False
+    return held
 
 
 def per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from filelock import Timeout
 
 from raydpfl.errors import ConfigError, FileError, RunError, renamed
 from raydpfl.storage import lock, synced_folder
-from raydpfl.storage.files import LOCK, cache_root, holding, make
+from raydpfl.storage.files import LOCK, cache_root, holding, make, remove
 from raydpfl.storage.store import elsewhere, opened, within
 from raydpfl.storage.synced_folder import origin, push, refetch, spent, times
 
@@ -87,7 +86,15 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     place = cache_root() / "elsewhere" / _legible(address)
     there = opened(address)
     with ExitStack() as stack:
-        _alone(stack, place, address, patience)
+        try:
+            make(place)
+            stack.enter_context(holding(place, patience))
+        except Timeout:
+            expected = "a directory that no other run is writing to"
+            raise ConfigError("--out", address, expected) from None
+        except OSError as error:
+            expected = f"a folder that can be written ({error.strerror})"
+            raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected) from None
         folder = place / "copy"
         stack.callback(_empty, place)
         _empty(place)
@@ -95,44 +102,22 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         stack.enter_context(_naming(folder, address))
         stack.enter_context(lock.held(there, synced_folder.held(folder), patience))
         synced_folder.begin(address, folder)
-        stack.enter_context(_pushed(folder))
-        yield folder
-
-
-def _alone(stack: ExitStack, place: Path, address: str, patience: float) -> None:
-    """Keeps other processes of this machine out. Raises `ConfigError`."""
-    try:
-        make(place)
-        stack.enter_context(holding(place, patience))
-    except Timeout:
-        expected = "a directory that no other run is writing to"
-        raise ConfigError("--out", address, expected) from None
-    except OSError as error:
-        expected = f"a folder that can be written ({error.strerror})"
-        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected) from None
+        try:
+            yield folder
+        except BaseException:  # which is the news, whether or not it can be pushed
+            try:
+                push(folder)
+            except FileError as error:
+                log.warning("%s", error)
+            raise
+        push(folder)
 
 
 def _empty(place: Path) -> None:
     """Removes a copy and the files next to it, except for the locks."""
     for path in place.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name not in (LOCK, "copy.held"):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _pushed(folder: Path) -> Iterator[None]:
-    """Pushes the copy in the end; where something was raised, that is the news."""
-    try:
-        yield
-    except BaseException:
-        try:
-            push(folder)
-        except FileError as error:
-            log.warning("%s", error)
-        raise
-    push(folder)
+        if path.name not in (LOCK, "copy.held"):
+            remove(path)
 
 
 @contextmanager

@@ -99,9 +99,8 @@ def _foreign_within(root: Path) -> str | None:
     with os.scandir(root) as entries:
         folders = [Path(entry.path) for entry in entries if entry.is_dir() and entry.name != RUNS]
     for folder in (root, *folders):
-        if os.lstat(folder).st_uid not in (0, os.geteuid()):
-            return f"{folder} belongs to another user"
-        reason = foreign(folder)
+        theirs = os.lstat(folder).st_uid not in (0, os.geteuid())
+        reason = "belongs to another user" if theirs else foreign(folder)
         if reason:
             return f"{folder} {reason}"
     return None
@@ -182,13 +181,15 @@ def digest(path: Path) -> str:
         raise OSError(0, "no regular file", str(path))
     with path.open("rb") as file:
         facts = _facts(file.fileno())
-        cached = _cached_digest(facts)
-        if cached is not None:
-            return cached
+        entry = cache_root() / "digests" / f"{facts['device']:x}-{facts['inode']:x}.json"
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            kept = kept_json(entry)
+            if kept["check"] == check(facts, kept["sha256"]):
+                return kept["sha256"]
         certain = time.time_ns() - facts["changed"] > CERTAIN  # before any of it is read
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if certain and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
-            keep_json(_digest_path(facts), {"sha256": sha256, "check": check(facts, sha256)})
+            keep_json(entry, {"sha256": sha256, "check": check(facts, sha256)})
     return sha256
 
 
@@ -201,19 +202,6 @@ def _facts(descriptor: int) -> dict[str, int]:
         "written": status.st_mtime_ns,
         "changed": status.st_ctime_ns,
     }
-
-
-def _digest_path(facts: dict[str, int]) -> Path:
-    return cache_root() / "digests" / f"{facts['device']:x}-{facts['inode']:x}.json"
-
-
-def _cached_digest(facts: dict[str, int]) -> str | None:
-    try:
-        entry = kept_json(_digest_path(facts))
-    except (OSError, ValueError):
-        return None
-    sound = isinstance(entry, dict) and entry.get("check") == check(facts, entry.get("sha256"))
-    return entry["sha256"] if sound else None
 
 
 def check(*values: object) -> str:
@@ -242,10 +230,19 @@ def kept_json(path: Path) -> Any:
     and ValueError for anything that is no JSON.
     """
     with open_own(path) as file:
-        try:
-            return json.loads(file.read())
-        except RecursionError:
-            raise ValueError("values within values, too deep") from None
+        return _json(file.read())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError for anything that is no JSON."""
+    return _json(read_text(path))
+
+
+def _json(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("values within values, too deep") from None
 
 
 def open_own(path: Path) -> BufferedReader:
@@ -277,14 +274,6 @@ def read_text(path: Path, most: int = 16 << 20) -> str:
     return text.decode()
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError, and ValueError for anything that is no JSON."""
-    try:
-        return json.loads(read_text(path))
-    except RecursionError:
-        raise ValueError("values within values, too deep") from None
-
-
 def whole(folder: Path) -> bool:
     """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a
     warning says why.
@@ -304,7 +293,7 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
     One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for
     a cache that cannot be written or has no room, and whatever else `fill` raises.
     """
-    scratch = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    scratch, aside = (folder.parent / f".{folder.name}-{uuid.uuid4().hex}" for _ in range(2))
     try:
         make(scratch)
         fill(scratch)
@@ -315,12 +304,17 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
         for path in scratch.iterdir():  # whatever the umask is
             path.chmod(path.stat().st_mode & ~0o022)
         with holding(folder.parent):
-            _swap(scratch, folder)
+            if os.path.lexists(folder) and _flaw(folder) is None:
+                return  # another run's
+            if os.path.lexists(folder):
+                folder.rename(aside)
+            scratch.rename(folder)
     except OSError as error:
         room = f"a folder that can be written, with room ({error.strerror})"
         raise ConfigError("RAYDPFL_CACHE", str(cache_root()), room) from None
     finally:
         remove(scratch)
+        remove(aside)
 
 
 def _flaw(folder: Path) -> str | None:
@@ -346,19 +340,6 @@ def _flaw(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{SEAL} is damaged"
     return None
-
-
-def _swap(scratch: Path, folder: Path) -> None:
-    """Renames `scratch` to `folder`, unless another run has put a whole one there by now."""
-    if os.path.lexists(folder):
-        if _flaw(folder) is None:
-            return
-        aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
-        folder.rename(aside)
-        scratch.rename(folder)
-        remove(aside)
-    else:
-        scratch.rename(folder)
 
 
 def remove(path: Path) -> None:

@@ -77,18 +77,12 @@ class Dropped:
         with writing(path):
             clear(path)
             text = path.read_bytes().decode(errors="replace") if path.exists() else ""
-        lines = [f"{line}\n" for line in text.split("\n")]
-        lines[-1] = lines[-1].removesuffix("\n")
-        lines = [line for line in lines if line]
-        entries = [_dropped(line) for line in lines]
-        if None in entries:
-            log.warning("%s: %d damaged lines are left out", path, entries.count(None))
-        rows = [
-            line
-            for line, entry in zip(lines, entries, strict=True)
-            if entry is not None and entry < before
-        ]
-        replace_file(path, lambda part: part.write("".join(rows).encode()))
+        lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+        rounds = [_dropped(line) for line in lines]
+        if None in rounds:
+            log.warning("%s: %d damaged lines are left out", path, rounds.count(None))
+        kept = [line for line, t in zip(lines, rounds, strict=True) if t is not None and t < before]
+        replace_file(path, lambda part: part.write("".join(kept).encode()))
 
     def append(self, t: int, dropped: Sequence[tuple[int, str]]) -> None:
         """Adds one round's pairs of client and what happened. Raises `FileError`."""

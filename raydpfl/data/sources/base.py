@@ -78,18 +78,6 @@ class Split:
     names: tuple[str, ...] = ()
     without: Callable[[np.ndarray], Split] | None = None
 
-    @property
-    def shared(self) -> bool:
-        """Whether each sample is kept once, however many clients hold it."""
-        return self.at is not None and self.samples is not None
-
-    def distinct(self) -> int:
-        """How many samples clients hold, where each is kept once: those held by several count
-        once.
-        """
-        assert self.samples is not None
-        return len(np.unique(self.samples(0, len(self.sizes))))
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -300,63 +288,50 @@ class InMemoryData(SizedData):
         exclusions = self.features.exclusions if self.features else ()
         return (*exclusions, SHARED) if self.overlaps() else exclusions
 
-    def _check_size(self, x: np.ndarray) -> None:
-        """Raises `ConfigError` for samples that are too large."""
-        if int(np.prod(x.shape[1:], dtype=object)) > LARGEST:
-            expected = f"samples of at most {LARGEST:,} numbers, not {x.shape[1:]}"
-            raise ConfigError("data.kind", self.kind, expected)
-
     def split(self, seed: int, root: Path | None) -> Split:
         samples = self.samples(seed, root)
-        self._check_size(samples.x)
+        if int(np.prod(samples.x.shape[1:], dtype=object)) > LARGEST:
+            expected = f"samples of at most {LARGEST:,} numbers, not {samples.x.shape[1:]}"
+            raise ConfigError("data.kind", self.kind, expected)
         order, sizes = self.partition.partition(
             samples.y, samples.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
         if self.features is None:
-            return self._split(samples, order, sizes, samples.x, samples.test_x)
+            return self._split(samples, order, sizes)
         features = self.features
 
+        def of(columns: tuple[np.ndarray, np.ndarray]) -> Split:
+            made = replace(samples, x=columns[0], test_x=columns[1], tokens=0)
+            return self._split(made, order, sizes)
+
         def without(held: np.ndarray) -> Split:
-            columns = features.columns_without(samples.x, samples.test_x, held, root)
-            return self._split(samples, order, sizes, *columns)
+            return of(features.columns_without(samples.x, samples.test_x, held, root))
 
-        columns = features.columns(samples.x, samples.test_x, root)
-        return replace(self._split(samples, order, sizes, *columns), without=without)
+        return replace(of(features.columns(samples.x, samples.test_x, root)), without=without)
 
-    def _split(
-        self,
-        found: Samples,
-        order: np.ndarray,
-        sizes: np.ndarray,
-        x: np.ndarray,
-        test_x: np.ndarray,
-    ) -> Split:
-        """Samples, of which a model is given `x` and `test_x`, by client: `order`, int64,
-        has those of the first client, of whom there are as many as `sizes` say, and so on.
+    def _split(self, found: Samples, order: np.ndarray, sizes: np.ndarray) -> Split:
+        """Samples by client: `order`, int64, has those of the first client, of whom there are as
+        many as `sizes` say, and so on.
         """
-        mean, std = self.constants()
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def samples(first: int, last: int) -> np.ndarray:
             return order[ends[first] : ends[last]]
 
         def at(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return x[chosen], found.y[chosen]
+            return found.x[chosen], found.y[chosen]
 
-        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return at(samples(first, last))
-
-        unused = len(found.y) - len(np.unique(order))
+        mean, std = self.constants()
         target = found.known_target()
         return Split(
             sizes=sizes,
-            shape=x.shape[1:],
+            shape=found.x.shape[1:],
             classes=target.classes,
-            rows=rows,
-            test=lambda: (test_x, found.test_y),
+            rows=lambda first, last: at(samples(first, last)),
+            test=lambda: (found.test_x, found.test_y),
             mean=mean,
             std=std,
-            unused=unused,
+            unused=len(found.y) - len(np.unique(order)),
             samples=samples,
             at=at if self.overlaps() else None,
             tokens=found.known_tokens(),

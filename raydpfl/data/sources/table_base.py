@@ -31,16 +31,11 @@ TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which size
 class Tabular(InMemoryData):
     """Base of the tables: `columns` gives the training rows, or the test rows.
 
-    `x`: one column or several. `y`: the column of targets, or several. `classes`: how many there
-    are, or the list of the labels in the order of their numbers; else as the data say. `dtype`: of
-    inputs (see `raydpfl.data.inputs.typed`). `client`: column of client ids, for partition natural.
-    `split_by`: column that says which rows are for training (train) and for testing (test); others
-    are left out. `test_fraction`: of the training rows, held out when there are no test rows (but
-    from no client, where `client` names them, its last). `tokenizer`: the column of `x` is text,
-    which becomes the token ids of its first `length` tokens (see `raydpfl.data.tokens`), by a
-    `vocabulary` that is declared; with the same column as `y` and the task sequence the next token
-    is learnt at every position. `mean`, `std`: per channel, public
-    constants to normalise images by, after scaling to [0, 1].
+    Where there are no test rows, `split_by` says which rows are for testing (others than train and
+    test are left out), or a `test_fraction` is drawn (but of no client, where `client` names them,
+    its last). With a `tokenizer` the column of `x` is text (see `raydpfl.data.tokens`), and with
+    the same column as `y` and the task sequence the next token is learnt at every position. `mean`,
+    `std`: public constants, for images scaled to [0, 1].
     """
 
     newer: ClassVar[frozenset[str]] = InMemoryData.newer | {
@@ -48,52 +43,27 @@ class Tabular(InMemoryData):
     }  # fmt: skip
     named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
 
-    test_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of the rows that is for testing"
-    )
+    test_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of rows for testing")
     x: tuple[str, ...] = Field(default=("image",), description="the columns of the input")
-    y: str | tuple[str, ...] = Field(
-        default="label", description="the column, or columns, of the target"
-    )
+    y: str | tuple[str, ...] = Field(default="label", description="the columns of the target")
     classes: int | tuple[str, ...] | None = Field(
-        default=None,
-        description=(
-            "how many there are, or their labels in the order of their numbers; None: as the data "
-            "say"
-        ),
+        default=None, description="their number, or their labels in order; None: as the data say"
     )
     dtype: DType = Field(
-        default="auto",
-        description=(
-            "of inputs; auto: lists of whole numbers stay such, as tokens, all else is float32"
-        ),
+        default="auto", description="of inputs; auto: lists of whole numbers stay such, as tokens"
     )
-    client: str | None = Field(
-        default=None, description="the column that names the client of each row"
-    )
-    split_by: str | None = Field(
-        default=None, description="the column that says which rows are for testing"
-    )
+    client: str | None = Field(default=None, description="the column of each row's client")
+    split_by: str | None = Field(default=None, description="the column that says train or test")
     tokenizer: str | None = Field(
         default=None,
-        description=(
-            "of a column of text: words, characters, or the import path of a function of a text "
-            "that gives its tokens, or their ids"
-        ),
+        description="words, characters, or a function that gives tokens or ids, by path",
     )
     vocabulary: str | tuple[str, ...] | Annotated[int, Field(ge=2, le=LARGEST)] | None = Field(
-        default=None,
-        description=(
-            "a file of tokens, one a line, or the list of them; of a tokenizer that gives ids, a "
-            "number above all of them"
-        ),
+        default=None, description="the tokens, or a file with one a line; of ids a number above all"
     )
-    length: int | None = Field(
-        default=None, ge=1, description="tokens of a text that are taken, the first"
-    )
+    length: int | None = Field(default=None, ge=1, description="tokens of a text that are taken")
     mean: tuple[float, ...] = Field(
-        default=(),
-        description="of each channel, in [0, 1], to normalise images by: public constants",
+        default=(), description="of each channel, in [0, 1], to normalise images by: public"
     )
     std: tuple[float, ...] = Field(default=(), description="as `mean`")
 

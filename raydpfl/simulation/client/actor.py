@@ -215,7 +215,7 @@ class ClientActor:
         with device.blamed(self.device), torch.inference_mode():
             for client in clients:
                 self.progress.set(client)
-                x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]), again=True)
+                x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]))
                 with self._keyed(t, client):
                     parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
             every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)

@@ -70,7 +70,7 @@ class ChunkTraining:
         self, state: ChunkRound, members: np.ndarray, apart: bool = False, into: Sum | None = None
     ) -> Iterator[Block]:
         """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.chunk`.
-        With `apart` they are trained independently of the round, in separate memory.
+        With `apart` they are trained independently of the round.
         """
         chunk = state.chunk
         present = np.flatnonzero(members >= 0)
@@ -78,7 +78,7 @@ class ChunkTraining:
         model, starts = self.personal.starts(state.actor.model, chunk)
         view = state.view("local", np.arange(len(members)))
         trained = self.rows.train(
-            *(self.trainer, model, chunk, members, state.work.t, apart),
+            *(self.trainer, model, chunk, members, state.work.t),
             stds=chunk.stds,
             corrections=self.personal.corrections(self.local.correction(view)),
             starts=starts,

@@ -12,7 +12,7 @@ import torch
 
 from raydpfl.core import device
 from raydpfl.core.messages import Chunk
-from raydpfl.data import Buffers, Shards
+from raydpfl.data import Shards
 from raydpfl.models.tasks import Form
 from raydpfl.training.backends.base import Block
 from raydpfl.training.minibatches import batches, picked
@@ -40,7 +40,6 @@ class Rows:
         self.shards = shards
         self.form = form
         self.device = there
-        self._buffers = Buffers()
 
     def sizes(self, clients: np.ndarray) -> np.ndarray:
         """Samples of clients, int64 [C]; 0 for -1."""
@@ -51,15 +50,13 @@ class Rows:
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
-        again: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """See `Shards.chunk`, with tensors of the device that trains. The next call overwrites
-        them, unless it is asked `again`.
+        """See `Shards.chunk`, with tensors of the device that trains.
 
         Raises:
             IndexError: on a GPU, a client has a label or a token that the model does not know.
         """
-        x, y, n = self.shards.chunk(clients, rows, picked, None if again else self._buffers)
+        x, y, n = self.shards.chunk(clients, rows, picked)
         for slot in np.flatnonzero(n).tolist() if self.device.type != "cpu" else ():
             check(self.device, self.form, x[slot, : n[slot]], y[slot, : n[slot]])
         return self._there(x), self._there(y), n
@@ -71,11 +68,10 @@ class Rows:
         chunk: Chunk,
         members: np.ndarray,
         t: int,
-        again: bool,
         **more: Any,
     ) -> Iterator[Block]:
         """Trains `members` (int64 [C], -1 for all other slots) of a chunk from the model, float32
-        [D], on the batches of round t. `again`: as in `chunk`; `more`: see `Trainer`.
+        [D], on the batches of round t. `more`: see `Trainer`.
         """
         rule = trainer.local
         sizes = self.sizes(members)
@@ -83,7 +79,7 @@ class Rows:
         index, batch_sizes = batches(*keys, sizes, rule, rows=chunk.rows)
         wanted, index = picked(index, batch_sizes, sizes, rule)
         return trainer.chunk(
-            *(model, *self.chunk(members, chunk.rows, wanted, again)),
+            *(model, *self.chunk(members, chunk.rows, wanted)),
             t=t,
             clients=members,
             draws=chunk.draws,
@@ -115,11 +111,10 @@ class GpuRows(Rows):
         clients: Sequence[int] | np.ndarray,
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
-        again: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """See `Rows.chunk`."""
         if not self._fit:
-            return super().chunk(clients, rows, picked, again=True)
+            return super().chunk(clients, rows, picked)
         stored_x, stored_y = self._stored
         members = np.asarray(clients, np.int64)
         index = np.full((len(members), rows), self._first[-1])  # the last row is of zeros
@@ -171,7 +166,7 @@ class GpuRows(Rows):
         most = int(sizes.max(initial=0))
         if not most:
             return
-        read_x, read_y, _ = self.shards.chunk(clients, most, buffers=self._buffers)
+        read_x, read_y, _ = self.shards.chunk(clients, most)
         for place, (client, size) in enumerate(zip(clients.tolist(), sizes.tolist(), strict=True)):
             try:
                 check(self.device, self.form, read_x[place, :size], read_y[place, :size])

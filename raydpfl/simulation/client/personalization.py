@@ -197,9 +197,7 @@ class PersonalTraining:
             most = self.trainer.local.rows_used(self.rows.sizes(chunk.clients[part])).max()
             some = replace(chunk.part(part), rows=max(1, int(most)))
             started = starts and Starts.at(starts.initial[part], starts.to_model)
-            blocks = self.rows.train(
-                self.trainer, model, some, members[part], t, again=True, starts=started
-            )
+            blocks = self.rows.train(self.trainer, model, some, members[part], t, starts=started)
             updates = {slot: update for block in blocks for slot, update, _ in block.clients()}
             still = torch.zeros_like(model)
             moved = [model + updates.get(slot, still) for slot in range(len(some.clients))]
