@@ -193,7 +193,7 @@ def _bytes(parquet: pq.FileMetaData) -> int:
     return total
 
 
-def _check_gaps(column: Any, name: str, field: str) -> None:
+def check_gaps(column: Any, name: str, field: str) -> None:
     """Raises `ConfigError` for a column of Arrow that has gaps."""
     if column.null_count:
         lacks = f"this one lacks {column.null_count} values (leave out these rows)"
@@ -204,7 +204,7 @@ def plain(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
     single = "one number or name to a row"
     if not isinstance(column, np.ndarray):
-        _check_gaps(column, name, field)
+        check_gaps(column, name, field)
         if pa.types.is_nested(column.type):
             raise ConfigError(field, name, f"{single}, not {column.type}")
         listed = pa.types.is_dictionary(column.type)
@@ -235,7 +235,7 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
         return column
     if isinstance(column, np.ndarray) or not is_list(column):
         return plain(column, names[0], field)
-    _check_gaps(column, names[0], field)
+    check_gaps(column, names[0], field)
     rows = column.to_pylist()
     if any(value is None or isinstance(value, (list, dict)) for row in rows for value in row):
         raise ConfigError(field, names[0], "lists of numbers or names, without gaps")

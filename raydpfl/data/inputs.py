@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,15 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raydpfl.data.columns import check_gaps
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import check_memory
 
 PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
-WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
-# bytes of images that are suspect where they are so many times what was encoded
-BOMB = 1 << 31
-RATIO = 200
 # no others: some would run other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
@@ -81,10 +79,7 @@ def _samples(column: Any, name: str, called: Sequence[str]) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return _array(column, name, column.dtype)
     kind = column.type
-    if column.null_count:
-        raise ConfigError(
-            "data.x", name, f"a column without gaps; this one lacks {column.null_count} values"
-        )
+    check_gaps(column, name, "data.x")
     column = column.combine_chunks()
     if pa.types.is_run_end_encoded(kind):
         column = pc.run_end_decode(column)
@@ -135,64 +130,42 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
     """
     from PIL import Image
 
+    def refused(expected: str) -> ConfigError:
+        return ConfigError("data.x", name, expected)
+
     names = called or [f"row {row}" for row in range(len(column))]
-    images: np.ndarray | None = None
+    images = np.zeros((0, 1, 1, 1), np.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        for row, data in enumerate(column):
-            encoded = data.as_py() or b""
-            which = names[row]
+        for row, (which, data) in enumerate(zip(names, column, strict=True)):
             try:
-                with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+                with Image.open(io.BytesIO(data.as_py() or b""), formats=FORMATS) as image:
                     if image.mode.startswith(DEEP):
-                        expected = f"{EIGHT_BITS}; {which} has more ({image.mode})"
-                        raise ConfigError("data.x", name, expected)
+                        raise refused(f"{EIGHT_BITS}; {which} has more ({image.mode})")
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
-                    _check_image(encoded, shape, name, which)
-                    if images is None:
-                        _check_images(column, shape, name)
+                    if image.height * image.width > PIXELS:
+                        pixels = image.height * image.width
+                        raise refused(f"{SMALL_ENOUGH}; {which} has {pixels:,}")
+                    if row == 0:
+                        check_memory(len(column) * math.prod(shape))
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
                         others = f"{which} is {shape}, {names[0]} is {images.shape[1:]}"
                         remedy = "data.size and data.channels convert those of an image_folder"
-                        expected = f"images of one size and mode ({remedy}); {others}"
-                        raise ConfigError("data.x", name, expected)
-                    pixels = np.asarray(image if image.mode == "L" else image.convert("RGB"))
+                        raise refused(f"images of one size and mode ({remedy}); {others}")
+                    colours = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
             except ConfigError:
                 raise
-            except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-                raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has more") from None
+            except (
+                MemoryError,
+                Image.DecompressionBombWarning,
+                Image.DecompressionBombError,
+            ) as error:
+                more = f"{SMALL_ENOUGH}; {which} has more"
+                held = isinstance(error, MemoryError)
+                raise refused(f"images that memory holds: {error}" if held else more) from None
             except Exception as error:  # whatever a broken image makes its decoder raise
                 formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
-                expected = f"encoded images; {which} is not of {formats}"
-                raise ConfigError("data.x", name, expected) from None
-            images[row] = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return np.zeros((0, 1, 1, 1), np.uint8) if images is None else images
-
-
-def _check_image(encoded: bytes, shape: tuple[int, int, int], name: str, which: str) -> None:
-    """Raises `ConfigError` for an image that is too large, or would take for ever to decode."""
-    pixels = shape[1] * shape[2]
-    if pixels > PIXELS:
-        raise ConfigError("data.x", name, f"{SMALL_ENOUGH}; {which} has {pixels:,}")
-    scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
-    if pixels * scans > WORK:  # a progressive JPEG goes over its pixels again in every scan
-        expected = f"images that are soon decoded; {which} has {pixels:,} pixels in {scans:,} scans"
-        raise ConfigError("data.x", name, expected)
-
-
-def _check_images(
-    column: pa.Array | pa.ChunkedArray, shape: tuple[int, int, int], name: str
-) -> None:
-    """Raises `ConfigError` for images that, all of one shape, no memory would hold, or no camera
-    took.
-    """
-    decoded = len(column) * int(np.prod(shape))
-    encoded = column.nbytes
-    try:
-        check_memory(decoded)
-    except MemoryError as error:
-        raise ConfigError("data.x", name, f"images that memory holds: {error}") from None
-    if decoded > BOMB and decoded > RATIO * encoded:
-        size = f"{decoded / 1e9:.1f} GB in {encoded / 1e9:.4f}"
-        raise ConfigError("data.x", name, f"images with something in them; these are {size}")
+                raise refused(f"encoded images; {which} is not of {formats}") from None
+            images[row] = np.atleast_3d(colours).transpose(2, 0, 1)
+    return images

@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -157,15 +156,13 @@ class _Counts:
 def _write(
     split: Split, held: HeldOutRows | None, config: dict, generated: int | None, folder: Path
 ) -> None:
-    """Writes the files of a prepared folder but for `digests.json`. Raises `ConfigError` where the
-    disk has no room.
+    """Writes the files of a prepared folder but for `digests.json`.
 
     `generated`: the seed of rows that are generated when read; None: they are written.
     """
     sizes = held.sizes if held else split.sizes
     counts = _Counts(len(sizes), 0 if split.targets else split.classes)
     if generated is None:
-        _check_disk(split, folder)
         write = _write_shared if split.at and split.samples else _write_rows
         write(split, held, counts, folder)
     if held is not None and held.clients is not None:
@@ -176,9 +173,9 @@ def _write(
         )
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
-    columns = [packed(column, pa.int64()) for column in (np.cumsum(sizes) - sizes, sizes)]
-    clients = pa.RecordBatch.from_arrays(columns, names=["first", "size"])
-    write_batch(folder / "clients.arrow", clients)
+    columns = {"first": np.cumsum(sizes) - sizes, "size": sizes}
+    clients = {name: packed(column, pa.int64()) for name, column in columns.items()}
+    write_batch(folder / "clients.arrow", pa.record_batch(clients))
     if held:
         write_batch(folder / "held.arrow", pa.record_batch({"rows": counts.validation}))
     unseen = np.flatnonzero(counts.class_rows == 0) if generated is None else np.zeros(0)
@@ -199,17 +196,6 @@ def _write(
         **({} if generated is None else {"made": generated}),
     }
     (folder / "data.json").write_text(json.dumps(about, indent=1))
-
-
-def _check_disk(split: Split, folder: Path) -> None:
-    needed = int(split.sizes.sum()) * _row_bytes(split)
-    if split.at and split.samples:  # each is kept once, however many clients hold it
-        distinct = len(np.unique(split.samples(0, len(split.sizes))))
-        needed = distinct * _row_bytes(split) + int(split.sizes.sum()) * 8
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
-        raise ConfigError("RAYDPFL_CACHE", str(folder.parent), expected)
 
 
 def _write_rows(split: Split, held: HeldOutRows | None, counts: _Counts, folder: Path) -> None:

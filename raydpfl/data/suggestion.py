@@ -26,9 +26,6 @@ USERS = (
     "client", "user", "author", "speaker", "who", "owner", "device", "subject", "patient",
     "person", "writer", "customer", "account", "hospital", "site",
 )  # fmt: skip
-INPUTS = (
-    "image", "img", "images", "x", "features", "pixels", "input_ids", "tokens", "input", "data",
-)  # fmt: skip
 ROW_NUMBERS = ("id", "index", "idx", "row", "row_id", "unnamed: 0", "")
 SPLITS = ("split", "set", "subset", "partition")
 # fields that say where a source is
@@ -117,16 +114,13 @@ class Suggestion:
             self.notes.append(f"training and test rows: by {split}, which says train or test")
         elif not keys.get("test"):
             self.notes.append("test rows: a tenth of all, held out (data.test_fraction)")
-        return {
-            name: value for name, value in fields.items() if value not in (None, *_unsaid(name))
-        }
+        return {name: value for name, value in fields.items() if value is not None}
 
     def _inputs(self, table: Columns, names: list[str], targets: list[str]) -> list[str]:
         """The input columns: one of images, lists or arrays, or all of numbers. Raises
         `ConfigError` where there is none.
         """
-        first = _named(names, INPUTS)
-        for name in ([first] if first else []) + names:
+        for name in names:
             if is_list(table[name]) or _is_encoded(table[name]):
                 return [name]
         excluded = {name: reason for name in names if (reason := _unfit(table[name], name))}
@@ -246,12 +240,6 @@ def _check_rows(table: Columns) -> None:
         raise ConfigError(f"data.{table.part}", table.name, expected)
     if not max(rows, default=0):
         raise ConfigError(f"data.{table.part}", table.name, "a table with rows; this one has none")
-
-
-def _unsaid(name: str) -> tuple[Any, ...]:
-    """The default of a field of a table, which a config need not say."""
-    default = FAMILY["table"].model_fields[name].default
-    return {"x": ("image",), "task": ("classification",)}.get(name, (default,))
 
 
 def _list(names: Any) -> list[str]:

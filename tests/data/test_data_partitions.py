@@ -7,10 +7,8 @@ import pytest
 from conftest import messages
 from scipy import stats
 
-from raydpfl import data
 from raydpfl.data import PARTITIONS, SIZES
 from raydpfl.data.partitions.label_mixture import fit
-from raydpfl.data.sizes import Balanced
 from raydpfl.errors import ConfigError
 
 EVEN = np.repeat(np.arange(10), 300)
@@ -68,12 +66,6 @@ def test_a_partition_is_a_function_of_its_generator(kind):
         np.concatenate(deal(kind, UNEVEN, 20, seed=seed, **DEALT[kind])) for seed in (1, 1, 2)
     )
     assert np.array_equal(one, same) and not np.array_equal(one, other)
-
-
-def test_balanced_sizes_differ_by_at_most_one():
-    for clients in (1, 7, 300, 3000):
-        counts = Balanced().counts(3000, clients, np.random.default_rng(0))
-        assert counts.sum() == 3000 and counts.max() - counts.min() <= 1
 
 
 def test_power_law_sizes_follow_rank_to_the_minus_exponent():
@@ -208,11 +200,6 @@ def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same()
     assert len(np.unique(np.concatenate(rows))) < 50 * 500
 
 
-def test_natural_clients_hold_their_own_rows():
-    ids = np.random.default_rng(0).integers(0, 20, 400)
-    assert all((ids[own] == client).all() for client, own in enumerate(deal("natural", ids, 20)))
-
-
 @pytest.mark.parametrize(
     ("kind", "clients", "fields", "message"),
     messages("partitions"),
@@ -222,19 +209,3 @@ def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, mes
         deal(kind, EVEN, clients, **fields)
     error = refused.value
     assert f"{error.field}: {error.expected}".startswith(message)
-
-
-MEMBERS = [
-    (kind, example)
-    for family in (data.SIZES, data.PARTITIONS, data.FEATURES, data.FAMILY)
-    for kind, member in family.items()
-    for example in member.examples
-]
-
-
-@pytest.mark.parametrize("kind, example", MEMBERS)
-def test_every_example_of_a_member_is_a_valid_setting(kind, example):
-    families = (data.SIZES, data.PARTITIONS, data.FEATURES, data.FAMILY)
-    member = next(family[kind] for family in families if kind in family)
-    made = member(**example)
-    assert member(**made.model_dump()) == made

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from conftest import messages
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
@@ -284,54 +285,37 @@ def nothing(path):
 OBJECTS = np.array([{}, {}], dtype=object)
 LATIN = "a,label\n1,caf\xe9\n2,th\xe9\n".encode("latin-1")
 LENGTHS = ({"x": [[1.0] * size] * 2, "label": 0} for size in (2, 3))
-# How a bad file is made, and what is said of it.
 BAD = {
-    "missing.csv": (nothing, "FILE = 'missing.csv': expected a file or folder, absolute or under"),
-    "empty.csv": (text_of(""), "(ArrowInvalid: Empty CSV file)"),
-    "rowless.csv": (text_of("a,label\n"), "data.train = 'rowless.csv': expected a table with rows"),
-    "gaps.csv": (table_of(a=["1", ""] * 9, label=[0, 1] * 9), "a is left out: 9 gaps (fill them"),
-    "unlabelled.csv": (
-        table_of(a=range(6), label=[0, "", 1] * 2),
-        "data.y = 'label': expected a column without gaps; this one lacks 2 values",
-    ),
-    "single.csv": (table_of(**COLUMNS, label=["one"] * ROWS), "expected labels of two classes or"),
-    "twice.csv": (text_of("0,0,1\n1,2,0\n"), "the column '0' twice (is the first line a row?)"),
-    "words.csv": (
-        table_of(comment=["hello there"] * 8, label=[0, 1] * 4),
-        "comment is left out: no numbers but string (encode it as numbers, or as text: data.token",
-    ),
-    "latin.csv": (lambda file: file.write_bytes(LATIN), "'label' is no text in UTF-8"),
-    "ragged.csv": (text_of("a,label\n1,0\n2\n3,1\n"), "Row #3: Expected 2 columns, got 1: 2"),
-    "tokens.jsonl": (
-        rows_of(*[{"tokens": ["the", "cat"], "label": 0}] * 4),
-        "data.x = 'tokens': expected numbers, lists of numbers, or encoded images, not list<item",
-    ),
-    "lengths.jsonl": (rows_of(*LENGTHS), "data.x = 'x': expected lists of one length without gaps"),
-    "broken.parquet": (text_of("nonsense"), "this is not a parquet file"),
-    "array.json": (text_of('[{"a": 1, "label": 0}]'), "give an object per line, JSON lines"),
-    "half.jsonl": (text_of('{"a": 1, "label": 0}\n{"a": 2, "lab\n'), "JSON parse error"),
-    "keras.npz": (
-        arrays_of(x_train=FLOATS, y_train=CLASS, x_test=FLOATS[:9]),
-        "columns of as many rows each, test rows in a file of their own (x_train 120, ",
-    ),
-    "objects.npz": (arrays_of(x=OBJECTS, label=[0, 1]), "the array 'x' has objects: save numbers"),
-    "pickled.npz": (
-        lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
-        "it is no whole file of numpy.savez",
-    ),
-    "sheet.xlsx": (text_of("PK"), "FILE = 'sheet.xlsx': expected a CSV, JSON lines, Parquet"),
-    "nobody.txt": (text_of("no speaker\n"), "expected a pattern of names: no line is such a name"),
-    "plain": (lambda folder: folder.mkdir(), "a folder with a folder of images for each class, or"),
-    "sizes": (sizes, "images of one size and mode (data.size and data.channels convert those of"),
-    "cut": (cut, "encoded images; bee/3.png is not of PNG, JPEG"),
+    "missing.csv": nothing,
+    "empty.csv": text_of(""),
+    "rowless.csv": text_of("a,label\n"),
+    "gaps.csv": table_of(a=["1", ""] * 9, label=[0, 1] * 9),
+    "unlabelled.csv": table_of(a=range(6), label=[0, "", 1] * 2),
+    "single.csv": table_of(**COLUMNS, label=["one"] * ROWS),
+    "twice.csv": text_of("0,0,1\n1,2,0\n"),
+    "words.csv": table_of(comment=["hello there"] * 8, label=[0, 1] * 4),
+    "latin.csv": lambda file: file.write_bytes(LATIN),
+    "ragged.csv": text_of("a,label\n1,0\n2\n3,1\n"),
+    "tokens.jsonl": rows_of(*[{"tokens": ["the", "cat"], "label": 0}] * 4),
+    "lengths.jsonl": rows_of(*LENGTHS),
+    "broken.parquet": text_of("nonsense"),
+    "array.json": text_of('[{"a": 1, "label": 0}]'),
+    "half.jsonl": text_of('{"a": 1, "label": 0}\n{"a": 2, "lab\n'),
+    "keras.npz": arrays_of(x_train=FLOATS, y_train=CLASS, x_test=FLOATS[:9]),
+    "objects.npz": arrays_of(x=OBJECTS, label=[0, 1]),
+    "pickled.npz": lambda file: file.write_bytes(pickle.dumps({"x": FLOATS, "y": CLASS})),
+    "sheet.xlsx": text_of("PK"),
+    "nobody.txt": text_of("no speaker\n"),
+    "plain": lambda folder: folder.mkdir(),
+    "sizes": sizes,
+    "cut": cut,
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_of_a_bad_file_one_line_says_what_to_do(name, tmp_path, monkeypatch, complain):
-    make, message = BAD[name]
+@pytest.mark.parametrize(("name", "message"), messages("data files").items())
+def test_of_a_bad_file_one_line_says_what_to_do(name, message, tmp_path, monkeypatch, complain):
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / name)
+    BAD[name](tmp_path / name)
     assert message in complain(["data", "describe", name])
 
 
@@ -410,21 +394,25 @@ def test_images_are_made_grey_or_coloured_and_deep_ones_are_refused(tmp_path):
         data.parse({**keys, "channels": 1, "size": 9}).split(0, tmp_path)
 
 
+def parsed(folder, **keys):
+    """A table `a.*` of the folder for two clients."""
+    (file,) = folder.glob("a.*")
+    return data.parse({"kind": "table", "train": file.name, "x": "x", "clients": 2, **keys})
+
+
 def test_decimals_are_numbers(tmp_path):
     price = [Decimal(row) / 4 for row in range(6)]
-    pq.write_table(pa.table({"price": price, "label": [0, 1] * 3}), tmp_path / "a.parquet")
-    keys = {"kind": "table", "train": "a.parquet", "x": "price", "clients": 1}
-    split = data.parse(keys).split(0, tmp_path)
-    every = np.concatenate([split.rows(0, 1)[0], split.test()[0]])
+    pq.write_table(pa.table({"x": price, "label": [0, 1] * 3}), tmp_path / "a.parquet")
+    split = parsed(tmp_path).split(0, tmp_path)
+    every = np.concatenate([split.rows(0, 2)[0], split.test()[0]])
     assert sorted(every.ravel()) == [0, 0.25, 0.5, 0.75, 1, 1.25]
 
 
 def test_data_of_another_task_are_other_data(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLOATS, label=CLASS)
-    keys = {"kind": "table", "train": "a.npz", "x": "x", "clients": 2}
     kinds = {}
     for task in ("classification", "regression"):
-        shards = Shards.open(data.prepare(data.parse({**keys, "task": task}), 0, tmp_path))
+        shards = Shards.open(data.prepare(parsed(tmp_path, task=task), 0, tmp_path))
         kinds[shards.folder] = shards.chunk([0], 60)[1].dtype
     assert list(kinds.values()) == [np.int64, np.float32]
 
@@ -432,17 +420,14 @@ def test_data_of_another_task_are_other_data(tmp_path):
 @pytest.mark.parametrize("dtype", ["auto", "int64", "float32"])
 def test_inputs_have_the_type_that_is_asked_for(dtype, tmp_path):
     np.savez(tmp_path / "a.npz", x=TOKENS, label=CLASS)
-    keys = {"kind": "table", "train": "a.npz", "x": "x", "clients": 2, "dtype": dtype}
-    split = data.parse(keys).split(0, tmp_path)
+    split = parsed(tmp_path, dtype=dtype).split(0, tmp_path)
     whole = dtype != "float32"
     assert split.rows(0, 1)[0].dtype == (np.int64 if whole else np.float32)
     assert split.tokens == (20 if whole else 0)
-    np.savez(tmp_path / "b.npz", x=FLOATS, label=CLASS)
+    np.savez(tmp_path / "a.npz", x=FLOATS, label=CLASS)
     if dtype == "int64":
-        with pytest.raises(
-            ConfigError, match=r"data.dtype = 'int64': expected float32: x has other numbers"
-        ):
-            data.parse({**keys, "train": "b.npz"}).split(0, tmp_path)
+        with pytest.raises(ConfigError, match=r"'int64': expected float32: x has other numbers"):
+            parsed(tmp_path, dtype=dtype).split(0, tmp_path)
 
 
 # Seen with normal sight, without green and without red (Machado et al. 2009), linear RGB.

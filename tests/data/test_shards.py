@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -292,18 +291,6 @@ def test_fields_that_are_newer_than_a_prepared_folder_leave_its_name():
 # --- what is written ---
 
 
-def test_the_sum_of_the_shards_is_the_data_set():
-    described = mini()
-    shards = Shards.open(folder := prepare(described, seed=1))
-    samples = described.samples(1, None)
-    stored = pa.ipc.open_file(folder / "train.arrow").read_all()
-    pixels = np.stack(stored["x"].to_numpy()).reshape(samples.x.shape)
-    order = [np.lexsort(part.reshape(len(part), -1).T) for part in (pixels, samples.x)]
-    assert np.array_equal(pixels[order[0]], samples.x[order[1]])
-    assert np.array_equal(np.bincount(stored["y"]), np.bincount(samples.y))
-    assert shards.sizes.sum() == len(samples.y)
-
-
 def test_test_batches_are_the_test_set_in_order():
     shards = Shards.open(prepare(mini(), seed=0))
     batches = list(shards.test(300))
@@ -370,17 +357,12 @@ def test_generated_rows_are_those_that_would_be_written(iid, monkeypatch):
         assert all(map(np.array_equal, shards.chunk(clients, most, some), chunk))
 
 
-def test_data_that_no_disk_holds_are_generated(monkeypatch):
-    free = shutil.disk_usage("/")._replace(free=10**6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+def test_data_that_would_take_much_of_a_disk_are_generated(monkeypatch):
     described = synthetic(clients=200_000, samples=400)
     shards = Shards.open(prepare(described, seed=2))
     assert not (shards.folder / "train.arrow").exists()
     chunk = pickle.loads(pickle.dumps(shards)).chunk([199_999], 400)
     assert all(map(np.array_equal, chunk, plain_chunk(described, 2, [199_999], 400)))
-    for written in (lambda: prepare(described, 2, validation=0.5), lambda: prepare(mini(), 0)):
-        with pytest.raises(ConfigError, match=r"MB free; this one has 1\.0"):
-            written()
 
 
 @pytest.mark.parametrize("actors", [0, 2])

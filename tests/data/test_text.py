@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment, form
+from conftest import experiment, form, messages
 
 from raydpfl import data, models, run
 from raydpfl.check.runs import carried_out
@@ -130,20 +130,7 @@ def test_clients_with_few_rows_are_left_out_and_of_many_rows_some_are_drawn(tmp_
         data.parse({**keys, "partition": {"kind": "natural", "least": 40}}).split(3, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"path": "none.txt"}, "data.path: a file, absolute or under"),
-        ({"speaker": "[0-9]+"}, "data.speaker: a pattern of names: no line is such"),
-        ({"speaker": "("}, "data.speaker: a regular expression"),
-        ({"test_fraction": 0.01}, "data.test_fraction: a larger share"),
-        ({"task": "classification"}, "data.task.kind: a task whose targets"),
-        (
-            {"partition": {"kind": "shards"}, "clients": 2},
-            "data.partition.kind: iid or natural for targets that are not one class",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), messages("texts"))
 def test_text_that_cannot_be_is_refused_in_one_line(keys, message, tmp_path):
     with pytest.raises(ConfigError) as refused:
         data.parse(play(tmp_path, **keys)).split(0, tmp_path)

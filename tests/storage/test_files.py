@@ -216,15 +216,6 @@ def test_a_remembered_digest_that_was_damaged_is_taken_again(tmp_path, cache, mo
         assert files.digest(tmp_path / "file") == found
 
 
-def test_the_driver_digests_prepared_data_once_and_not_in_every_run(monkeypatch):
-    monkeypatch.setattr(files, "CERTAIN", 0)
-    prepare(small(), 0)
-    time.sleep(0.02)
-    prepare(small(), 0)
-    monkeypatch.setattr(files.hashlib, "file_digest", lambda *_: pytest.fail("digested again"))
-    prepare(small(), 0)
-
-
 def test_a_calibration_that_was_edited_is_computed_again(cache):
     mechanism = Mechanism(
         Sampling("full", 10, 10), (Query("update", bound=1.0, std=1.0),), rounds=3
@@ -237,23 +228,6 @@ def test_a_calibration_that_was_edited_is_computed_again(cache):
     kept.write_text("[" * 10_000)
     assert noise_for(2.0, mechanism, "zero_out", 1e-5) == z
     assert calibration.cached(["another"], lambda: 1.0) == 1.0 != z
-
-
-def test_features_of_the_cache_that_were_damaged_are_extracted_again(
-    tmp_path, cache, monkeypatch, caplog
-):
-    monkeypatch.setattr(
-        ResNet18Features, "_extract", lambda self, x, root: np.ones((len(x), 512), np.float32)
-    )
-    (tmp_path / "net.pt").write_bytes(b"weights")
-    front = ResNet18Features(weights="net.pt")
-    pixels = np.zeros((2, 1, 8, 8), np.uint8)
-    front.columns(pixels, pixels, tmp_path)
-    (kept,) = (cache / "features").glob("*/columns.npy")
-    damage(kept, "edited")
-    assert (
-        front.columns(pixels, pixels, tmp_path)[0] == 1
-    ).all() and "is made again: columns.npy" in caplog.text
 
 
 def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Clients with quadratic objectives, as regression data."""
+"""Clients with quadratic objectives, of many numbers or one, as regression data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.sources.base import Data, Split
+from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
 from raydpfl.models.tasks.regression import Regression
 
@@ -62,10 +63,42 @@ class Quadratics(Data):
             slope += rows.T @ y[client]
         best = np.linalg.lstsq(hessian, slope, rcond=1e-12)[0]
         y -= np.stack([rows.astype(np.float64) @ best for rows in x])
-        return regression_split(x, y, np.zeros(d))
+        return _split(x, y, np.zeros(d))
 
 
-def regression_split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
+class ScalarQuadratics(Data):
+    """000 sec. 2.1: f_i(x) = 1/2 (a_i x - b_i)^2, one client for each pair, in the coordinates of
+    the paper.
+
+    Claim 2.1 is a = (1, 1, 1), b = (-c/2, -c/2, kc); eq. 8 is a = (1, 2, 6), b = (4, 1, -1). A
+    client has the one row a_i with target b_i; the test set is all of them, so the test loss is the
+    mean of all f_i, 1/N of the paper's f.
+    """
+
+    kind: str = "scalar_quadratics"
+    location: ClassVar[str] = "generated"
+    task: SerializeAsAny[Task] = Regression()
+    a: tuple[float, ...] = Field(min_length=1)
+    b: tuple[float, ...] = Field(min_length=1)
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"a": (1, 2, 6), "b": (4, 1, -1)},)
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ScalarQuadratics:
+        if len(self.b) != len(self.a):
+            raise ConfigError("data.b", self.b, f"{len(self.a)} numbers, one for each of data.a")
+        if self.clients not in (None, len(self.a)):
+            expected = f"{len(self.a)}, one for each of data.a, or none"
+            raise ConfigError("data.clients", self.clients, expected)
+        return self
+
+    def split(self, seed: int, root: Path | None) -> Split:
+        a = np.array(self.a)
+        b = np.array(self.b)
+        best = a @ b / (a @ a) if a.any() else 0.0
+        return _split(a[:, None, None].astype(np.float32), b[:, None], np.array([best]))
+
+
+def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
     """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is
     where the mean loss is least.
     """
@@ -76,11 +109,5 @@ def regression_split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
         return x[first:last].reshape(-1, x.shape[2]), y[first:last].reshape(-1)
 
     optimum = float(np.mean(residuals**2) / 2)
-    return Split(
-        np.full(len(x), x.shape[1]),
-        (x.shape[2],),
-        0,
-        rows,
-        lambda: rows(0, len(x)),
-        optimum=optimum,
-    )
+    sizes = np.full(len(x), x.shape[1])
+    return Split(sizes, (x.shape[2],), 0, rows, lambda: rows(0, len(x)), optimum=optimum)

@@ -38,6 +38,7 @@ from raydpfl.data.sources.base import Maker, SizedData, Split
 # (of client 0).
 _TRAIN, _TEST, _SHARED = range(3)
 PIECE = 1 << 22  # numbers of a client's samples that are made at once
+Rows = tuple[np.ndarray, np.ndarray]
 
 
 class Synthetic(SizedData):
@@ -65,9 +66,7 @@ class Synthetic(SizedData):
         )
         shared = self._shared(seed)
 
-        def joined(
-            clients: np.ndarray, counts: np.ndarray, step: int
-        ) -> tuple[np.ndarray, np.ndarray]:
+        def joined(clients: np.ndarray, counts: np.ndarray, step: int) -> Rows:
             """Samples of these clients, one after the other."""
             x = np.empty((int(counts.sum()), self.features), np.float32)
             y = np.empty(len(x), np.int64)
@@ -75,15 +74,14 @@ class Synthetic(SizedData):
             for client, count in zip(clients.tolist(), counts.tolist(), strict=True):
                 for some_x, some_y in self._pieces(seed, shared, step, client, count):
                     own = slice(at, at + len(some_y))
-                    x[own] = some_x
-                    y[own] = some_y
+                    x[own], y[own] = some_x, some_y
                     at = own.stop
             return x, y
 
-        def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        def rows(first: int, last: int) -> Rows:
             return joined(np.arange(first, last), sizes[first:last], _TRAIN)
 
-        def test() -> tuple[np.ndarray, np.ndarray]:
+        def test() -> Rows:
             counts = apportion(self.test_samples, sizes)
             return joined(np.flatnonzero(counts), counts[counts > 0], _TEST)
 
@@ -91,11 +89,6 @@ class Synthetic(SizedData):
 
     def maker(self, seed: int) -> Maker:
         return partial(self._pieces, seed, self._shared(seed), _TRAIN)
-
-    def identity(self, root: Path | None) -> list:
-        return [
-            "test rows by size"
-        ]  # before, every client had as many: other rows, so another name
 
     def _model(self, generator: np.random.Generator) -> np.ndarray:
         """Float32 [2 + features classes + classes + features]: standard normals for U, B, W, b, v,

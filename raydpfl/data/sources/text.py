@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -127,11 +126,17 @@ class Text(InMemoryData):
 
     def _speeches(self, text: str) -> dict[str, str]:
         """What each speaker of a play says."""
+        pattern = re.compile(f"({self.speaker}):")
         speeches: dict[str, list[str]] = {}
-        for name, line in _lines(text, self.speaker, self.apart):
-            spoken = speeches.setdefault(name, [])
-            if line is not None:
+        spoken = None  # the lines of who speaks
+        empty = True  # the line before
+        for line in text.splitlines():
+            begins = pattern.fullmatch(line) if empty or not self.apart else None
+            if begins:
+                spoken = speeches.setdefault(begins[1], [])
+            elif spoken is not None:
                 spoken.append(line)
+            empty = not line
         if not speeches:
             expected = "a pattern of names: no line is such a name and a colon"
             raise ConfigError("data.speaker", self.speaker, expected)
@@ -166,18 +171,3 @@ def _numbered(codes: np.ndarray, alphabet: np.ndarray) -> np.ndarray:
     """The places of code points in the alphabet, int64; its length for all others."""
     places = np.minimum(np.searchsorted(alphabet, codes), len(alphabet) - 1)
     return np.where(alphabet[places] == codes, places, len(alphabet))
-
-
-def _lines(text: str, speaker: str, apart: bool) -> Iterator[tuple[str, str | None]]:
-    """(speaker, line) of every line that somebody speaks, and (speaker, None) of every name."""
-    pattern = re.compile(f"({speaker}):")
-    name = None
-    empty = True
-    for line in text.splitlines():
-        begins = pattern.fullmatch(line) if empty or not apart else None
-        if begins:
-            name = begins[1]
-            yield name, None
-        elif name is not None:
-            yield name, line
-        empty = not line

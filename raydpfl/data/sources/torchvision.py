@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,8 +76,7 @@ class TorchvisionImages(ImageSet):
         if self.present(folder):
             return folder
         try:
-            with _new_folder(folder):
-                self._download(folder)
+            self._download(folder)
         # no network, no space, a mirror's own error page: all end alike
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
@@ -90,9 +87,10 @@ class TorchvisionImages(ImageSet):
 
     def _download(self, folder: Path) -> None:
         """Downloads the files next to their places, and then moves them there."""
-        if not os.access(folder, os.W_OK):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK):
             raise PermissionError("the folder is read-only")
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=there) as scratch:
             with impatient():
                 for train in (True, False):
                     self._part(Path(scratch), train, download=True)
@@ -100,19 +98,6 @@ class TorchvisionImages(ImageSet):
                 target = folder / file.relative_to(scratch)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file.replace(target)
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[None]:
-    """Within it the folder exists; afterwards what was made for it is removed, if it is empty."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def _idx_files(folder: str, train: str, test: str) -> tuple[str, ...]:
