@@ -111,14 +111,12 @@ class _Lock:
     def renew(self) -> None:
         """Renews it until it is `over`, or lost."""
         while not self.over.wait(BEAT):
-            try:
+            with suppress(FileError, OSError):  # it lapses, if that goes on
                 stale = now() - self._renewed > LAPSE - MARGIN
                 if stale and [*self.store.times(FOLDER)] != [self.name]:
                     self._tell(LOST)
                     return
                 self.put()
-            except (FileError, OSError):  # it lapses, if that goes on
-                continue
 
     def wait(self, patience: float) -> None:
         """Waits until there is no other lock, and removes those of dead processes. Raises
@@ -134,17 +132,17 @@ class _Lock:
                 if age >= LAPSE:
                     self.store.remove([name])
                 elif first.setdefault(name, renewed) != renewed and now() - began > patience:
-                    self._refuse(name)
+                    expected = "a directory that no other run is writing to; this one is held by "
+                    expected += self._holder(name)
+                    raise ConfigError("--out", self.store.address, expected)
             if not times:
                 return
             time.sleep(10 * TICK)
 
-    def _refuse(self, name: str) -> None:
-        """Raises `ConfigError` that names the owner of another lock."""
-        who = "another process"
+    def _holder(self, name: str) -> str:
+        """The owner of another lock, in words."""
         with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
             owner = json.loads(self.store.get(name))
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
-            who = f"process {owner['pid']} on {owner['host']}, since {since}"
-        expected = f"a directory that no other run is writing to; this one is held by {who}"
-        raise ConfigError("--out", self.store.address, expected)
+            return f"process {owner['pid']} on {owner['host']}, since {since}"
+        return "another process"

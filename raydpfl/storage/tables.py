@@ -67,15 +67,11 @@ class StoredTable:
         self.path = folder / f"{name}.parquet"
         self.log = folder / "checkpoints" / f"{name}.arrows"
         self.schema = schema
-        self._names = frozenset(schema.names)
         self._pending: list[Mapping[str, Sequence[Any] | np.ndarray]] = []
         self._copied: int | None = None  # rows in the Parquet file; None: unknown
         self._pace = Pace()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._extent = Extent(0, 0, hashlib.sha256().hexdigest())
         self._digest = hashlib.sha256()
+        self._extent = Extent(0, 0, self._digest.hexdigest())
 
     def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
         """Adds rows, kept in memory until `flush`.
@@ -87,7 +83,7 @@ class StoredTable:
         Raises:
             ValueError: the table has no such column, or lengths differ.
         """
-        unknown = columns.keys() - self._names
+        unknown = columns.keys() - set(self.schema.names)
         if unknown:
             raise ValueError(f"{self.path.name} has no column {', '.join(sorted(unknown))}")
         if len({len(values) for values in columns.values()}) > 1:
@@ -103,11 +99,13 @@ class StoredTable:
         Raises:
             FileError: the log or the copy cannot be written.
         """
-        message = self._message()
-        if len(message):
-            rows = self._extent.rows + sum(map(_rows_of, self._pending))
+        batch = self._batch()
+        if batch.num_rows:
+            head = b"" if self._extent.length else self.schema.serialize().to_pybytes()
+            message = head + batch.serialize().to_pybytes()
             self._write(message)
             self._digest.update(message)
+            rows = self._extent.rows + batch.num_rows
             length = self._extent.length + len(message)
             self._extent = Extent(rows, length, self._digest.hexdigest())
             self._pending.clear()
@@ -134,8 +132,7 @@ class StoredTable:
         """
         self.read(extent)
         self._pending.clear()
-        self._begin()
-        self._digest.update(self._mapped(extent.length))
+        self._digest = hashlib.sha256(self._mapped(extent.length))
         self._extent = extent
         self._copied = None
 
@@ -150,12 +147,9 @@ class StoredTable:
         log = self._mapped(extent.length)
         if hashlib.sha256(log).hexdigest() != extent.sha256:
             raise ValueError(f"{self.log.name} has been changed since it was written")
-        if not extent.length:
-            return pa.Table.from_batches([], self.schema)
-        with pa.ipc.open_stream(log) as reader:
-            if reader.schema != self.schema:
-                raise ValueError(f"{self.log.name} has other columns than this run's")
-            table = reader.read_all()
+        table = self._rows(log)
+        if table.schema != self.schema:
+            raise ValueError(f"{self.log.name} has other columns than this run's")
         if table.num_rows != extent.rows:
             raise ValueError(f"it counts {extent.rows} rows and {self.log.name} {table.num_rows}")
         return table
@@ -167,10 +161,13 @@ class StoredTable:
 
     def _flushed(self) -> pa.Table:
         with writing(self.log):
-            if not self._extent.length:
-                return pa.Table.from_batches([], self.schema)
-            with pa.ipc.open_stream(self._mapped(self._extent.length)) as reader:
-                return reader.read_all()
+            return self._rows(self._mapped(self._extent.length))
+
+    def _rows(self, log: pa.Buffer) -> pa.Table:
+        if not log.size:
+            return self.schema.empty_table()
+        with pa.ipc.open_stream(log) as reader:
+            return reader.read_all()
 
     def _mapped(self, length: int) -> pa.Buffer:
         """The first `length` bytes of the log, memory-mapped. Raises OSError, ValueError."""
@@ -182,14 +179,6 @@ class StoredTable:
             if file.size() < length:
                 raise ValueError(f"{self.log.name} has lost rows")
             return file.read_buffer(length)
-
-    def _message(self) -> bytes:
-        """What `flush` appends: a record batch, and before the first one the schema."""
-        batch = self._batch()
-        if not batch.num_rows:
-            return b""
-        head = b"" if self._extent.length else self.schema.serialize().to_pybytes()
-        return head + batch.serialize().to_pybytes()
 
     def _batch(self) -> pa.RecordBatch:
         """The rows that are pending."""

@@ -68,123 +68,130 @@ def saved_to_disk(folder: Path, columns, names=()):
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
 
 
-def users(path):
-    csv(path / "a.csv", {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12})
-    return ["a.csv"], {"client": "user_id", "partition": {"kind": "natural"}}, "softmax"
-
-
-def prices(path):
+def prices(file):
     price = (FLOATS.sum(1) * 1000).round(2)
-    columns = {"id": range(ROWS), **COLUMNS, "town": NAMES, "price": price}
-    csv(path / "a.csv", columns, ";")
-    written = path / "a.csv"
-    written.write_text(written.read_text().replace(".", ","))
-    return ["a.csv"], {"x": ["f0", "f1", "f2", "f3"], "y": "price", "task": "regression"}, "linear"
+    csv(file, {"id": range(ROWS), **COLUMNS, "town": NAMES, "price": price}, ";")
+    file.write_text(file.read_text().replace(".", ","))
 
 
-def parts(path):
-    split = np.where(np.arange(ROWS) % 5, "train", "test")
-    csv(path / "a.tsv", {**COLUMNS, "label": CLASS, "split": split}, "\t")
-    return ["a.tsv"], {"split_by": "split"}, "softmax"
+def two_files(file):
+    csv(file, {**COLUMNS, "label": NAMES})
+    csv(file.with_name("test.csv"), {**COLUMNS, "label": NAMES})
 
 
-def two_files(path):
-    for name in ("train.csv", "test.csv"):
-        csv(path / name, {**COLUMNS, "label": NAMES})
-    return ["train.csv", "test.csv"], {"test": "test.csv"}, "softmax"
+def parquet(**columns):
+    return lambda file: pq.write_table(pa.table(columns), file)
 
 
-def listed(path):
-    rows = zip(FLOATS.reshape(ROWS, 2, 2).tolist(), CLASS.tolist(), strict=True)
-    lines(path / "a.jsonl", [{"features": x, "target": y} for x, y in rows])
-    return ["a.jsonl"], {"x": "features", "y": "target"}, "softmax"
+def folders(*parts):
+    def made(folder):
+        for part in parts:
+            for name in ("ant", "bee"):
+                images(folder / part / name)
+
+    return made
 
 
-def tags(path):
-    rows = [{"x": x, "labels": [f"t{k}" for k in range(3) if x[k] > 0]} for x in FLOATS.tolist()]
-    lines(path / "a.jsonl", rows)
-    return ["a.jsonl"], {"task": "multi_label", "y": "labels"}, "linear"
-
-
-def tokens(path):
-    columns = {"input_ids": list(TOKENS), "label": (TOKENS[:, 0] > 9).astype(int)}
-    pq.write_table(pa.table(columns), path / "a.parquet")
-    return ["a.parquet"], {"x": "input_ids"}, "transformer"
-
-
-def positions(path):
-    author = [f"u{row % 9}" for row in range(ROWS)]
-    columns = {"tokens": list(TOKENS), "labels": list((TOKENS + 1) % 20), "author": author}
-    pq.write_table(pa.table(columns), path / "a.parquet")
-    return ["a.parquet"], {"task": "sequence", "client": "author"}, "transformer"
-
-
-def signs(path):
-    pa.feather.write_feather(pa.table({**COLUMNS, "y": 2 * (CLASS > 0) - 1}), path / "a.arrow")
-    return ["a.arrow"], {"classes": ["-1", "1"]}, "softmax"
-
-
-def arrays(path):
-    np.savez(path / "a.npz", features=FLOATS, target=FLOATS @ DRAWN.normal(size=(4, 2)))
-    return ["a.npz"], {"task": "regression"}, "linear"
-
-
-def pixels(path):
-    stored = DRAWN.integers(0, 256, (ROWS, 9, 9, 3)).astype(np.uint8)
-    np.savez(path / "a.npz", x=stored, y=CLASS)
-    return ["a.npz"], {"x": "x", "y": "y"}, "cnn"
-
-
-def folders(path):
-    for name in ("ant", "bee"):
-        images(path / "pictures" / name)
-    return ["pictures"], {"kind": "image_folder"}, "cnn"
-
-
-def folders_of_parts(path):
+def saved_parts(folder):
     for part in ("train", "test"):
-        for name in ("ant", "bee"):
-            images(path / "pictures" / part / name)
-    return ["pictures"], {"test": "pictures/test"}, "cnn"
+        saved_to_disk(folder / part, {"x": list(FLOATS), "label": CLASS})
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
 
 
-def posts(path):
-    text = "the quick brown fox jumps over the lazy dog"
-    lines(path / "a.jsonl", [{"user": f"u{row % 4}", "text": f"{text} {row}"} for row in range(40)])
-    return ["a.jsonl"], {"kind": "text", "text": "text", "client": "user"}, "transformer"
+SPLIT = np.where(np.arange(ROWS) % 5, "train", "test")
+WRITTEN = {"input_ids": list(TOKENS), "label": (TOKENS[:, 0] > 9).astype(int)}
+AUTHORS = [f"u{row % 9}" for row in range(ROWS)]
+POSITIONS = {"tokens": list(TOKENS), "labels": list((TOKENS + 1) % 20), "author": AUTHORS}
+SIGNS = pa.table({**COLUMNS, "y": 2 * (CLASS > 0) - 1})
+IMAGES = DRAWN.integers(0, 256, (ROWS, 9, 9, 3)).astype(np.uint8)
+FOX = "the quick brown fox jumps over the lazy dog"
+SPEECH = "Speak, speak, and let us hear what is to be said of it.\n" * 6
+PLAY = "".join(f"Citizen {name}:\n{SPEECH}\n" for name in "ABCAB")
+SAVED = {"x": list(FLOATS), "label": CLASS}
+# by name of a file, or a folder: how it is made, some of the fields that are suggested, the model
+GOOD = {
+    "users.csv": (
+        lambda file: csv(file, {**COLUMNS, "label": NAMES, "user_id": np.arange(ROWS) % 12}),
+        {"client": "user_id", "partition": {"kind": "natural"}},
+        "softmax",
+    ),
+    "prices.csv": (
+        prices,
+        {"x": ["f0", "f1", "f2", "f3"], "y": "price", "task": "regression"},
+        "linear",
+    ),
+    "parts.tsv": (
+        lambda file: csv(file, {**COLUMNS, "label": CLASS, "split": SPLIT}, "\t"),
+        {"split_by": "split"},
+        "softmax",
+    ),
+    "train.csv": (two_files, {"test": "test.csv"}, "softmax"),
+    "lists.jsonl": (
+        lambda file: lines(
+            file,
+            [
+                {"features": x.tolist(), "target": int(y)}
+                for x, y in zip(FLOATS.reshape(ROWS, 2, 2), CLASS, strict=True)
+            ],
+        ),
+        {"x": "features", "y": "target"},
+        "softmax",
+    ),
+    "tags.jsonl": (
+        lambda file: lines(
+            file,
+            [{"x": x, "labels": [f"t{k}" for k in range(3) if x[k] > 0]} for x in FLOATS.tolist()],
+        ),
+        {"task": "multi_label", "y": "labels"},
+        "linear",
+    ),
+    "tokens.parquet": (parquet(**WRITTEN), {"x": "input_ids"}, "transformer"),
+    "positions.parquet": (
+        parquet(**POSITIONS),
+        {"task": "sequence", "client": "author"},
+        "transformer",
+    ),
+    "signs.arrow": (
+        lambda file: pa.feather.write_feather(SIGNS, file),
+        {"classes": ["-1", "1"]},
+        "softmax",
+    ),
+    "arrays.npz": (
+        lambda file: np.savez(file, features=FLOATS, target=FLOATS @ DRAWN.normal(size=(4, 2))),
+        {"task": "regression"},
+        "linear",
+    ),
+    "pixels.npz": (lambda file: np.savez(file, x=IMAGES, y=CLASS), {"x": "x", "y": "y"}, "cnn"),
+    "pictures": (folders(""), {"kind": "image_folder"}, "cnn"),
+    "parted": (folders("train", "test"), {"test": "parted/test"}, "cnn"),
+    "posts.jsonl": (
+        lambda file: lines(
+            file, [{"user": f"u{row % 4}", "text": f"{FOX} {row}"} for row in range(40)]
+        ),
+        {"kind": "text", "text": "text", "client": "user"},
+        "transformer",
+    ),
+    "play.txt": (
+        lambda file: file.write_text(PLAY),
+        {"kind": "text", "path": "play.txt"},
+        "transformer",
+    ),
+    "saved": (
+        lambda folder: saved_to_disk(folder, SAVED, ("cat", "dog", "bird")),
+        {"kind": "hugging_face", "path": "saved"},
+        "softmax",
+    ),
+    "splits": (saved_parts, {"kind": "hugging_face", "test": "test"}, "softmax"),
+}
 
 
-def play(path):
-    speech = "Speak, speak, and let us hear what is to be said of it.\n" * 6
-    text = "".join(f"Citizen {name}:\n{speech}\n" for name in "ABCAB")
-    (path / "play.txt").write_text(text)
-    return ["play.txt"], {"kind": "text", "path": "play.txt"}, "transformer"
-
-
-def saved(path):
-    saved_to_disk(path / "set", {"x": list(FLOATS), "label": CLASS}, ("cat", "dog", "bird"))
-    return ["set"], {"kind": "hugging_face", "path": "set"}, "softmax"
-
-
-def saved_parts(path):
-    for part in ("train", "test"):
-        saved_to_disk(path / "set" / part, {"x": list(FLOATS), "label": CLASS})
-    (path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    return ["set"], {"kind": "hugging_face", "test": "test"}, "softmax"
-
-
-GOOD = [
-    users, prices, parts, two_files, listed, tags, tokens, positions, signs, arrays, pixels,
-    folders, folders_of_parts, posts, play, saved, saved_parts,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("made", GOOD, ids=lambda made: made.__name__)
-def test_a_good_file_trains_from_the_advice_alone(made, tmp_path, monkeypatch, typed):
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_file_trains_from_the_advice_alone(name, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
-    files, expected, model = made(tmp_path)
-    code, advice, _ = typed("data", "describe", *files)
+    make, expected, model = GOOD[name]
+    make(tmp_path / name)
+    code, advice, _ = typed("data", "describe", name, *["test.csv"] * (name == "train.csv"))
     assert code == 0
     tree = parse_yaml(advice)
     assert expected.items() <= tree["data"].items() and tree["model"]["kind"] == model

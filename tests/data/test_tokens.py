@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from conftest import form, messages
 
 from raydpfl import data, models
-from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.simulation.resolution import resolve
 
 ROWS = [
     ("A good film.", "pos", "u"),
@@ -93,20 +90,6 @@ def test_the_next_word_is_the_target_at_every_position_but_unknown_ones(tmp_path
     assert found.x.tolist() == [row[:-1] for row in whole]
     assert found.y.tolist() == [[y if y > 1 else -100 for y in row[1:]] for row in whole]
     assert found.target.shape == (4,) and found.target.classes == found.tokens == 6
-
-
-def test_a_folder_of_hugging_face_gives_what_the_table_gives(tmp_path):
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    columns = dict(zip(("text", "label", "user"), zip(*ROWS, strict=True), strict=True))
-    table = pa.table({name: list(values) for name, values in columns.items()})
-    with pa.ipc.new_stream(str(folder / "data.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
-    more = {"kind": "hugging_face", "path": str(folder), "train": None, "test": None}
-    found = samples(tmp_path, **more, test_fraction=0.2)
-    rows = np.concatenate([found.x, found.test_x]).tolist()
-    assert sorted(rows) == sorted(OF_WORDS) and found.tokens == 6
 
 
 def test_a_vocabulary_is_no_query_of_the_data(tmp_path):
@@ -194,17 +177,3 @@ def test_the_mean_of_embeddings_does_not_look_at_padding_and_learns_on_texts(tmp
             ConfigError, match=r"model.kind = 'embedding_mean': expected another model"
         ):
             models.build(model, wrong, 0)
-
-
-@pytest.mark.slow
-def test_a_run_on_texts_is_private_and_its_guarantee_names_the_vocabulary(tmp_path):
-    tree = {
-        "data": keys(tmp_path),
-        "model": {"kind": "embedding_mean", "width": 4},
-        "selection": {"kind": "full"},
-        "bounding": {"kind": "clip", "bound": 1.0},
-        "noise": {"kind": "gaussian", "multiplier": 1.0},
-    }
-    plan = resolve(Experiment.from_dict(tree))
-    assert any("data.vocabulary" in each for each in plan.mechanism.exclusions)
-    assert Shards.open(plan.shards).tokens == 6 and plan.d == 6 * 4 + 4 * 2 + 2

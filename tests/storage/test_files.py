@@ -49,18 +49,6 @@ def small() -> data.Data:
     return data.parse({"kind": "synthetic", "clients": 3, "samples": 4, "test_samples": 5})
 
 
-def test_tables_of_one_name_size_and_time_are_told_apart_by_their_contents(tmp_path):
-    roots = tmp_path / "a", tmp_path / "b"
-    one, other = (
-        prepare(table(root, fill), 0, root) for root, fill in zip(roots, (1.0, 2.0), strict=True)
-    )
-    stats = [(root / "t.npz").stat() for root in roots]
-    assert (
-        stats[0].st_size == stats[1].st_size and stats[0].st_mtime_ns == stats[1].st_mtime_ns == 0
-    )
-    assert values(one) == {1.0} and values(other) == {2.0}
-
-
 def test_a_table_that_is_replaced_at_its_place_is_noticed_at_any_time(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CERTAIN", 0)
     for fill in (1.0, 2.0, 3.0):

@@ -206,19 +206,6 @@ def test_death_at_any_change_of_a_store_loses_nothing(place, whole, after, monke
     check_whole(place, whole)
 
 
-def test_a_round_is_spent_at_the_store_before_it_is_released(place, monkeypatch):
-    known = []
-    release = Coordinator.release
-
-    def watched(self, t, total):
-        known.append((t, len(ledger(place))))
-        return release(self, t, total)
-
-    monkeypatch.setattr(Coordinator, "release", watched)
-    run(described(), place)
-    assert known == [(t, t + 1) for t in range(4)]
-
-
 def test_nothing_is_released_that_the_store_has_not_taken(place, monkeypatch):
     released = []
     put = Store._write
