@@ -20,15 +20,10 @@ def check_means(
     `bounding`, or the one by which clients have a state.
     """
     if bounding.sends_model() and not selection.means(population):
-        expected = (
-            "one whose cohorts all have the size that the sum is divided by, without weights or "
-            "dropouts: the new model is the mean of those sent"
-        )
+        expected = "one whose cohorts all have the size that the sum is divided by, without own "
+        expected += "weights or dropouts: the new model is the mean of those sent"
     elif stateful and selection.corrections(population) is not None:
-        expected = (
-            f"one without weights of its own, as {stateful.kind} keeps the plain mean over all "
-            "clients"
-        )
+        expected = f"one without weights of its own, as {stateful.kind} keeps the plain mean"
     else:
         return
     raise ConfigError("selection.kind", selection.kind, expected)
@@ -42,11 +37,8 @@ def client_weights(member: Weights, selection: Selection, population: Population
     def compute() -> np.ndarray:
         count = len(population)
         weights = np.asarray(member.of(population.sizes, population.samples, count))
-        if (
-            weights.dtype.kind not in "iuf"
-            or weights.shape != (count,)
-            or not np.isfinite(weights).all()
-        ):
+        numbers = weights.dtype.kind in "iuf" and weights.shape == (count,)
+        if not (numbers and np.isfinite(weights).all()):
             expected = f"one whose weights are {count} finite numbers, one per client"
             raise ConfigError("weights.kind", member.kind, expected)
         weights = weights.astype(np.float64, copy=False)
@@ -68,32 +60,15 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
     """
     composed_rounds = np.asarray(selection.composed_rounds(seed, rounds, population))
     sampling = selection.sampling(population)
-    if (
-        composed_rounds.shape != (rounds,)
-        or composed_rounds.dtype.kind not in "iu"
-        or (np.diff(composed_rounds, prepend=0) < 0).any()
-    ):
+    counts = composed_rounds.dtype.kind in "iu" and composed_rounds.shape == (rounds,)
+    if not counts or (np.diff(composed_rounds, prepend=0) < 0).any():
         expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
         raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * sampling.population
-    if not sampling.by_participation and (composed_rounds * len(population) < available).any():
-        t = int(np.argmax(composed_rounds * len(population) < available))
-        expected = (
-            f"one whose composed_rounds count every round that a client can be in; {sampling} "
-            f"cannot give {composed_rounds[t]} in {t + 1}"
-        )
+    too_few = composed_rounds * len(population) < available
+    if not sampling.by_participation and too_few.any():
+        t = int(np.argmax(too_few))
+        expected = "one whose composed_rounds count every round that a client can be in; "
+        expected += f"{sampling} cannot give {composed_rounds[t]} in {t + 1}"
         raise ConfigError("selection.kind", selection.kind, expected)
     return composed_rounds.astype(np.int64)
-
-
-def calibration_draws(
-    selection: Selection, seed: int, rounds: int, population: Population
-) -> list[np.ndarray]:
-    """The clients whose participations noise is sized for, round by round, with repeats; at last
-    those who are exposed and have not come up, once.
-    """
-    exposed = [selection.exposed(seed, t, population) for t in range(rounds)]
-    if selection.uncounted is None:
-        return exposed
-    assumed = [selection.assumed(seed, t, population) for t in range(rounds)]
-    return [*assumed, np.setdiff1d(np.concatenate(exposed), np.concatenate(assumed))]

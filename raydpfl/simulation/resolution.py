@@ -21,12 +21,7 @@ from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards, prepare
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
-from raydpfl.methods.population import (
-    calibration_draws,
-    check_means,
-    client_weights,
-    composed,
-)
+from raydpfl.methods.population import check_means, client_weights, composed
 from raydpfl.methods.selection import Population
 from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import SHOWS, Plan
@@ -118,7 +113,7 @@ def resolve(
             calibrated=int(composed_rounds[first - 1]) or first,
             weight=weight,
             clients_left=left,
-            draws=partial(calibration_draws, selection, seed, rounds, population),
+            draws=partial(selection.calibration_draws, seed, rounds, population),
             surveys=rounds // every,
             calibrated_surveys=first // every,
             data_root=data_root,

@@ -329,7 +329,7 @@ OF_SUMS = {
         "server": {"kind": "momentum", "momentum": 0.8},
     },
     "001 DP-NormFedAvg, sums of gradients": {
-        "bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"},
+        "bounding": {"kind": "normalize", "bound": 0.5, "scaling": "gradient"}
     },
     "003": {
         "bounding": STEP,

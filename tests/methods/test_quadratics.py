@@ -158,10 +158,7 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
     assert opened.clients == opened.test_size == 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    messages("quadratics"),
-)
+@pytest.mark.parametrize(("keys", "message"), messages("quadratics"))
 def test_pairs_that_are_none_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         data.parse({"kind": "scalar_quadratics"} | keys)

@@ -50,10 +50,7 @@ class Scaffold(Sgd):
             expected = f"uniform, as {self.kind} keeps the plain mean over all clients"
             raise ConfigError("weights.kind", setting.kinds["weights"], expected)
         if setting.drawn_by == "server":
-            expected = (
-                f"client or step with local.kind {self.kind}: noise that no client's variate holds "
-                "would add up in the server's, round after round"
-            )
+            expected = f"client or step: the server's noise would add up in local.kind {self.kind}"
             raise ConfigError("noise.placement", "server", expected)
         if setting.sends_model:
             expected = f"one that sends updates, for local.kind {self.kind}"

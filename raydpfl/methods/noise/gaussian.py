@@ -123,8 +123,7 @@ class Gaussian(Noise):
         if self.virtual_cohort is None:
             self._refuse("virtual_population", "none without noise.virtual_cohort")
         else:
-            expected = "none with noise.virtual_cohort, which scales the noise; "
-            self._refuse("std", f"{expected}give noise.multiplier or noise.epsilon")
+            self._refuse("std", "none with noise.virtual_cohort, which scales noise.multiplier")
         return self
 
     def _refuse(self, field: str, expected: str, default: Any = None) -> None:
@@ -279,8 +278,8 @@ class Gaussian(Noise):
 
     def check(self, setting: Setting) -> None:
         if setting.bound is None and setting.per_sample_bound is None:
-            expected = "none without a bound; set bounding.kind to clip, normalize, ... with a "
-            raise ConfigError("noise.kind", self.kind, f"{expected}bound")
+            expected = "none without a bound; set bounding.kind to clip or normalize"
+            raise ConfigError("noise.kind", self.kind, expected)
         if self.rounds is not None and self.rounds > setting.rounds:
             expected = f"at most the {setting.rounds} rounds of the run"
             raise ConfigError("noise.rounds", self.rounds, expected)
@@ -296,30 +295,20 @@ class Gaussian(Noise):
         if setting.per_sample_bound is not None:
             raise ConfigError("noise.placement", self.placement, "step, with per_sample_clip")
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
-            expected = (
-                "a number; budgets of clients' own need placement step, and bounding.kind "
-                "per_sample_clip"
-            )
+            expected = "a number; clients' own budgets need placement step, with per_sample_clip"
             raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], expected)
         if setting.adaptive_bound:
-            expected = "none with an adaptive bound, with which the noise moves; give "
-            self._refuse("std", f"{expected}noise.multiplier or noise.epsilon")
+            self._refuse("std", "none with an adaptive bound; give noise.multiplier or epsilon")
 
     def _check_steps(self, setting: Setting) -> None:
         if setting.per_sample_bound is None:
             expected = "client or server; noise at local steps needs bounding.kind per_sample_clip"
             raise ConfigError("noise.placement", self.placement, expected)
         if setting.drops_failures:
-            expected = (
-                "fail, with noise at local steps: a client that failed would send no noise, and be "
-                "known by it"
-            )
+            expected = "fail, with noise at local steps, as a client that sends none would be known"
             raise ConfigError("client.on_error", "drop", expected)
         if setting.shared_samples:
-            expected = (
-                "one that gives a sample to a single client, with noise at local steps, which "
-                "protects samples"
-            )
+            expected = "one that gives a sample to a single client, as noise at local steps needs"
             raise ConfigError("data.partition.kind", "overlapping", expected)
         if setting.uncounted is not None and self.epsilon is None:
             expected = f"a budget to size the noise for, where {setting.uncounted}"

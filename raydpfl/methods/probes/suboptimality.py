@@ -51,10 +51,8 @@ class SuboptimalityProbe(Probe):
             expected = "none of it for this model: only one linear layer has an optimum to find"
             raise ConfigError("measure", self.kind, expected)
         if problem.shards.classes and not problem.l2:
-            expected = (
-                "a number above 0 with measure suboptimality: without an L2 term there may be "
-            )
-            raise ConfigError("local.weight_decay", problem.l2, f"{expected}no optimum")
+            expected = "a number above 0 with measure suboptimality: else there may be no optimum"
+            raise ConfigError("local.weight_decay", problem.l2, expected)
         if not problem.shards.classes and losses.width > WIDTH:
             expected = f"none of it for a linear model of more than {WIDTH} inputs"
             raise ConfigError("measure", self.kind, expected)

@@ -143,16 +143,16 @@ class Selection(Member):
         """
         return self.draw(seed, t, population).clients
 
-    def assumed(self, seed: int, t: int, population: Population) -> np.ndarray:
-        """The clients whose part in round t noise at local steps is calibrated for, int64 [k], as
-        `exposed`. A member that gives others says in `uncounted` what it leaves out.
+    def calibration_draws(self, seed: int, rounds: int, population: Population) -> list[np.ndarray]:
+        """The clients whose participations noise at local steps is sized for, round by round, with
+        repeats: those exposed. A member that gives others says so in `uncounted`.
         """
-        return self.exposed(seed, t, population)
+        return [self.exposed(seed, t, population) for t in range(rounds)]
 
     @property
     def uncounted(self) -> str | None:
-        """What `assumed` leaves out, in words, so that clients may spend more than their budgets;
-        None: nothing.
+        """What `calibration_draws` leave out, in words, so that clients may spend more than their
+        budgets; None: nothing.
         """
         return None
 

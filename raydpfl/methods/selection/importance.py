@@ -38,8 +38,8 @@ class Importance(WithReplacement):
             expected = "a number, or selection.path and selection.column; not both"
             raise ConfigError("selection.power", self.power, expected)
         if (self.path is None) != (self.column is None):
-            expected = "the column of selection.path that holds the probabilities; one needs the "
-            raise ConfigError("selection.column", self.column, f"{expected}other")
+            expected = "the column of probabilities in selection.path, and none without a path"
+            raise ConfigError("selection.column", self.column, expected)
         return self
 
     def draw_probabilities(self, population: Population) -> np.ndarray:
@@ -49,10 +49,8 @@ class Importance(WithReplacement):
             p = shares**self.power if table is None else table
         if not (np.isfinite(p) & (p >= 0)).all() or (p[shares > 0] == 0).any():
             field = "power" if self.path is None else "column"
-            expected = "probabilities that are finite, not negative, and above 0 for every client "
-            raise ConfigError(
-                f"selection.{field}", getattr(self, field), f"{expected}that has data"
-            )
+            expected = "finite probabilities from 0, above 0 for every client that has data"
+            raise ConfigError(f"selection.{field}", getattr(self, field), expected)
         return p / p.sum()
 
     def corrections(self, population: Population) -> np.ndarray:

@@ -65,8 +65,8 @@ class PowerOfChoice(Sized):
             expected = "candidates with selection.loss_std: noised losses are counted, of all asked"
             raise ConfigError("selection.accounted", self.accounted, expected)
         if self.loss_std and self.loss_bound is None:
-            expected = "a positive number with selection.loss_std: losses without a bound have no "
-            raise ConfigError("selection.loss_bound", None, f"{expected}sensitivity")
+            expected = "a number with selection.loss_std, as else losses have no sensitivity"
+            raise ConfigError("selection.loss_bound", None, expected)
         least = 1e-9 * (self.loss_bound or 0.0)
         if 0 < self.loss_std < least:
             expected = f"0, or at least {least:g}, a billionth of selection.loss_bound"
@@ -109,12 +109,16 @@ class PowerOfChoice(Sized):
         """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
         return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
 
-    def assumed(self, seed: int, t: int, population: Population) -> np.ndarray:
-        """The candidates; or a cohort of them that no losses have chosen, those drawn first."""
+    def calibration_draws(self, seed: int, rounds: int, population: Population) -> list[np.ndarray]:
+        """The candidates; or cohorts of them that no losses have chosen, those drawn first, and at
+        last the candidates who have not come up.
+        """
+        exposed = super().calibration_draws(seed, rounds, population)
         if self.accounted == "candidates":
-            return self.exposed(seed, t, population)
-        drawn = successive(stream(seed, Purpose.COHORT, t=t), population, self.pool)
-        return np.sort(drawn[: self.cohort])
+            return exposed
+        streams = [stream(seed, Purpose.COHORT, t=t) for t in range(rounds)]
+        drawn = [successive(stream, population, self.pool)[: self.cohort] for stream in streams]
+        return [*drawn, np.setdiff1d(np.concatenate(exposed), np.concatenate(drawn))]
 
     @property
     def uncounted(self) -> str | None:

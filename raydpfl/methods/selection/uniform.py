@@ -65,10 +65,8 @@ class FedAvgStale(Uniform):
 
     def check(self, setting: Setting) -> None:
         if "bounding" in setting.stateful:
-            expected = (
-                f"another with bounding.kind {setting.kinds['bounding']}, whose mean has every "
-                "client's memory in it, drawn or not"
-            )
+            bounding = setting.kinds["bounding"]
+            expected = f"another with bounding.kind {bounding}, whose mean has all clients' states"
             raise ConfigError("selection.kind", self.kind, expected)
 
     def divisor(self, population: Population) -> float:
