@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import form, messages
 from quadratics import harmless_lr, model_clip_limit, stationary
-from scipy.optimize import brentq
 
 from raydpfl import Experiment, data, models, run
 from raydpfl.core.prng import Purpose, stream
@@ -162,26 +161,6 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
 def test_pairs_that_are_none_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         data.parse({"kind": "scalar_quadratics"} | keys)
-
-
-@pytest.mark.parametrize("sends", ["update", "model"])
-def test_the_stationary_point_is_the_root_that_bisection_finds_and_that_averaging_comes_to(sends):
-    for steps, bound, lr in itertools.product((1, 2, 5, 30), (0.03, 0.3, 2.0), (0.004, 0.02, 0.05)):
-        low, high = stationary(*EQ_8, steps, lr, bound, sends)
-        assert low == high
-
-        def drift(x, steps=steps, bound=bound, lr=lr):
-            local = trained(*EQ_8, steps, lr, x)
-            return (
-                clip(local, bound).mean() - x if sends == "model" else clip(local - x, bound).mean()
-            )
-
-        # A root of slope s is known to 1e-16 / s, and s is at least (1 - (1 - 0.004)^1) / 3.
-        assert low == pytest.approx(brentq(drift, -50, 50, xtol=1e-15), abs=1e-12)
-        assert averaged(*EQ_8, steps, lr, bound, sends, rounds=5, x=low) == pytest.approx(
-            low, abs=1e-12
-        )
-        assert drift(low - 0.1) > 0 > drift(low + 0.1)
 
 
 def test_claim_2_1_holds_wherever_k_is_above_4():
