@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -21,6 +19,7 @@ from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection import FAMILY
 from raydpfl.methods.selection.power_of_choice import successive
+from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks.regression import Regression
 from raydpfl.privacy import holding
 from raydpfl.simulation import planned_guarantee
@@ -582,11 +581,9 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
 
 
 def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
-    dropping = experiment(
-        selection={"kind": "uniform", "cohort": 20, "dropout": 0.3},
-        noise={"kind": "gaussian", "epsilon": 5.0},
-        rounds=20,
-    )
+    selection = {"kind": "uniform", "cohort": 20, "dropout": 0.3}
+    noise = {"kind": "gaussian", "epsilon": 5.0}
+    dropping = experiment(selection=selection, noise=noise, rounds=20)
     plan = resolve(dropping)
     kept = [len(dropping.selection.draw(dropping.seed, t, plan.population)) for t in range(20)]
     assert min(kept) < 20
@@ -598,63 +595,39 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
 
 
 def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_it_is():
-    virtual = experiment(
-        noise={
-            "kind": "gaussian",
-            "multiplier": 2.0,
-            "virtual_cohort": 200,
-            "virtual_population": 10_000,
-        }
-    )
-    plan = resolve(virtual)
-    assert plan.sum_std(1.0) / plan.experiment.selection.divisor(plan.population) == pytest.approx(
-        2.0 / 200
-    )
+    virtual = {"virtual_cohort": 200, "virtual_population": 10_000}
+    plan = resolve(experiment(noise={"kind": "gaussian", "multiplier": 2.0, **virtual}))
+    assert plan.sum_std(1.0) / 20 == pytest.approx(2.0 / 200)
     assert plan.client_std(1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(1.0))
     assert plan.mechanism.sampling.population == 10_000 and plan.mechanism.sampling.cohort == 200
     found = plan.guarantees(4, {0: 1})
     assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
 
 
+HIDDEN = ("uniform", "multinomial", "availability")
+
+
 @pytest.mark.parametrize(
     "memory",
     [{"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}}, {"local": {"kind": "scaffold"}}],
 )
-@pytest.mark.parametrize(
-    ("selection", "says"),
-    [
-        ({"kind": "uniform", "cohort": 20}, True),
-        ({"kind": "multinomial", "cohort": 20}, True),
-        ({"kind": "availability", "period": 3, "window": 2, "cohort": 9}, True),
-        ({"kind": "full"}, False),  # nothing is hidden
-        ({"kind": "cyclic", "period": 5}, False),
-    ],
-)
-def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_amplify(
-    selection, says, memory
-):
+@pytest.mark.parametrize("kind", [*HIDDEN, "full", "cyclic"])
+def test_a_hidden_cohort_of_clients_with_memory_is_said_not_to_be_proved_to_amplify(kind, memory):
     """What the others remember tells of their own draws, and those of a client's, unless all draw
-    on their own.
+    on their own. With full and cyclic cohorts nothing is hidden.
     """
-    exclusions = resolve(
-        experiment(**memory, selection=selection, privacy={"accountants": ["pld"]})
-    ).mechanism.exclusions
-    assert any("proved for clients without state" in each for each in exclusions) == says
+    selection = {"kind": kind, **FAMILY[kind].examples[0]}
+    plan = resolve(experiment(**memory, selection=selection, privacy={"accountants": ["pld"]}))
+    said = any("proved for clients without state" in each for each in plan.mechanism.exclusions)
+    assert said == (kind in HIDDEN)
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        {"kind": "cyclic", "period": 5},
-        {"kind": "availability", "period": 4, "window": 2, "cohort": 9},
-        {"kind": "uniform", "cohort": 20},
-    ],
-)
-def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked_for(selection):
+@pytest.mark.parametrize("kind", ["cyclic", "availability", "uniform"])
+def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked_for(kind):
     noise = {"kind": "gaussian", "epsilon": 5.0, "calibration": "paper"}
-    asked = experiment(
-        selection=selection, noise=noise, rounds=12, privacy={"accountants": ["rdp", "paper"]}
-    )
+    selection = {"kind": kind, **FAMILY[kind].examples[0]}
+    accountants = {"accountants": ["rdp", "paper"]}
+    asked = experiment(selection=selection, noise=noise, rounds=12, privacy=accountants)
     plan = resolve(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
@@ -662,39 +635,30 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
     assert answer.noise_multiplier == pytest.approx(plan.mechanism.noise_multiplier)
 
 
-def test_a_weight_below_zero_counts_by_its_size(tmp_path, monkeypatch):
-    (tmp_path / "mine_weights.py").write_text(
-        "import numpy as np\nfrom raydpfl.methods.weights import Weights\n"
-        "class Signed(Weights):\n    def of(self, sizes, samples, population):\n        return "
-        "np.full(len(sizes), -3.0)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    plan = resolve(experiment(weights={"kind": "mine_weights:Signed"}))
+class Signed(Weights):
+    def of(self, sizes, samples, population):
+        return np.full(len(sizes), -3.0)
+
+
+def test_a_weight_below_zero_counts_by_its_size():
+    plan = resolve(experiment(weights={"kind": "test_methods:Signed"}))
     assert plan.weight == 3.0 and plan.sum_std(1.0) == pytest.approx(3.0)  # noise multiplier 1
-    sys.modules.pop("mine_weights")
 
 
 def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(tmp_path):
-    turns = {
-        "selection": {"kind": "cyclic", "period": 5},
-        "rounds": 40,
-        "privacy": {"accountants": ["pld"]},
-    }
+    turns = {"selection": {"kind": "cyclic", "period": 5}, "rounds": 40}
+    turns["privacy"] = {"accountants": ["pld"]}
     noise = {"kind": "banded_gaussian", "multiplier": 4.0, "bands": 5}
     plan = resolve(experiment(**turns, noise=noise))
-    found = plan.guarantees(40, {0: 8})
-    assert found[0].epsilon == pytest.approx(
-        privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5), rel=1e-6
-    )
+    spent = privacy.gaussian_epsilon(2 / 4.0 * math.sqrt(8), 1e-5)
+    assert plan.guarantees(40, {0: 8})[0].epsilon == pytest.approx(spent, rel=1e-6)
     curve = plan.curves()["pld"]
     assert len(curve) == 40 and curve[4] == curve[0] and curve[5] > curve[4]
     spread = {}
     for bands in (1, 5):
-        coordinator = Coordinator(
-            resolve(experiment(**turns, noise={**noise, "bands": bands})),
-            str(tmp_path / str(bands)),
-        )
+        banded = resolve(experiment(**turns, noise={**noise, "bands": bands}))
         (tmp_path / str(bands)).mkdir()
+        coordinator = Coordinator(banded, str(tmp_path / str(bands)))
         coordinator.start()
         spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
     assert spread[5] < 0.75 * spread[1]
@@ -702,9 +666,6 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         resolve(experiment(**turns, noise={**noise, "bands": 6}))
 
 
-CLIPPED = "bounding: {kind: per_sample_clip, bound: 0.5}"
-CHOSEN_ALONE = "selection: {kind: power_of_choice, cohort: 2, pool: 6, accounted: chosen"
-LOSSES = "selection: {kind: power_of_choice, cohort: 5, pool: 20, loss_bound: 3.0, loss_std: 4.0}"
 REFUSED = messages("methods")
 
 
@@ -717,15 +678,11 @@ def test_what_does_not_go_together_is_refused(sections):
 @pytest.mark.slow
 def test_an_adaptive_bound_rests_at_its_quantile_when_clients_drop_out(tmp_path):
     adaptive = {"kind": "quantile_clip", "bound": 0.5, "quantile": 0.9, "lr": 0.3}
-    sections = {
-        "bounding": adaptive,
-        "noise": {"kind": "gaussian", "multiplier": 0.1},
-        "selection": {"kind": "uniform", "cohort": 20, "dropout": 0.5},
-    }
-    rows = run(
-        experiment(**sections, rounds=60, evaluate={"every": 60}), tmp_path / "out"
-    ).rounds.to_pylist()
-    assert rows[-1]["bound"] < 2 * rows[-1]["norm_p90"]
+    noise = {"kind": "gaussian", "multiplier": 0.1}
+    sections = {"bounding": adaptive, "noise": noise, "selection": {"cohort": 20, "dropout": 0.5}}
+    asked = experiment(**sections, rounds=60, evaluate={"every": 60})
+    last = run(asked, tmp_path / "out").rounds.to_pylist()[-1]
+    assert last["bound"] < 2 * last["norm_p90"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind != "privacy_aware"])
@@ -751,26 +708,12 @@ def test_every_selection_runs_privately_with_the_accountants_that_a_config_has_b
 
 
 def test_noise_is_calibrated_by_the_first_accountant_that_covers_it(tmp_path):
-    chosen = experiment(
-        selection={"kind": "multinomial", "cohort": 10},
-        noise={"kind": "gaussian", "epsilon": 6.0},
-        rounds=3,
-        privacy={"accountants": ["rdp", "pld"], "budget": 6.1},
-    )
-    result = run(chosen, tmp_path / "out")
+    chosen = {"selection": {"kind": "multinomial", "cohort": 10}, "rounds": 3}
+    chosen |= {"noise": {"kind": "gaussian", "epsilon": 6.0}}
+    asked = experiment(**chosen, privacy={"accountants": ["rdp", "pld"], "budget": 6.1})
+    result = run(asked, tmp_path / "out")
     assert result.summary["status"] == "completed"
     assert result.rounds["epsilon_pld"][-1].as_py() == pytest.approx(6.0, rel=1e-3)
-
-
-def test_a_table_of_probabilities_lies_under_the_data_root(tmp_path):
-    pq.write_table(pa.table({"chance": np.arange(1.0, 51.0)}), tmp_path / "chances.parquet")
-    chosen = {"kind": "importance", "cohort": 10, "path": "chances.parquet", "column": "chance"}
-    result = run(
-        experiment(selection=chosen, rounds=1, privacy={"accountants": ["pld"]}),
-        tmp_path / "out",
-        data_root=tmp_path,
-    )
-    assert result.summary["status"] == "completed" and result.guarantees
 
 
 @pytest.mark.parametrize(
