@@ -176,7 +176,7 @@ class Experiment(Section):
             min_separation=self.selection.separation,
             asks_losses=self.selection.asks,
             loss_query=self.selection.loss_query,
-            data_weighted=self.selection.weighs_data(),
+            data_weighted=self.selection.weighs_data,
             uncounted=self.selection.uncounted,
             weighted=not self.weights.plain(),
             momentum=self.server.persistence(),

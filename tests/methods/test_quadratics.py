@@ -252,27 +252,6 @@ def test_a_run_with_clipped_updates_stops_at_the_stationary_point_of_eq_8(
     assert x == pytest.approx(found, abs=1e-6)
 
 
-def test_with_one_local_step_clipping_updates_is_clipped_sgd(tmp_path):
-    described = quadratic()
-    q, own, best = definition(described, 4)
-    for bound in (0.03, 0.3):
-        w, _ = simulated(
-            tmp_path / str(bound),
-            1,
-            described.model_dump(),
-            {"steps": 1, "lr": 0.2},
-            {"kind": "clip", "bound": bound},
-            spread=1.0,
-        )
-        start = spread_start()
-        gradients = np.einsum("nij,nj->ni", q, start + best - own)
-        norms = np.linalg.norm(0.2 * gradients, axis=1)
-        if bound == 0.3:
-            assert (norms > bound).any() and (norms < bound).any()
-        clipped = 0.2 * gradients * np.minimum(1, bound / norms)[:, None]
-        np.testing.assert_allclose(w, start - clipped.mean(0), atol=2e-7)
-
-
 @pytest.mark.parametrize("kind", ["clip", "normalize"])
 def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(kind, tmp_path):
     """001 Alg. 1 and 2 without noise, five steps a round, in float64 beside the run."""

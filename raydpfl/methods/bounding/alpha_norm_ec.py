@@ -1,5 +1,3 @@
-"""Smoothed normalisation with error feedback."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Clipping."""
-
 from __future__ import annotations
 
 from typing import ClassVar

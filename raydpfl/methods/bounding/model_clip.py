@@ -1,5 +1,3 @@
-"""Clipping of the model itself."""
-
 from __future__ import annotations
 
 from typing import Literal

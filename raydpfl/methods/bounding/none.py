@@ -1,5 +1,3 @@
-"""No bound."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Clipping of every sample's gradient."""
-
 from __future__ import annotations
 
 from pydantic import Field

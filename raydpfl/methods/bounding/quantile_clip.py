@@ -1,5 +1,3 @@
-"""Clipping at a bound that follows a quantile of the norms."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Sharpness-aware minimisation, locally."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""SGD with control variates."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Stochastic gradient descent, with momentum, weight decay and a proximal term."""
-
 from __future__ import annotations
 
 from typing import ClassVar

@@ -1,5 +1,3 @@
-"""No noise."""
-
 from __future__ import annotations
 
 from raydpfl.methods.noise.base import Noise, RunFacts

@@ -1,5 +1,3 @@
-"""A row per client and round."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

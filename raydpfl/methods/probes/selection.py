@@ -1,5 +1,3 @@
-"""Who is likely to be selected, and what it costs (003 Fig. 3)."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -137,6 +137,9 @@ class Selection(Member):
         """p float64 [N] of each draw, where a cohort consists of independent draws; else None."""
         return None
 
+    # whether the plain mean of what a cohort sends already weighs clients by their data
+    weighs_data = overrides(probabilities)
+
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
         """The clients about whose data round t releases something, which accountants count, fixed
         before the run: int64 [k], a client drawn twice listed twice. By default the cohort.
@@ -212,10 +215,6 @@ class Selection(Member):
         if self.hides_size() or (sampling.hidden and sampling.size is None):
             return sampling.cohort * (1 - self.dropout)
         return len(cohort)
-
-    def weighs_data(self) -> bool:
-        """Whether the plain mean of what a cohort sends already weighs clients by their data."""
-        return False
 
     def corrections(self, population: Population) -> np.ndarray | None:
         """Factors on the clients' weights that undo unequal probabilities, float64 [N]; None: 1."""

@@ -1,5 +1,3 @@
-"""Everyone."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Draws by any probabilities, with the weights that undo them."""
-
 from __future__ import annotations
 
 from pathlib import Path

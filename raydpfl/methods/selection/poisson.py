@@ -1,5 +1,3 @@
-"""Each client independently."""
-
 from __future__ import annotations
 
 from raydpfl.core.prng import Purpose, stream

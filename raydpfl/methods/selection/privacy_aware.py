@@ -1,5 +1,3 @@
-"""Draws with the probabilities that solve Problem 1 of 003."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -26,9 +26,6 @@ class WithReplacement(Selection):
         """`draw_probabilities`, float64 [N], computed once for a population."""
         return population.cached((self, "p"), lambda: self.draw_probabilities(population))
 
-    def weighs_data(self) -> bool:
-        return True
-
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         sums = population.cached((self, "sums"), lambda: np.cumsum(self.probabilities(population)))
         places = stream(seed, Purpose.COHORT, t=t).random(self.cohort) * sums[-1]

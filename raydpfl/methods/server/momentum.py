@@ -1,5 +1,3 @@
-"""Momentum."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The plain step."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Every client counts in proportion to its data."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Every client counts the same."""
-
 from __future__ import annotations
 
 import numpy as np
