@@ -1,7 +1,7 @@
 """Which keys of a config stand at their defaults, and a config in YAML with a comment at each of
 them (`raydpfl show`).
 
->>> print(marked("local:\n  lr: 0.5\n  momentum: 0.0\n", {("local", "momentum")}), end="")
+>>> print(marked("local:\\n  lr: 0.5\\n  momentum: 0.0\\n", {("local", "momentum")}), end="")
 local:
   lr: 0.5
   momentum: 0.0  # default

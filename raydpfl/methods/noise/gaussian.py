@@ -295,7 +295,7 @@ class Gaussian(Noise):
         if setting.per_sample_bound is not None:
             raise ConfigError("noise.placement", self.placement, "step, with per_sample_clip")
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
-            expected = "a number; clients' own budgets need placement step, with per_sample_clip"
+            expected = "a number; budgets of clients' own need placement step with per_sample_clip"
             raise ConfigError("noise.epsilon", self.model_dump(mode="json")["epsilon"], expected)
         if setting.adaptive_bound:
             self._refuse("std", "none with an adaptive bound; give noise.multiplier or epsilon")
