@@ -45,7 +45,7 @@ class SweepResult(SearchResult):
         return {"results.parquet": self.trials, "settings.parquet": self.settings}
 
     def failed(self, problem: str) -> Self:
-        return replace(self, problem=self.joined(problem), best=None)
+        return replace(super().failed(problem), best=None)
 
 
 def gather(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
-    FIFOScheduler,
     MedianStoppingRule,
     TrialScheduler,
 )
@@ -27,13 +26,13 @@ from raydpfl.report.labels import counted
 from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import replace_file
-from raydpfl.sweep.driver import execute
 from raydpfl.sweep.optuna import Dashboard, guided, optuna
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.results import SweepResult, gather, score
-from raydpfl.sweep.search_runner import Difference, SearchRunner, remove
+from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, Trial
+from raydpfl.sweep.trials import SearchSetting
+from raydpfl.sweep.tune import execute
 from raydpfl.tracking import installed
 
 
@@ -79,17 +78,17 @@ class SweepRunner(SearchRunner):
     """One run of a sweep."""
 
     kind = "sweep"
-    outputs = ("sweep.yaml", "results.parquet", "settings.parquet", "summary.json", "best.yaml")
     all_or_none = True
 
     def __init__(self, sweep: Sweep, folder: Path, on_change: Callable[[SweepRunner], object]):
-        super().__init__(folder, on_change)
+        super().__init__(sweep, folder, on_change)
         self.sweep = sweep
         self.metric = sweep.search.metric
         self.concurrent = sweep.search.concurrent
         self.timeout = sweep.search.timeout
         self.pauses = sweep.search.scheduler != "none"
         self.settings: list[SearchSetting] = []
+        self._guided = guided(sweep, self._add)
         self._dashboard: Dashboard | None = None
 
     def check(self, resources: Resources) -> None:
@@ -104,9 +103,7 @@ class SweepRunner(SearchRunner):
         for experiment in sweep.probes:
             resources.check(experiment)
         installed(first.track)
-        searched = any(key.partition(".")[0] == "data" for key in sweep.spaces)
-        probes = sweep.probes if searched else [first]
-        for data in {probe.data.model_dump_json(): probe.data for probe in probes}.values():
+        for data in {probe.data.model_dump_json(): probe.data for probe in sweep.probes}.values():
             data.identity(resources.root)
         resolve(first, resources.root)
         task = first.data.task
@@ -117,48 +114,44 @@ class SweepRunner(SearchRunner):
             place = storage.origin(self.folder) or str(self.folder)
             self._dashboard = Dashboard(sweep, place.rstrip("/").rpartition("/")[2])
 
-    def difference(self) -> Difference:
-        return self.sweep.differs(Sweep.stored(self.folder))
-
-    def text(self) -> str:
-        return self.sweep.to_yaml()
-
-    def prepare(self) -> None:
-        self._source: Iterable[SearchSetting | None] = (
-            guided(self.sweep, self._add)
-            if self.sweep.search.search == "optuna"
-            else [self._add(values) for values in self.sweep.listed()]
-        )
+    def advance(self) -> bool:
+        """Adds all trials of a setting before the next."""
+        if self.sweep.search.search == "optuna":
+            return next(self._guided, self) is not self
+        for values in [] if self.settings else self.sweep.listed():
+            self._add(values)
+        return False
 
     def copy_inputs(self) -> None:
         user_code.store_code(self.sweep.probes, self.folder)
 
     def _add(self, values: dict[str, Any]) -> SearchSetting:
-        setting = self.sweep.setting(values)
-        self.sweep.add_trials(setting, self.folder / "trials")
+        sweep = self.sweep
+        setting = sweep.setting(values)
+        experiment = sweep.trial(setting.experiment)
+        for seed in range(sweep.seed, sweep.seed + sweep.search.repeats):
+            seeded = experiment.model_copy(update={"seed": seed})
+            setting.trials.append(self.add(setting.named(), seeded, sweep.spaces))
         self.settings.append(setting)
         return setting
 
-    @property
-    def trials(self) -> list[Trial]:
-        return [trial for setting in self.settings for trial in setting.trials]
-
-    def proposals(self) -> Iterator[Trial | None]:
-        """All trials of a setting before the next."""
-        trials = self.trials
-        over = bool(trials) and all(trial.finished for trial in trials)
-        # As long as any trial runs, a scheduler needs the results of the finished ones too.
-        skipping = over or not self.pauses
-        for setting in self._source:
-            if setting is None:
-                yield None
-                continue
-            for trial in setting.trials:
-                if not (trial.finished and skipping):
-                    yield trial
-
     def scheduler(self) -> TrialScheduler:
-        return scheduler(self.sweep)
+        """Ray Tune's, comparing trials at the same number of rounds."""
+        search = self.sweep.search
+        compared: dict[str, Any] = {
+            "time_attr": "round",
+            "metric": search.metric,
+            "mode": "max" if self.sweep.sign > 0 else "min",
+            "grace_period": search.grace,
+        }
+        if search.scheduler == "asha":
+            compared |= {"reduction_factor": search.reduction, "stop_last_trials": False}
+            rounds = max(experiment.rounds for experiment in self.sweep.probes)
+            return AsyncHyperBandScheduler(**compared, max_t=rounds)
+        if search.scheduler == "median":
+            never: Any = math.inf  # is a trial paused; Ray Tune compares it with a float
+            return MedianStoppingRule(**compared, min_time_slice=never)
+        return super().scheduler()
 
     def gather(self, over: bool, **facts: Any) -> SweepResult:
         return gather(self.folder, self.settings, self.sweep, over, facts)
@@ -175,27 +168,7 @@ class SweepRunner(SearchRunner):
             text = head + best.experiment.to_yaml()
             replace_file(path, lambda file: file.write(text.encode()))
         else:  # none may be left from before a resume
-            remove(path)
+            remove_file(path)
         super().write(result)
         if self._dashboard:
             self._dashboard.show(self.settings, over=result.summary["status"] != "running")
-
-
-def scheduler(sweep: Sweep) -> TrialScheduler:
-    """Ray Tune's, comparing trials at the same number of rounds."""
-    search = sweep.search
-    compared: dict[str, Any] = {
-        "time_attr": "round",
-        "metric": search.metric,
-        "mode": "max" if sweep.sign > 0 else "min",
-        "grace_period": search.grace,
-    }
-    if search.scheduler == "asha":
-        rounds = max(experiment.rounds for experiment in sweep.probes)
-        return AsyncHyperBandScheduler(
-            **compared, max_t=rounds, reduction_factor=search.reduction, stop_last_trials=False
-        )
-    if search.scheduler == "median":
-        never: Any = math.inf  # is a trial paused; Ray Tune compares it with a float
-        return MedianStoppingRule(**compared, min_time_slice=never)
-    return FIFOScheduler()

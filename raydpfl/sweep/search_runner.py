@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +19,16 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from raydpfl import storage
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError, FileError
+from raydpfl.experiment import Experiment
 from raydpfl.runtime.runner import alone
-from raydpfl.storage.files import LOCK, read_text
+from raydpfl.storage.files import LOCK, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.trials import Trial
+from raydpfl.sweep.trials import Trial, name_of
 
 BUSY = 10.0  # seconds that processes of an earlier start may take to release the directory
+# what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
+REMAINS = (".tune-*", ".*.yaml.*", ".*.parquet.*", ".*.json.*")
 Difference = tuple[str, Any, Any] | None  # (key, here, there)
 
 
@@ -45,32 +48,34 @@ class SearchResult:
 
     def failed(self, problem: str) -> Self:
         """The result with one more problem."""
-        return replace(self, problem=self.joined(problem))
-
-    def joined(self, problem: str) -> str:
-        return "; ".join(filter(None, (self.problem, problem)))
+        return replace(self, problem="; ".join(filter(None, (self.problem, problem))))
 
 
 class SearchRunner(ABC):
     """One run of a sweep or a study. Its methods are called in the driver's process, between two
     steps of Ray Tune, and should be quick.
 
-    `kind` is "sweep" or "study". The config in the directory is `KIND.yaml`, whose last line,
-    `...`, marks a whole file.
+    Args:
+        asked: the `Sweep` or the `Study`. The config in the directory is `KIND.yaml`, whose last
+            line, `...`, marks a whole file.
+        folder: the directory.
+        on_change: called with the runner when something has changed, and is to be shown.
     """
 
-    kind: str
-    outputs: tuple[str, ...]  # files that are written next to `trials/`
+    kind: str  # sweep or study
     metric: str  # what the scheduler compares
     concurrent: int | None = None  # trials at once; None: as many as the cluster holds
     timeout: float | None = None  # seconds of a trial; None: see `timeouts`
     pauses = False  # whether a trial waits after every evaluation until it may continue
     all_or_none = False  # whether a trial that is refused ends all others
 
-    def __init__(self, folder: Path, on_change: Callable[[Any], object]):
+    def __init__(self, asked: Any, folder: Path, on_change: Callable[[Any], object]):
+        self.asked = asked
         self.folder = folder.absolute()
         self.on_change = on_change
         self.began = time.monotonic()
+        self._trials: dict[str, Trial] = {}  # by the name of the directory
+        self._ready: deque[Trial] = deque()  # not handed out yet
 
     @property
     def config(self) -> Path:
@@ -78,33 +83,53 @@ class SearchRunner(ABC):
         return self.folder / f"{self.kind}.yaml"
 
     @property
-    @abstractmethod
-    def trials(self) -> Sequence[Trial]:
+    def trials(self) -> list[Trial]:
         """All trials so far, in order, whether or not they need to be run."""
+        return [*self._trials.values()]
 
     @abstractmethod
+    def advance(self) -> bool:
+        """Adds the trials that follow from the config and the results so far; whether there may be
+        more later. Raises `ConfigError`, OSError, `FileError`.
+        """
+
+    def add(self, label: str, experiment: Experiment, searched: Collection[str] = ()) -> Trial:
+        """The trial of this experiment: one, however often it is asked for.
+
+        Args:
+            label, searched: See `Trial.stored`.
+            experiment: As a trial.
+
+        Raises:
+            ConfigError: its directory holds something else.
+        """
+        name = name_of(experiment, searched)
+        if name not in self._trials:
+            place = self.folder / "trials" / name
+            self._trials[name] = Trial.stored(label, experiment, place, searched)
+            self._ready.append(self._trials[name])
+        return self._trials[name]
+
     def proposals(self) -> Iterator[Trial | None]:
         """The trials to run, one after another; None as long as the next one depends on the results
         of others.
         """
+        more = self.advance()
+        over = not more and all(trial.finished for trial in self.trials)
+        # as long as any trial runs, a scheduler needs the results of the finished ones too
+        skipping = over or not self.pauses
+        while more or self._ready:
+            while self._ready and self._ready[0].finished and skipping:
+                self._ready.popleft()
+            if self._ready:
+                yield self._ready.popleft()
+            elif more:
+                yield None
+            more = more and self.advance()
 
     @abstractmethod
     def check(self, resources: Resources) -> None:
         """Raises `ConfigError` for what cannot be run. Nothing has been written yet."""
-
-    @abstractmethod
-    def difference(self) -> Difference:
-        """The first difference from what is stored in the directory that a resumption may not have.
-        Raises `ConfigError`.
-        """
-
-    @abstractmethod
-    def text(self) -> str:
-        """The config, as it is written."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Makes the first trials. Raises `ConfigError`, OSError, `FileError`."""
 
     @abstractmethod
     def copy_inputs(self) -> None:
@@ -138,13 +163,13 @@ class SearchRunner(ABC):
     def _check_stored(self) -> None:
         name = self.config.name
         if not self.config.exists():
-            paths = {*self._remains(), self.folder / LOCK}
-            if self.folder.exists() and {*self.folder.iterdir()} - paths:
+            left = {*self._remains(), self.folder / LOCK}
+            if self.folder.exists() and {*self.folder.iterdir()} - left:
                 expected = f"the directory of a {self.kind}; it has no {name}"
                 raise ConfigError("--resume", str(self.folder), expected)
             return
         try:
-            difference = self.difference()
+            difference = self.asked.differs(self.asked.stored(self.folder))
         except ConfigError as error:
             if error.field == "--resume":
                 raise
@@ -164,8 +189,9 @@ class SearchRunner(ABC):
         with alone(self.folder, BUSY):
             with self._writable():
                 self.tidy()
-                self.prepare()
-                replace_file(self.config, lambda file: file.write(self.text().encode()))
+                self.advance()
+                text = self.asked.to_yaml().encode()
+                replace_file(self.config, lambda file: file.write(text))
                 self.copy_inputs()
                 self.write(self.gather(over=False))  # in place of an earlier result
             yield
@@ -179,12 +205,8 @@ class SearchRunner(ABC):
             expected = f"a directory that can be written to ({describe(error)})"
             raise ConfigError("--out", str(self.folder), expected) from None
 
-    def show(self) -> None:
-        """Something has changed, and is to be shown."""
-        self.on_change(self)
-
     def save(self) -> None:
-        """Something has changed, and is to be written."""
+        """Writes the result so far."""
         with suppress(OSError, FileError):  # if the last writing fails too, it says so
             self.write(self.gather(over=False))
 
@@ -206,7 +228,7 @@ class SearchRunner(ABC):
             result = result.failed(why)
             with suppress(OSError):
                 for name in ("best.yaml", "summary.json"):  # of an earlier result
-                    remove(self.folder / name)
+                    remove_file(self.folder / name)
                 self.tidy()
         return replace(result, out=storage.origin(self.folder) or self.folder)
 
@@ -215,17 +237,14 @@ class SearchRunner(ABC):
         and write.
         """
         for path in self._remains():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                remove(path)
 
     def _remains(self) -> list[Path]:
-        patterns = (".tune-*", *(f".{name}.*" for name in self.outputs))
-        return [path for pattern in patterns for path in self.folder.glob(pattern)]
+        return [path for pattern in REMAINS for path in self.folder.glob(pattern)]
 
 
-def remove(path: Path) -> None:
+def remove_file(path: Path) -> None:
     """Removes a file, if there is one; anything else there is set aside. Raises OSError."""
     clear(path)
     path.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from raydpfl.experiment import Experiment, overridden
 from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
 from raydpfl.sweep.search_runner import Difference, stored
 from raydpfl.sweep.spaces import Options, Space, find, points, put
-from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, Trial, identity, meaning, name_of, shown
+from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, shown
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
@@ -115,14 +115,13 @@ class Sweep:
     ) -> Sweep:
         """As `from_dict`, but for the settings, which may be such that make no experiment."""
         tree = overridden(values, overrides)
-        section = tree.pop("sweep", {})
-        search = validate(Search, "sweep", section)
+        search = validate(Search, "sweep", tree.pop("sweep", {}))
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, expected = _ONLY_WITH[name]
-            stated = getattr(search, name)
-            if getattr(search, other) not in expected and stated is not None:
+            value = getattr(search, name)
+            if getattr(search, other) not in expected and value is not None:
                 only = f"nothing unless sweep.{other} is {' or '.join(expected)}"
-                raise ConfigError(f"sweep.{name}", stated, only)
+                raise ConfigError(f"sweep.{name}", value, only)
         return cls(tree, search, find(tree), None if imports is None else tuple(imports))
 
     @classmethod
@@ -186,39 +185,28 @@ class Sweep:
         blind = trial.evaluate.model_copy(update={"test": False})
         return trial.model_copy(update={"evaluate": blind})
 
-    def add_trials(self, setting: SearchSetting, folder: Path) -> None:
-        """Gives the setting a trial for every seed, each with its directory under `folder`.
-
-        Raises `ConfigError` for a directory that is there and holds something else than the trial.
-        """
-        for seed in range(self.seed, self.seed + self.search.repeats):
-            experiment = self.trial(setting.experiment).model_copy(update={"seed": seed})
-            place = folder / name_of(experiment, self.spaces)
-            trial = Trial.stored(setting.named(), experiment, place, self.spaces)
-            setting.trials.append(trial)
-
     def differs(self, other: Sweep) -> Difference:
         """(field, here, there) of the first difference that makes it another sweep than `other`.
 
         What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
         values a searched field takes is no difference.
         """
-        searches = (flat({"sweep": sweep.search.model_dump()}) for sweep in (self, other))
-        spaces = (dict.fromkeys(sweep.spaces, "a search space") for sweep in (self, other))
-        difference = _difference(*searches)
-        if difference:
-            return difference
-        difference = _difference(*spaces)
-        if difference:
-            key, here, there = difference
-            return key, here or at(self.tree, key), there or at(other.tree, key)
-        values = {key: space.probes[0] for key, space in self.spaces.items()}
         pair = (self, other)
+        odd = [{k: at(of.tree, k) for k in self.spaces.keys() ^ other.spaces.keys()} for of in pair]
+        values = {key: space.probes[0] for key, space in self.spaces.items()}
         try:
-            meanings = [meaning(each.setting(values).experiment, self.spaces) for each in pair]
+            means = [meaning(sweep.setting(values).experiment, self.spaces) for sweep in pair]
         except ConfigError:  # what this sweep's values make no experiment of is not this sweep
-            meanings = [flat(put(each.tree, values)) for each in pair]
-        return _difference(*meanings)
+            means = [flat(put(sweep.tree, values)) for sweep in pair]
+        searches = [flat({"sweep": sweep.search.model_dump()}) for sweep in pair]
+        here, there = (
+            spaces | search | leaves | spaces
+            for spaces, search, leaves in zip(odd, searches, means, strict=True)
+        )
+        for key in dict.fromkeys([*here, *there]):
+            if here.get(key) != there.get(key) and key not in CHANGEABLE:
+                return key, here.get(key), there.get(key)
+        return None
 
     @property
     def seed(self) -> int:
@@ -234,35 +222,30 @@ class Sweep:
             raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
         if self.probes[0].seed + search.repeats > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
-        self._check_metric()
-        self._check_distinct()
-
-    def _check_metric(self) -> None:
-        """Raises `ConfigError` for a score that some trial would not have."""
-        metric = self.search.metric
         for experiment in self.probes:
-            metrics = [name for name in experiment.given if sign(name, experiment.metrics)]
-            if metric in metrics:
-                continue
-            expected = f"a score that every trial has; {_not_given(metric, experiment)}"
-            raise ConfigError("sweep.metric", metric, expected)
+            scores = [name for name in experiment.given if sign(name, experiment.metrics)]
+            if search.metric not in scores:
+                expected = "a score that every trial has; "
+                expected += _not_given(search.metric, experiment)
+                raise ConfigError("sweep.metric", search.metric, expected)
+        self._check_distinct()
 
     def check_search(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or more settings than there are or
         can be tried, whatever the settings are.
         """
         search = self.search
+        given = self._given()
         if "seed" in self.spaces:
             expected = "a number; sweep.repeats runs every setting with several seeds"
             raise ConfigError("seed", self.tree["seed"], expected)
         if not self.spaces and search.repeats == 1:
             expected = "a search space in some field, or sweep.repeats above 1"
-            raise ConfigError("sweep", self._given(), expected)
-        if search.search == "grid":
-            for key, space in self.spaces.items():
-                if space.count == math.inf:
-                    expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
-                    raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
+            raise ConfigError("sweep", given, expected)
+        for key, space in self.spaces.items():
+            if search.search == "grid" and not isinstance(space, Options):
+                expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
+                raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
         if search.search != "grid" and search.samples is None:
             expected = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, expected)
@@ -272,26 +255,26 @@ class Sweep:
             raise ConfigError("sweep.samples", search.samples, expected)
         if self.size * search.repeats > MOST:
             expected = f"at most {MOST:,} trials, which are settings times repeats"
-            raise ConfigError("sweep", self._given(), expected)
+            raise ConfigError("sweep", given, expected)
 
     def _given(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)
 
     def _check_distinct(self) -> None:
         """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
-        trees: dict[str, dict[str, Any]] = {}
+        first: dict[str, dict[str, Any]] = {}
         for values, experiment in zip(self.tried(), self.probes, strict=True):
-            before = trees.setdefault(name_of(experiment, self.spaces), values)
-            if identity(before) != identity(values):
-                same = [key for key in values if text_of(before[key]) == text_of(values[key])]
-                key = next(key for key in values if key not in same)
-                pair = f"{before[key]!r} and {values[key]!r}"
-                expected = f"values that differ; {pair} make the same experiment"
-                raise ConfigError(key, at(self.tree, key), expected)
+            before = first.setdefault(name_of(experiment, self.spaces), values)
+            for key, value in values.items():
+                if text_of(before[key]) != text_of(value):
+                    pair = f"{before[key]!r} and {value!r}"
+                    expected = f"values that differ; {pair} make the same experiment"
+                    raise ConfigError(key, at(self.tree, key), expected)
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and
-        the ends of every interval."""
+        the ends of every interval.
+        """
         if self.search.search != "grid":
             first = {key: space.probes[0] for key, space in self.spaces.items()}
             yield first
@@ -302,20 +285,19 @@ class Sweep:
 
     @cached_property
     def probes(self) -> list[Experiment]:
-        """The experiments that tell whether the sweep can be run, as trials."""
-        return [self._probe(values) for values in self.tried()]
-
-    def _probe(self, values: Mapping[str, Any]) -> Experiment:
-        """What a trial of these values runs. Raises `ConfigError`, which says the values too
-        where its field is none of them.
+        """The experiments that tell whether the sweep can be run, as trials. A `ConfigError` says
+        the values too where its field is none of them.
         """
-        try:
-            return self.trial(self.setting(values).experiment)
-        except ConfigError as error:
-            if not values or error.field in values:
-                raise
-            where = f"{error.expected} (in the setting {shown(values)})"
-            raise ConfigError(error.field, error.value, where) from None
+        probes = []
+        for values in self.tried():
+            try:
+                probes.append(self.trial(self.setting(values).experiment))
+            except ConfigError as error:
+                if not values or error.field in values:
+                    raise
+                where = f"{error.expected} (in the setting {shown(values)})"
+                raise ConfigError(error.field, error.value, where) from None
+        return probes
 
 
 def inline(experiment: Experiment) -> Experiment:
@@ -324,14 +306,6 @@ def inline(experiment: Experiment) -> Experiment:
         return experiment
     client = experiment.client.model_copy(update={"actors": 0})
     return experiment.model_copy(update={"client": client})
-
-
-def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> Difference:
-    """The first difference, in the order of the keys. A value is None where its key is missing."""
-    for key in dict.fromkeys([*here, *there]):
-        if here.get(key) != there.get(key) and key not in CHANGEABLE:
-            return key, here.get(key), there.get(key)
-    return None
 
 
 def text_of(value: Any) -> str:

@@ -34,7 +34,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.sweep.trials import meaning
 
 MULTIPLE = 10.0
-LEAST = 90.0  # seconds; more than a trial waits for its directory (see `trial_actor`)
+LEAST = 90.0  # seconds; more than a trial waits for its directory (see `tune`)
 UNLIKE = 300.0  # seconds
 NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # a round's work goes by their product
 KINDS = tuple(f"{name}.kind" for name in ("selection", "local", "bounding", "noise", "server"))

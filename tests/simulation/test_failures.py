@@ -198,7 +198,7 @@ def work_in(folder: Path) -> dict:
 def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, monkeypatch):
     # Ray Tune starts a process for a trial and then, where another one has become free meanwhile,
     # has that one run it.
-    from raydpfl.sweep.trial_actor import TrialActor
+    from raydpfl.sweep.tune import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)
@@ -215,7 +215,7 @@ def test_a_trial_begins_when_it_is_asked_for_a_result_and_not_before(tmp_path, m
 def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
     lacks, tmp_path, monkeypatch
 ):
-    from raydpfl.sweep.trial_actor import TrialActor
+    from raydpfl.sweep.tune import TrialActor
 
     monkeypatch.chdir(tmp_path)
     told = work_in(tmp_path)

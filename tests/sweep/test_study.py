@@ -31,11 +31,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.published_numbers import PublishedTable
 from raydpfl.report.statistics import over_seeds, paired
-from raydpfl.sweep.driver import take_turns
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED
 from raydpfl.sweep.trials import name_of, numbers, short
+from raydpfl.sweep.tune import take_turns
 
 ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
 MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]

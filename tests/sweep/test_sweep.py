@@ -27,10 +27,10 @@ from raydpfl import Experiment
 from raydpfl import run as run_one
 from raydpfl.cli.search_display import SweepDisplay, following, settings_table
 from raydpfl.errors import ConfigError
-from raydpfl.sweep import Sweep, driver, run
+from raydpfl.sweep import Sweep, run, tune
 from raydpfl.sweep.optuna import guided
 from raydpfl.sweep.results import count_runs, gather, statement
-from raydpfl.sweep.runner import scheduler
+from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.trials import Trial, identity, shown
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
@@ -43,6 +43,13 @@ def tree(**sections) -> dict:
         merged = isinstance(value, dict) and not value.keys() & {"kind", "grid"}
         changed[name] = {**changed.get(name, {}), **value} if merged else value
     return changed
+
+
+def settings_of(sweep: Sweep, out: Path) -> list:
+    """All settings of a sweep in this directory, with their trials, before any of them is run."""
+    runner = SweepRunner(sweep, out, print)
+    runner.advance()
+    return runner.settings
 
 
 # --- what a sweep tries ---
@@ -187,7 +194,7 @@ def swept(shared_ray, tmp_path_factory):
     seen = []
     out = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "SHOW", 0.0)  # every change, however fast the trials are
+        patch.setattr(tune, "LOOK", 0.0)  # every change, however fast the trials are
         result = run(
             sweep,
             out,
@@ -270,9 +277,8 @@ def test_the_table_shows_the_best_first_and_progress_is_told_as_it_comes(swept):
 
 def ended(sweep: Sweep, out: Path, score) -> list:
     """All settings of a sweep, their trials completed with `score(values, seed)` as accuracy."""
-    settings = [sweep.setting(values) for values in sweep.listed()]
+    settings = settings_of(sweep, out)
     for setting in settings:
-        sweep.add_trials(setting, out / "trials")
         for trial in setting.trials:
             trial.status = "completed"
             trial.summary = {"test_accuracy": score(setting.values, trial.seed)}
@@ -351,9 +357,8 @@ def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():
 
 def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_path):
     sweep = Sweep.from_dict(tree(local={"lr": {"grid": [0.05, 0.1]}}))
-    settings = [sweep.setting(values) for values in sweep.listed()]
+    settings = settings_of(sweep, tmp_path)
     for setting, rdp in zip(settings, (3.0, "infinity"), strict=True):
-        sweep.add_trials(setting, tmp_path)
         spent = {"rdp": rdp, "paper": 0.5, "pld": 2.5}
         setting.trials[0].summary = {
             "guarantees": [
@@ -378,9 +383,7 @@ def test_the_result_says_that_choosing_is_a_query_and_among_how_many(swept):
     assert result.summary["choice"] in (out / "best.yaml").read_text()
     assert "private" not in result.summary["choice"]  # these were not
     private = Sweep.from_dict(tree(local={"lr": {"grid": [0.05, 0.1]}}, sweep={"repeats": 3}))
-    settings = [private.setting(values) for values in private.listed()]
-    for setting in settings:
-        private.add_trials(setting, out / "nowhere")
+    settings = settings_of(private, out / "nowhere")
     runs = count_runs([trial for setting in settings for trial in setting.trials], out / "nowhere")
     assert "Choosing among 6 private runs is itself a query on the data" in statement(
         settings, private, runs
@@ -502,9 +505,8 @@ def test_trials_look_at_the_test_set_where_the_config_says_so(tmp_path):
         )
         assert {probe.evaluate.test for probe in sweep.probes} == {expected}
         assert Sweep.from_dict(yaml.safe_load(sweep.to_yaml())) == sweep
-        settings = [sweep.setting(values) for values in sweep.listed()]
+        settings = settings_of(sweep, tmp_path)
         for setting in settings:
-            sweep.add_trials(setting, tmp_path)
             assert setting.experiment.evaluate.test is (test is not False)
         runs = count_runs([trial for each in settings for trial in each.trials], tmp_path)
         said = statement(settings, sweep, runs)
@@ -521,11 +523,11 @@ def test_trials_look_at_the_test_set_where_the_config_says_so(tmp_path):
     assert all(probe.evaluate.test for probe in by_test.probes)
 
 
-def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none():
+def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none(tmp_path):
     sweep = Sweep.from_dict(
         tree(local={"lr": {"grid": [0.1, 0.2]}}, sweep={"scheduler": "median", "grace": 2})
     )
-    rule = scheduler(sweep)
+    rule = SweepRunner(sweep, tmp_path, print).scheduler()
     decided = {}
     for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
         trial = type("Trial", (), {"trial_id": name})()

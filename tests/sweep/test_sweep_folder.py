@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import SMALL
-from test_sweep import tree
+from test_sweep import settings_of, tree
 
 from raydpfl import run as run_one
 from raydpfl.errors import ConfigError, FileError
@@ -150,9 +150,7 @@ def test_whatever_was_trained_counts_under_any_name(case, name, tmp_path):
 
 def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
     asked = sweep_of()
-    settings = [asked.setting(values) for values in asked.listed()]
-    for setting in settings:
-        asked.add_trials(setting, tmp_path / "trials")
+    settings = settings_of(asked, tmp_path)
     first, second = settings[0].trials
     first.status = second.status = "failed"
     first.folder.mkdir(parents=True)
@@ -166,9 +164,7 @@ def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
 
 def test_the_tables_of_a_sweep_have_one_schema_whatever_has_run(finished, tmp_path):
     asked = sweep_of()
-    waiting = [asked.setting(values) for values in asked.listed()]
-    for setting in waiting:
-        asked.add_trials(setting, tmp_path / "trials")
+    waiting = settings_of(asked, tmp_path)
     for settings in ([], waiting):
         found = results.gather(tmp_path, settings, asked, False, {})
         SweepRunner(asked, tmp_path, lambda runner: None).write(found)
@@ -251,8 +247,7 @@ def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
 
 def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, tmp_path):
     asked = sweep_of({"grid": [0.1]}, **FAILING, sweep={"repeats": 1, "cpus": 1})
-    (setting,) = [asked.setting(values) for values in asked.listed()]
-    asked.add_trials(setting, tmp_path / "trials")
+    (setting,) = settings_of(asked, tmp_path)
     (trial,) = setting.trials
     client = trial.experiment.client.model_copy(update={"backend": "loop"})
     begun = trial.experiment.model_copy(update={"client": client})
@@ -268,12 +263,8 @@ def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, t
 def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_path, monkeypatch):
     (tmp_path / ".tune-1").mkdir()
     (tmp_path / ".tune-1" / "state").touch()
-    gone = tmp_path / ".summary.json.1"
-    place = SweepRunner(sweep_of(), tmp_path, lambda runner: None)
-    found = place._remains()
-    monkeypatch.setattr(SweepRunner, "_remains", lambda self: [gone, *found])
     monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
-    place.tidy()
+    SweepRunner(sweep_of(), tmp_path, lambda runner: None).tidy()
     assert not (tmp_path / ".tune-1" / "state").exists()
 
 
@@ -585,9 +576,8 @@ def test_what_is_made_again_stands_in_nobodys_way(case, out, typed):
 def test_values_with_brackets_are_shown_as_they_are(out, tmp_path, monkeypatch, capsys):
     assert Sweep.from_dict({**SMALL, "local": {"kind": "sgd", "lr": RATES}}).spaces
     asked = sweep_of()
-    settings = [asked.setting(values) for values in asked.listed()]
+    settings = settings_of(asked, out)
     for setting in settings:
-        asked.add_trials(setting, out / "trials")
         setting.values["local.lr"] = "[/b] [red]x"
     from rich.console import Console
 

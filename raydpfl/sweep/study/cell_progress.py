@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.sweep.spaces import points
 from raydpfl.sweep.study.cells import StudyCell
@@ -34,44 +34,46 @@ class CellProgress:
         return self.final is not None or self.problem is not None
 
     @property
-    def finals(self) -> list[Trial]:
-        return self.final.trials if self.final else []
+    def tried(self) -> list[Trial]:
+        return [trial for setting in self.tries for trial in setting.trials]
 
     @property
-    def values(self) -> dict[str, Any]:
-        """The values that it leaves open, as its final runs have them."""
-        return self.final.values if self.final else {}
+    def finals(self) -> list[Trial]:
+        return self.final.trials if self.final else []
 
     def advance(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
         """Makes the runs that can be made now; whether there were any, or a problem."""
         if self.complete:
             return False
-        study, cell = self.study, self.cell
-        chooser = of[study.chooser(cell)]
         try:
-            if self.references is None:
-                self.references = self._references(of)
-                if self.references is None:
-                    return self.problem is not None
-            values = {**self.references, **cell.fixed}
-            if cell.grid and chooser is self and not self.tries:
-                self._try(values, add)
-                return True
-            if cell.grid:
-                chosen = chooser.choice()
-                if chosen is None:
-                    if chooser.problem and chooser is not self:
-                        why = f"{chooser.cell.named()}: {chooser.problem}"
-                        self.problem = f"no values were chosen: {why}"
-                    return self.problem is not None
-                values |= {key: chosen.values[key] for key in cell.grid}
-            seeds = study.final_seeds()
-            experiments = [cell.experiment(values, seed) for seed in seeds]
-        except ConfigError as error:  # a number of another arm that makes no experiment
+            return self._advance(of, add)
+        except (ConfigError, RunError) as error:  # as a number that makes no experiment
             self.problem = str(error)
             return True
-        label = cell.named(values)
-        trials = [add(label, experiment) for experiment in experiments]
+
+    def _advance(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
+        """Raises `RunError` for what can never be known, `ConfigError` for what cannot be run."""
+        study, cell = self.study, self.cell
+        if self.references is None:
+            self.references = self._references(of)
+        if self.references is None:
+            return False
+        values = {**self.references, **cell.fixed}
+        if cell.grid:
+            chooser = of[study.chooser(cell)]
+            if chooser is self and not self.tries:
+                self._try(values, add)
+                return True
+            if chooser is self:
+                self.chosen = self._choice()
+            elif chooser.problem:
+                why = f"{chooser.cell.named()}: {chooser.problem}"
+                raise RunError(f"no values were chosen: {why}")
+            if chooser.chosen is None:
+                return False
+            values |= {key: chooser.chosen.values[key] for key in cell.grid}
+        experiments = [cell.experiment(values, seed) for seed in study.final_seeds()]
+        trials = [add(cell.named(values), experiment) for experiment in experiments]
         self.final = SearchSetting(values, experiments[0], trials)
         return True
 
@@ -85,8 +87,7 @@ class CellProgress:
             reference = self.cell.references[key]
             mean = source.final.mean(reference.value) if source.final else None
             if mean is None:
-                self.problem = f"the runs of {cell.named()} have no number {reference.value}"
-                return None
+                raise RunError(f"the runs of {cell.named()} have no number {reference.value}")
             numbers[key] = reference.times * mean
         return numbers
 
@@ -100,16 +101,16 @@ class CellProgress:
             trial = add(f"{cell.named(setting)} tried", experiment)
             self.tries.append(SearchSetting(setting, experiment, [trial]))
 
-    def choice(self) -> SearchSetting | None:
+    def _choice(self) -> SearchSetting | None:
         """The best of the values tried, the first of equals; None as long as a run of theirs
-        continues, or if none has a result.
+        continues. Raises `RunError` if none has a result.
         """
-        if self.chosen or not self.tries or not all(setting.done for setting in self.tries):
-            return self.chosen
+        if not all(setting.done for setting in self.tries):
+            return None
         judge = self.study.about.judge
-        self.chosen = best_of(self.tries, judge, self.study.sign)
-        if self.chosen is None:
+        chosen = best_of(self.tries, judge, self.study.sign)
+        if chosen is None:
             first = self.tries[0].trials[0]
             why = first.failure() if first.status == "failed" else f"there is no number {judge}"
-            self.problem = f"none of the {len(self.tries)} values tried has a result ({why})"
-        return self.chosen
+            raise RunError(f"none of the {len(self.tries)} values tried has a result ({why})")
+        return chosen

@@ -139,18 +139,18 @@ class StudyCell:
     _experiments: dict[str, Experiment] = field(default_factory=dict)
 
     @cached_property
-    def _options(self) -> dict[str, Options]:
-        return {
-            key: Options(value.options[: self.limit])
-            for key, value in open_values(self.tree).items()
-            if isinstance(value, Options)
-        }
+    def _open(self) -> dict[str, Options | Reference]:
+        return open_values(self.tree)
 
-    @property
+    @cached_property
     def grid(self) -> dict[str, Options]:
         """The values to try, by dotted key; empty where there is nothing to choose."""
-        several = any(len(space.options) > 1 for space in self._options.values())
-        return self._options if several else {}
+        options = {
+            key: Options(value.options[: self.limit])
+            for key, value in self._open.items()
+            if isinstance(value, Options)
+        }
+        return options if any(len(space.options) > 1 for space in options.values()) else {}
 
     @property
     def settings(self) -> int:
@@ -160,17 +160,13 @@ class StudyCell:
     @property
     def fixed(self) -> dict[str, Any]:
         """The values of which there is one each, where there is nothing to choose."""
-        options = {} if self.grid else self._options
-        return {key: space.options[0] for key, space in options.items()}
+        options = {k: value for k, value in self._open.items() if isinstance(value, Options)}
+        return {key: space.options[0] for key, space in options.items() if key not in self.grid}
 
-    @cached_property
+    @property
     def references(self) -> dict[str, Reference]:
         """The numbers that other arms give, by dotted key."""
-        return {
-            key: value
-            for key, value in open_values(self.tree).items()
-            if isinstance(value, Reference)
-        }
+        return {k: value for k, value in self._open.items() if isinstance(value, Reference)}
 
     def experiment(
         self, values: Mapping[str, Any], seed: int, validation: float | None = None
@@ -204,10 +200,8 @@ class StudyCell:
 
     def named(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""
-        labels = dict(self.labels)
-        if self.accounting is not None:
-            labels["accounting"] = self.accounting
-        parts = [self.arm, *(f"{axis}={name}" for axis, name in labels.items())]
+        place = {**self.labels, **({"accounting": self.accounting} if self.accounting else {})}
+        parts = [self.arm, *(f"{axis}={name}" for axis, name in place.items())]
         return " ".join([*parts, *filter(None, [shown(values or {})])])
 
     def at(self, labels: Mapping[str, str | None]) -> bool:

@@ -35,11 +35,12 @@ def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
     rows = []
     for cell in progress:
+        values = cell.final.values if cell.final else {}
         for trial in cell.finals:
             summary = trial.summary or {}
             facts = numbers({key: summary[key] for key in summary if key not in OMITTED})
             facts |= epsilons(trial) if summary else {}
-            rows.append({**facts, **_row(cell, cell.values, trial)})
+            rows.append({**facts, **_row(cell, values, trial)})
     return _table(study, rows, {}, {})
 
 
@@ -96,10 +97,7 @@ def summary(
     seconds it took.
     """
     # the directory and the digest of the model of every final run, by cell and seed
-    models = {
-        cell_progress.cell: {trial.seed: _model(trial) for trial in cell_progress.finals}
-        for cell_progress in progress
-    }
+    models = {one.cell: {trial.seed: _model(trial) for trial in one.finals} for one in progress}
     identities = [compare(identity, models) for identity in study.same_bits]
     failed = _failed(progress)
     reason = _problem(failed, identities) if over else None
@@ -111,13 +109,8 @@ def summary(
         "scale": study.scale,
         "seeds": [*study.final_seeds()],
         "cells": len(progress),
-        "tried": _states(
-            trial
-            for cell_progress in progress
-            for one in cell_progress.tries
-            for trial in one.trials
-        ),
-        "final": _states(trial for cell_progress in progress for trial in cell_progress.finals),
+        "tried": _states(trial for one in progress for trial in one.tried),
+        "final": _states(trial for one in progress for trial in one.finals),
         "trained": {"runs": len(runs), "private": sum(runs.values())},
         "failed": failed,
         "identities": identities,
@@ -138,12 +131,12 @@ def _states(trials: Iterable[Trial]) -> dict[str, int]:
 
 def _failed(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
     """Final runs and cells without a result, and why."""
-    failed = {}
-    for cell_progress in progress:
-        name = cell_progress.cell.named()
-        if cell_progress.problem:
-            failed[name] = {"cell": name, "reason": cell_progress.problem}
-        for trial in cell_progress.finals:
+    failed: dict[str, dict[str, str]] = {}
+    for one in progress:
+        name = one.cell.named()
+        if one.problem:
+            failed[name] = {"cell": name, "reason": one.problem}
+        for trial in one.finals:
             if trial.status == "failed":
                 place = f"trials/{trial.folder.name}"
                 facts = {"directory": place, "cell": trial.named(), "reason": trial.failure()}
@@ -173,12 +166,12 @@ def _choice(
     every run of the directory, by name, and whether it was private.
     """
     counts: dict[str, list[int]] = {}
-    for cell_progress in progress:
-        counts.setdefault(cell_progress.cell.arm, []).append(cell_progress.cell.settings)
+    for one in progress:
+        counts.setdefault(one.cell.arm, []).append(one.cell.settings)
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
-    tried = {trial.folder.name: trial for one in progress for s in one.tries for trial in s.trials}
-    final = {trial.folder.name for cell_progress in progress for trial in cell_progress.finals}
+    tried = {trial.folder.name: trial for one in progress for trial in one.tried}
+    final = {trial.folder.name for one in progress for trial in one.finals}
     former = sum(private for name, private in runs.items() if name not in {*tried, *final})
     private = former + sum(trial.experiment.private for trial in tried.values())
     return {

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,13 @@ import pyarrow as pa
 from raydpfl import data, report, storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, FileError
-from raydpfl.experiment import Experiment
 from raydpfl.storage.run_files import make_folder
-from raydpfl.sweep.driver import execute
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.search_runner import Difference, SearchResult, SearchRunner, describe
+from raydpfl.sweep.search_runner import SearchResult, SearchRunner, describe
 from raydpfl.sweep.study import results
 from raydpfl.sweep.study.cell_progress import CellProgress
 from raydpfl.sweep.study.schema import Study
-from raydpfl.sweep.trials import Trial, name_of
+from raydpfl.sweep.tune import execute
 
 
 @dataclass(frozen=True)
@@ -50,45 +47,32 @@ class StudyRunner(SearchRunner):
     """One run of a study."""
 
     kind = "study"
-    outputs = ("study.yaml", "results.parquet", "tuning.parquet", "summary.json")
 
     def __init__(self, study: Study, folder: Path, on_change: Callable[[StudyRunner], object]):
-        super().__init__(folder, on_change)
+        super().__init__(study, folder, on_change)
         self.study = study
         self.metric = study.about.judge
         self.progress = {cell: CellProgress(study, cell) for cell in study.cells}
-        self._trials: dict[str, Trial] = {}  # by the name of the directory
-        self._ready: deque[Trial] = deque()  # not handed out yet
 
     def check(self, resources: Resources) -> None:
         """Raises `ConfigError` for a run that the cluster could never hold, and for missing data:
         of each kind of data, those of the first cell that has it.
         """
-        clients = set()
-        prepared = set()
-        for cell in self.study.cells:
-            experiment = cell.experiment(next(cell.tried()), self.study.seed + 1)
-            if experiment.client not in clients:
-                clients.add(experiment.client)
-                resources.check(experiment)
-            kind = (experiment.data.kind, experiment.data.clients)
-            if kind not in prepared:
-                prepared.add(kind)
-                data.prepare(experiment.data, experiment.seed, resources.root)
+        firsts = [
+            cell.experiment(next(cell.tried()), self.study.seed + 1) for cell in self.study.cells
+        ]
+        for experiment in {experiment.client: experiment for experiment in firsts}.values():
+            resources.check(experiment)
+        kinds = {(of.data.kind, of.data.clients): of for of in reversed(firsts)}
+        for experiment in reversed(kinds.values()):
+            data.prepare(experiment.data, experiment.seed, resources.root)
 
-    def difference(self) -> Difference:
-        stored = Study.stored(self.folder)
-        if self.study.about.id != stored.about.id:
-            return "study.id", self.study.about.id, stored.about.id
-        scales = self.study.scale, stored.scale
-        return ("--scale", *scales) if scales[0] != scales[1] else None
-
-    def text(self) -> str:
-        return self.study.to_yaml()
-
-    def prepare(self) -> None:
-        while any([cell.advance(self.progress, self._add) for cell in self.progress.values()]):
+    def advance(self) -> bool:
+        """Adds each run once its inputs are there."""
+        cells = self.progress.values()
+        while any([cell.advance(self.progress, self.add) for cell in cells]):
             pass
+        return not all(cell.complete for cell in cells)
 
     def copy_inputs(self) -> None:
         for name, path in self.study.published().items():
@@ -97,34 +81,8 @@ class StudyRunner(SearchRunner):
                 make_folder(place.parent)
                 shutil.copyfile(path, place)
 
-    def _add(self, label: str, experiment: Experiment) -> Trial:
-        """The trial of this experiment: a run that two cells share is one."""
-        name = name_of(experiment)
-        if name not in self._trials:
-            trial = Trial.stored(label, experiment, self.folder / "trials" / name)
-            self._trials[name] = trial
-            self._ready.append(trial)
-        return self._trials[name]
-
-    @property
-    def trials(self) -> list[Trial]:
-        return [*self._trials.values()]
-
-    def proposals(self) -> Iterator[Trial | None]:
-        """Each run once its inputs are there."""
-        while True:
-            self.prepare()
-            while self._ready and self._ready[0].finished:
-                self._ready.popleft()
-            if self._ready:
-                yield self._ready.popleft()
-            elif all(cell.complete for cell in self.progress.values()):
-                return
-            else:
-                yield None
-
     def gather(self, over: bool, **facts: Any) -> StudyResult:
-        self.prepare()
+        self.advance()
         progress = [*self.progress.values()]
         summary = results.summary(self.study, progress, self.folder, over) | facts
         tables = results.final(self.study, progress), results.tuning(self.study, progress)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,15 +19,16 @@ from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import VALIDATION, set_of, sign
 from raydpfl.report.figures import parse
-from raydpfl.sweep.search_runner import stored
+from raydpfl.sweep.search_runner import Difference, stored
+from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study import builtin
 from raydpfl.sweep.study.cells import StudyCell, label, plain, private, put
 from raydpfl.sweep.study.identities import Identity, identity, split
 from raydpfl.sweep.trials import name_of
 
+C = TypeVar("C", "Arm", "Scale")
 SCALES = ("smoke", "small", "paper")
 PARTS = ("study", "scales", "panels", "arms", "show")
-OF_SCALES = ("seeds", "tries", "only")  # keys of a scale that change no experiment
 # columns of the tables of a study, which no axis may be called
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
@@ -56,7 +56,6 @@ class About(Section):
 class Arm(Section):
     """What an arm changes: `puts` are sections and dotted keys."""
 
-    name: str
     puts: Mapping[str, Any]
     accounting: Mapping[str, Mapping[str, Any]] = {}  # by label: what it means for this arm
     only: Mapping[str, tuple[str, ...]] = {}  # the labels of axes at which it stands
@@ -73,19 +72,21 @@ class Scale(Section):
 
 @dataclass(frozen=True)
 class Study:
-    """A study at one scale. `given` is the file's tree; `place` the folder that its tables of
-    published numbers are named from.
+    """A study at one scale.
+
+    Args:
+        given: the file's tree.
+        about: its section `study`.
+        scale: smoke, small or paper.
+        seeds: final runs of a cell.
+        place: the folder that its tables of published numbers are named from.
+        imports: the sections whose import paths are imported; None: all.
     """
 
     given: Mapping[str, Any]
     about: About
-    base: Mapping[str, Any]  # sections of an experiment
-    panels: Mapping[str, Mapping[str, Any]]  # by axis (with its `?`) and label
-    arms: Mapping[str, Arm]
-    accounting: Mapping[str, Mapping[str, Any] | None]  # by label: what it means, if for all arms
-    scales: Mapping[str, Scale]
-    show: Sequence[Mapping[str, Any]]
     scale: str
+    seeds: int
     place: Path | None = None
     imports: tuple[str, ...] | None = None
 
@@ -105,43 +106,36 @@ class Study:
             values: The file's tree.
             scale: smoke, small or paper; default: the one that the tree says, or small.
             seeds: How many final runs of every cell; default: as the scale or the study says.
-            place: The folder that published tables are named from.
-            imports: The sections whose import paths are imported; None: all (see
-                `Experiment.from_dict`).
+            place, imports: See `Study`.
         """
-        _check_parts(values)
+        if not isinstance(values, Mapping) or "study" not in values:
+            raise ConfigError("study", None, "a section with the study's id")
+        for name in values:
+            _check_one_of(name, name, (*PARTS, *Experiment.model_fields), "the sections ", values)
         about = validate(About, "study", values["study"])
-        scales = _scales(values.get("scales") or {})
-        scale, seeds = _sizes(about, scales, scale, seeds)
-        _check_judge(about)
-        panels = _panels(values.get("panels") or {}, about.judge)
-        study = cls(
-            given=copy.deepcopy(dict(values)),
-            about=about.model_copy(update={"seeds": seeds, "scale": scale}),
-            base={key: values[key] for key in values if key in Experiment.model_fields},
-            panels=panels,
-            arms=_arms(values.get("arms")),
-            accounting=_accounting(about.accounting),
-            scales=scales,
-            show=values.get("show") or (),
-            scale=scale,
-            place=place,
-            imports=imports,
-        )
+        scale = scale or about.scale or "small"
+        if scale not in SCALES:
+            raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
+        if seeds is None:
+            seeds = _scales(values.get("scales")).get(scale, Scale()).seeds or about.seeds
+        if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+            raise ConfigError("--seeds", seeds, "a whole number of at least 1")
+        study = cls(copy.deepcopy(dict(values)), about, scale, seeds, place, imports)
         study._check()
         return study
 
     @classmethod
-    def from_yaml(
+    def stored(
         cls,
-        path: str | Path,
+        folder: Path,
         scale: str | None = None,
         seeds: int | None = None,
         imports: tuple[str, ...] | None = None,
     ) -> Study:
-        """As `from_dict`, from a YAML file."""
-        place = Path(path).absolute().parent
-        return cls.from_dict(read(path, "study"), scale, seeds, place, imports)
+        """As `from_dict`, the study of this directory. Raises `ConfigError` unless its study.yaml
+        is whole.
+        """
+        return cls.from_dict(stored(folder, "study"), scale, seeds, folder, imports)
 
     @classmethod
     def named(
@@ -151,24 +145,18 @@ class Study:
         seeds: int | None = None,
         imports: tuple[str, ...] | None = None,
     ) -> Study:
-        """The study of this id, or of another name that one answers to; in this file; or begun in
-        this directory. Raises `ConfigError` where there is none.
+        """As `from_dict`, the study of this id, or of another name that one answers to; in this
+        file; or begun in this directory. Raises `ConfigError` where there is none.
         """
         path = Path(name)
         if path.is_dir() and (path / "study.yaml").exists():
-            return cls.from_dict(stored(path, "study"), scale, seeds, path, imports)
-        if not path.is_file():
-            path = builtin.find(str(name))
-        return cls.from_yaml(path, scale, seeds, imports)
-
-    @classmethod
-    def stored(cls, folder: Path, scale: str | None = None, seeds: int | None = None) -> Study:
-        """The study of this directory. Raises `ConfigError` unless its study.yaml is whole."""
-        return cls.from_dict(stored(folder, "study"), scale, seeds, folder)
+            return cls.stored(path, scale, seeds, imports)
+        path = path if path.is_file() else builtin.find(str(name))
+        return cls.from_dict(read(path, "study"), scale, seeds, path.absolute().parent, imports)
 
     def to_yaml(self) -> str:
-        """The file with its scale and number of seeds; `from_yaml` of it is this study. Its last
-        line, `...`, marks a whole file.
+        """The file with its scale and number of seeds; a study of it is this one. Its last line,
+        `...`, marks a whole file.
         """
         tree = copy.deepcopy(dict(self.given))
         tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
@@ -177,9 +165,58 @@ class Study:
             of_scale.pop("seeds", None)
         return dump(tree) + "...\n"
 
+    def differs(self, other: Study) -> Difference:
+        """(field, here, there) of what makes it another study, or another scale, than `other`."""
+        if self.about.id != other.about.id:
+            return "study.id", self.about.id, other.about.id
+        return ("--scale", self.scale, other.scale) if self.scale != other.scale else None
+
+    @cached_property
+    def base(self) -> dict[str, Any]:
+        """The sections of an experiment."""
+        return {key: self.given[key] for key in self.given if key in Experiment.model_fields}
+
+    @cached_property
+    def panels(self) -> dict[str, dict[str, Any]]:
+        """By axis (with its `?`) and label."""
+        panels = {}
+        for axis, labels in _mapping("panels", self.given.get("panels") or {}).items():
+            where = f"panels.{axis}"
+            if isinstance(labels, list):
+                labels = {label(text): text for text in labels}
+            panels[axis] = _mapping(where, labels)
+            if not labels:
+                raise ConfigError(where, labels, "at least one label")
+            if plain(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
+                expected = "another name; tables have a column of this one"
+                raise ConfigError(where, [*labels], expected)
+        return panels
+
+    @cached_property
+    def arms(self) -> dict[str, Arm]:
+        given = self.given.get("arms")
+        fields = _mapping("arms", {} if given is None else given)
+        if not fields:
+            raise ConfigError("arms", given, "at least one arm, by its name")
+        return {name: _changes(Arm, f"arms.{name}", each) for name, each in fields.items()}
+
+    @cached_property
+    def accounting(self) -> dict[str, Mapping[str, Any] | None]:
+        """By label: what it means, if for all arms."""
+        given = self.about.accounting
+        if given is None or isinstance(given, list):
+            return dict.fromkeys(label(item) for item in given or ())
+        where = "study.accounting"
+        mapping = _mapping(where, given)
+        return {name: _mapping(f"{where}.{name}", each or {}) for name, each in mapping.items()}
+
+    @cached_property
+    def scales(self) -> dict[str, Scale]:
+        return _scales(self.given.get("scales"))
+
     @property
-    def seeds(self) -> int:
-        return self.about.seeds
+    def show(self) -> Sequence[Mapping[str, Any]]:
+        return self.given.get("show") or ()
 
     @property
     def seed(self) -> int:
@@ -209,7 +246,7 @@ class Study:
 
     @cached_property
     def same_bits(self) -> list[Identity]:
-        placements = [(arm.name, labels) for arm, labels in self._placements({})]
+        placements = [(name, labels) for name, labels in self._placements({})]
         return [
             identity(f"study.same_bits.{number}", claim, self.cells, placements)
             for number, claim in enumerate(self.about.same_bits)
@@ -217,34 +254,34 @@ class Study:
 
     def _placements(
         self, only: Mapping[str, Sequence[str]]
-    ) -> Iterator[tuple[Arm, dict[str, str | None]]]:
+    ) -> Iterator[tuple[str, dict[str, str | None]]]:
         """Each arm at all labels of the axes, `accounting` last, of those that `only` allows."""
         axes: dict[str, Sequence[str | None]] = {**self.labels}
         del axes["arm"]
         axes["accounting"] = axes["accounting"] or [None]
-        for point in itertools.product(*axes.values()):
-            labels = dict(zip(axes, point, strict=True))
-            for arm in self.arms.values():
-                place = {**labels, "arm": arm.name}
+        for labels in points({axis: Options(tuple(names)) for axis, names in axes.items()}):
+            for name, arm in self.arms.items():
+                place = {**labels, "arm": name}
                 allowed = [*arm.only.items(), *only.items()]
                 if all(place[axis] in names for axis, names in allowed):
-                    yield arm, labels
+                    yield name, labels
 
-    def _cell(self, arm: Arm, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+    def _cell(self, name: str, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+        arm = self.arms[name]
         labels = {axis: place[axis] for axis in self.axes}
         accounting = place["accounting"]
         tree = put(self.base, arm.puts)
         for axis, values in self.panels.items():
-            tree = put(tree, _changes(axis, values[labels[plain(axis)]]))
+            tree = put(tree, _of_label(axis, values[labels[plain(axis)]]))
         if accounting is not None and private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
-                where = f"arms.{arm.name}.accounting.{accounting}"
+                where = f"arms.{name}.accounting.{accounting}"
                 expected = "dotted keys, as study.accounting has no meaning for all arms"
                 raise ConfigError(where, None, expected)
             tree = put(tree, meaning)
         tree = put(tree, scale.puts, keep=True)
-        return StudyCell(arm.name, labels, accounting, tree, scale.tries, self.imports)
+        return StudyCell(name, labels, accounting, tree, scale.tries, self.imports)
 
     def published(self) -> dict[str, Path]:
         """The tables of published numbers that its outputs name, by that name: files next to the
@@ -313,15 +350,16 @@ class Study:
 
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
+        _check_judge(self.about)
         self._check_labels()
         if not isinstance(self.show, (list, tuple)):
             raise ConfigError("show", self.show, "a list of outputs")
         for number, output in enumerate(self.show):
             parse(output, f"show.{number}", self.labels)
-        for cell in self.cells:
-            self.chooser(cell)
         if not self.cells:
             raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
+        for cell in self.cells:
+            self.chooser(cell)
         for cell in self.cells:
             _check_evaluate(cell)
             for values in cell.tried():
@@ -344,21 +382,18 @@ class Study:
 
     def _check_labels(self) -> None:
         """Raises `ConfigError` for labels in an `only` that the axis does not have."""
-        known = self.labels
-        onlys = [(f"scales.{name}.only", scale.only) for name, scale in self.scales.items()]
-        onlys += [(f"arms.{name}.only", arm.only) for name, arm in self.arms.items()]
-        onlys.append(("study.chosen_at", _only("study.chosen_at", self.about.chosen_at)))
+        onlys = {f"scales.{name}.only": scale.only for name, scale in self.scales.items()}
+        onlys |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
+        onlys["study.chosen_at"] = _only("study.chosen_at", self.about.chosen_at)
         for number, claim in enumerate(self.about.same_bits):
             where = f"study.same_bits.{number}"
-            onlys.append((where, _only(where, split(claim)[1])))
-        for where, only in onlys:
-            for axis, labels in only.items():
-                if axis not in known:
-                    raise ConfigError(f"{where}.{axis}", [*labels], f"one of {', '.join(known)}")
-                for name in labels:
-                    if name not in known[axis]:
-                        expected = f"one of {', '.join(known[axis])}"
-                        raise ConfigError(f"{where}.{axis}", name, expected)
+            onlys[where] = _only(where, split(claim)[1])
+        for where, only in onlys.items():
+            for axis, names in only.items():
+                field = f"{where}.{axis}"
+                _check_one_of(field, axis, [*self.labels], value=[*names])
+                for name in names:
+                    _check_one_of(field, name, self.labels[axis])
 
     def _check_sources(self) -> None:
         """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
@@ -390,31 +425,13 @@ class Study:
         return sources
 
 
-def _check_parts(values: Any) -> None:
-    """Raises `ConfigError` for what is no study, or has a part that studies do not have."""
-    if not isinstance(values, Mapping) or "study" not in values:
-        raise ConfigError("study", None, "a section with the study's id")
-    sections = (*PARTS, *Experiment.model_fields)
-    for name in values:
-        if name not in sections:
-            expected = f"one of the sections {', '.join(sections)}"
-            raise ConfigError(name, values[name], expected)
-
-
-def _sizes(
-    about: About, scales: Mapping[str, Scale], scale: str | None, seeds: Any
-) -> tuple[str, int]:
-    """The scale and the number of seeds that are asked for, or as the file has them. Raises
-    `ConfigError`.
-    """
-    scale = scale or about.scale or "small"
-    if scale not in SCALES:
-        raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
-    if seeds is None:
-        seeds = scales.get(scale, Scale()).seeds or about.seeds
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise ConfigError("--seeds", seeds, "a whole number of at least 1")
-    return scale, seeds
+def _check_one_of(
+    field: str, name: str, known: Sequence[str], what: str = "", value: Any = None
+) -> None:
+    """Raises `ConfigError` for a name that is none of those known."""
+    if name not in known:
+        shown = value.get(name) if isinstance(value, Mapping) else value or name
+        raise ConfigError(field, shown, f"one of {what}{', '.join(known)}")
 
 
 def _check_judge(about: About) -> None:
@@ -440,44 +457,34 @@ def _mapping(where: str, value: Any) -> dict[str, Any]:
 
 
 def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
-    found = {}
+    only = {}
     for axis, labels in _mapping(where, value).items():
         listed = labels if isinstance(labels, list) else [labels]
-        found[plain(axis)] = tuple(label(name) for name in listed)
-    return found
+        only[plain(axis)] = tuple(label(name) for name in listed)
+    return only
 
 
-def _panels(value: Any, judge: str) -> dict[str, dict[str, Any]]:
-    panels = {}
-    for axis, labels in _mapping("panels", value).items():
-        where = f"panels.{axis}"
-        if isinstance(labels, list):
-            labels = {label(text): text for text in labels}
-        found = _mapping(where, labels)
-        if not found:
-            raise ConfigError(where, labels, "at least one label")
-        if plain(axis) in RESERVED | {judge} or axis.startswith("epsilon_"):
-            raise ConfigError(where, [*found], "another name; tables have a column of this one")
-        panels[axis] = found
-    return panels
-
-
-def _arms(value: Any) -> dict[str, Arm]:
-    arms = {}
-    for name, fields in _mapping("arms", {} if value is None else value).items():
-        where = f"arms.{name}"
-        changes = _mapping(where, {} if fields is None else fields)
-        accounting = _mapping(f"{where}.accounting", changes.pop("accounting", {}))
-        meanings = {
-            accountant: _mapping(f"{where}.accounting.{accountant}", changed or {})
-            for accountant, changed in accounting.items()
+def _changes(cls: type[C], where: str, value: Any) -> C:
+    """An arm or a scale: its own keys, and the sections and dotted keys that it changes."""
+    puts = _mapping(where, {} if value is None else value)
+    own: dict[str, Any] = {key: puts.pop(key) for key in cls.model_fields if key in puts}
+    if "only" in own:
+        own["only"] = _only(f"{where}.only", own["only"])
+    if "accounting" in own:
+        place = f"{where}.accounting"
+        meanings = _mapping(place, own["accounting"]).items()
+        own["accounting"] = {
+            name: _mapping(f"{place}.{name}", each or {}) for name, each in meanings
         }
-        only = _only(f"{where}.only", changes.pop("only", {}))
-        _check_puts(where, changes)
-        arms[name] = Arm(name=name, puts=changes, accounting=meanings, only=only)
-    if not arms:
-        raise ConfigError("arms", value, "at least one arm, by its name")
-    return arms
+    _check_puts(where, puts)
+    return validate(cls, where, {**own, "puts": puts})
+
+
+def _scales(value: Any) -> dict[str, Scale]:
+    scales = _mapping("scales", value or {})
+    for name, fields in scales.items():
+        _check_one_of(f"scales.{name}", name, SCALES, value=fields)
+    return {name: _changes(Scale, f"scales.{name}", each) for name, each in scales.items()}
 
 
 def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
@@ -492,32 +499,7 @@ def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
             raise ConfigError(f"{where}.{name}", changes[name], expected)
 
 
-def _scales(value: Any) -> dict[str, Scale]:
-    scales = {}
-    for name, fields in _mapping("scales", value).items():
-        where = f"scales.{name}"
-        if name not in SCALES:
-            raise ConfigError(where, fields, f"one of {', '.join(SCALES)}")
-        changes = _mapping(where, fields or {})
-        own: dict[str, Any] = {key: changes.pop(key) for key in OF_SCALES if key in changes}
-        if "only" in own:
-            own["only"] = _only(f"{where}.only", own["only"])
-        _check_puts(where, changes)
-        scales[name] = validate(Scale, where, {**own, "puts": changes})
-    return scales
-
-
-def _accounting(value: Any) -> dict[str, Mapping[str, Any] | None]:
-    if value is None:
-        return {}
-    if isinstance(value, list):
-        return dict.fromkeys(label(item) for item in value)
-    where = "study.accounting"
-    mapping = _mapping(where, value)
-    return {name: _mapping(f"{where}.{name}", each or {}) for name, each in mapping.items()}
-
-
-def _changes(axis: str, value: Any) -> Mapping[str, Any]:
+def _of_label(axis: str, value: Any) -> Mapping[str, Any]:
     """What a label of an axis changes: a section, a dotted key, or several of them."""
     if plain(axis) in Experiment.model_fields or "." in axis:
         return {axis: value}
