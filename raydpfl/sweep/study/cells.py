@@ -198,13 +198,21 @@ class StudyCell:
         values = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
         return ({**values, **point} for point in points(self.grid))
 
+    def first(self, seed: int) -> Experiment:
+        """The experiment with the first of its values to try."""
+        return self.experiment(next(self.tried()), seed)
+
     def named(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""
-        place = {**self.labels, **({"accounting": self.accounting} if self.accounting else {})}
-        parts = [self.arm, *(f"{axis}={name}" for axis, name in place.items())]
+        labels = {axis: name for axis, name in self.place.items() if axis != "arm" and name}
+        parts = [self.arm, *(f"{axis}={name}" for axis, name in labels.items())]
         return " ".join([*parts, *filter(None, [shown(values or {})])])
 
+    @property
+    def place(self) -> dict[str, str | None]:
+        """Its labels, those of `accounting` and `arm` among them."""
+        return {**self.labels, "accounting": self.accounting, "arm": self.arm}
+
     def at(self, labels: Mapping[str, str | None]) -> bool:
-        """Whether it has these labels, of which `arm` and `accounting` may be two."""
-        own = {**self.labels, "arm": self.arm, "accounting": self.accounting}
-        return all(own.get(axis) == name for axis, name in labels.items())
+        """Whether it has these labels."""
+        return labels.items() <= self.place.items()

@@ -12,8 +12,6 @@ from typing import Any
 from raydpfl.errors import ConfigError
 from raydpfl.sweep.study.cells import StudyCell, label, plain
 
-Placement = tuple[str, Mapping[str, str | None]]  # an arm and its labels, `accounting` among them
-
 
 @dataclass(frozen=True)
 class Identity:
@@ -32,7 +30,10 @@ def split(claim: Any) -> tuple[list[Any], Mapping[str, Any]]:
 
 
 def identity(
-    where: str, claim: Any, cells: Iterable[StudyCell], placements: Sequence[Placement]
+    where: str,
+    claim: Any,
+    cells: Iterable[StudyCell],
+    placements: Sequence[Mapping[str, str | None]],
 ) -> Identity:
     """The identity that an item of `study.same_bits` claims.
 
@@ -40,7 +41,7 @@ def identity(
         where: Its field.
         claim: The item.
         cells: Those of the scale, which may have none where the claim could be tested.
-        placements: Of all arms, at any scale.
+        placements: The labels of all cells at any scale, `arm` the last of them.
 
     Raises:
         ConfigError: For arms that the study does not have, and for labels without two of them.
@@ -48,14 +49,14 @@ def identity(
     given, at = split(claim)
     arms = tuple(label(name) for name in given)
     labels = {plain(axis): label(name) for axis, name in at.items()}
-    known = [*dict.fromkeys(arm for arm, _ in placements)]
+    known = [*dict.fromkeys(str(place["arm"]) for place in placements)]
     if len(set(arms)) < 2 or not set(arms) <= set(known):
         expected = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
         raise ConfigError(where, given, expected)
     here = Counter(
-        tuple(place.values())
-        for arm, place in placements
-        if arm in arms and labels.items() <= place.items()
+        tuple(place.values())[:-1]
+        for place in placements
+        if place["arm"] in arms and labels.items() <= place.items()
     )
     if max(here.values(), default=0) < 2:
         raise ConfigError(where, dict(at), "labels at which two of the arms stand")

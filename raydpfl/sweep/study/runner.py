@@ -58,9 +58,7 @@ class StudyRunner(SearchRunner):
         """Raises `ConfigError` for a run that the cluster could never hold, and for missing data:
         of each kind of data, those of the first cell that has it.
         """
-        firsts = [
-            cell.experiment(next(cell.tried()), self.study.seed + 1) for cell in self.study.cells
-        ]
+        firsts = [cell.first(self.study.seed + 1) for cell in self.study.cells]
         for experiment in {experiment.client: experiment for experiment in firsts}.values():
             resources.check(experiment)
         kinds = {(of.data.kind, of.data.clients): of for of in reversed(firsts)}

@@ -26,13 +26,15 @@ from raydpfl.sweep.study.cells import StudyCell, label, plain, private, put
 from raydpfl.sweep.study.identities import Identity, identity, split
 from raydpfl.sweep.trials import name_of
 
-C = TypeVar("C", "Arm", "Scale")
 SCALES = ("smoke", "small", "paper")
-PARTS = ("study", "scales", "panels", "arms", "show")
+SECTIONS = tuple(Experiment.model_fields)
+PARTS = ("study", "scales", "panels", "arms", "show", *SECTIONS)
 # columns of the tables of a study, which no axis may be called
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
 ) | {"model_sha256"}
+Tree = Mapping[str, Any]
+Only = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
 
 class About(Section):
@@ -52,13 +54,23 @@ class About(Section):
     same_bits: tuple[Any, ...] = ()
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
 
+    def check_judge(self) -> None:
+        """Raises `ConfigError` for a judge of which nobody knows what is better."""
+        if "test_" in self.judge:
+            expected = "a number that does not look at the test set, such as validation_accuracy"
+            raise ConfigError("study.judge", self.judge, expected)
+        if not (sign(self.judge) or self.better):
+            expected = "a score of rows held out such as validation_accuracy or validation_loss, "
+            expected += "or study.better besides (larger or smaller)"
+            raise ConfigError("study.judge", self.judge, expected)
+
 
 class Arm(Section):
     """What an arm changes: `puts` are sections and dotted keys."""
 
-    puts: Mapping[str, Any]
-    accounting: Mapping[str, Mapping[str, Any]] = {}  # by label: what it means for this arm
-    only: Mapping[str, tuple[str, ...]] = {}  # the labels of axes at which it stands
+    puts: Tree
+    accounting: Mapping[str, Tree] = {}  # by label: what it means for this arm
+    only: Mapping[str, tuple[str, ...]] = {}
 
 
 class Scale(Section):
@@ -68,6 +80,9 @@ class Scale(Section):
     seeds: int | None = Field(default=None, ge=1)
     tries: int | None = Field(default=None, ge=1)  # the first so many values of every grid
     only: Mapping[str, tuple[str, ...]] = {}
+
+
+C = TypeVar("C", Arm, Scale)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Study:
         imports: the sections whose import paths are imported; None: all.
     """
 
-    given: Mapping[str, Any]
+    given: Tree
     about: About
     scale: str
     seeds: int
@@ -93,7 +108,7 @@ class Study:
     @classmethod
     def from_dict(
         cls,
-        values: Mapping[str, Any],
+        values: Tree,
         scale: str | None = None,
         seeds: int | None = None,
         place: Path | None = None,
@@ -111,13 +126,13 @@ class Study:
         if not isinstance(values, Mapping) or "study" not in values:
             raise ConfigError("study", None, "a section with the study's id")
         for name in values:
-            _check_one_of(name, name, (*PARTS, *Experiment.model_fields), "the sections ", values)
+            if name not in PARTS:
+                raise ConfigError(name, values[name], f"one of the sections {', '.join(PARTS)}")
         about = validate(About, "study", values["study"])
         scale = scale or about.scale or "small"
-        if scale not in SCALES:
-            raise ConfigError("--scale", scale, f"one of {', '.join(SCALES)}")
+        _check_one_of("--scale", scale, SCALES)
         if seeds is None:
-            seeds = _scales(values.get("scales")).get(scale, Scale()).seeds or about.seeds
+            seeds = _scales(values).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
             raise ConfigError("--seeds", seeds, "a whole number of at least 1")
         study = cls(copy.deepcopy(dict(values)), about, scale, seeds, place, imports)
@@ -125,34 +140,27 @@ class Study:
         return study
 
     @classmethod
-    def stored(
-        cls,
-        folder: Path,
-        scale: str | None = None,
-        seeds: int | None = None,
-        imports: tuple[str, ...] | None = None,
-    ) -> Study:
-        """As `from_dict`, the study of this directory. Raises `ConfigError` unless its study.yaml
-        is whole.
-        """
-        return cls.from_dict(stored(folder, "study"), scale, seeds, folder, imports)
-
-    @classmethod
     def named(
-        cls,
-        name: str | Path,
-        scale: str | None = None,
-        seeds: int | None = None,
-        imports: tuple[str, ...] | None = None,
+        cls, name: str | Path, scale: str | None = None, seeds: int | None = None, **options: Any
     ) -> Study:
-        """As `from_dict`, the study of this id, or of another name that one answers to; in this
-        file; or begun in this directory. Raises `ConfigError` where there is none.
+        """The study of this id, or of another name that one answers to; in this file; or begun in
+        this directory. Raises `ConfigError` where there is none.
+
+        Args:
+            name: An id, another name, or a path.
+            scale, seeds, options: As `from_dict` takes them.
         """
         path = Path(name)
         if path.is_dir() and (path / "study.yaml").exists():
-            return cls.stored(path, scale, seeds, imports)
+            return cls.stored(path, scale, seeds, **options)
         path = path if path.is_file() else builtin.find(str(name))
-        return cls.from_dict(read(path, "study"), scale, seeds, path.absolute().parent, imports)
+        place = path.absolute().parent
+        return cls.from_dict(read(path, "study"), scale, seeds, place, **options)
+
+    @classmethod
+    def stored(cls, folder: Path, *args: Any, **options: Any) -> Study:
+        """As `named`, of a directory. Raises `ConfigError` unless its study.yaml is whole."""
+        return cls.from_dict(stored(folder, "study"), *args, **options, place=folder)
 
     def to_yaml(self) -> str:
         """The file with its scale and number of seeds; a study of it is this one. Its last line,
@@ -172,56 +180,47 @@ class Study:
         return ("--scale", self.scale, other.scale) if self.scale != other.scale else None
 
     @cached_property
-    def base(self) -> dict[str, Any]:
-        """The sections of an experiment."""
-        return {key: self.given[key] for key in self.given if key in Experiment.model_fields}
-
-    @cached_property
     def panels(self) -> dict[str, dict[str, Any]]:
-        """By axis (with its `?`) and label."""
+        """What each label changes, by axis (with its `?`) and label."""
         panels = {}
-        for axis, labels in _mapping("panels", self.given.get("panels") or {}).items():
+        for axis, labels in _mapping("panels", self.given.get("panels")).items():
             where = f"panels.{axis}"
             if isinstance(labels, list):
                 labels = {label(text): text for text in labels}
-            panels[axis] = _mapping(where, labels)
             if not labels:
                 raise ConfigError(where, labels, "at least one label")
             if plain(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
                 expected = "another name; tables have a column of this one"
                 raise ConfigError(where, [*labels], expected)
+            panels[axis] = _mapping(where, labels)
         return panels
 
     @cached_property
     def arms(self) -> dict[str, Arm]:
-        given = self.given.get("arms")
-        fields = _mapping("arms", {} if given is None else given)
+        fields = _mapping("arms", self.given.get("arms"))
         if not fields:
-            raise ConfigError("arms", given, "at least one arm, by its name")
+            raise ConfigError("arms", self.given.get("arms"), "at least one arm, by its name")
         return {name: _changes(Arm, f"arms.{name}", each) for name, each in fields.items()}
 
     @cached_property
-    def accounting(self) -> dict[str, Mapping[str, Any] | None]:
+    def accounting(self) -> dict[str, Tree | None]:
         """By label: what it means, if for all arms."""
         given = self.about.accounting
-        if given is None or isinstance(given, list):
-            return dict.fromkeys(label(item) for item in given or ())
-        where = "study.accounting"
-        mapping = _mapping(where, given)
-        return {name: _mapping(f"{where}.{name}", each or {}) for name, each in mapping.items()}
-
-    @cached_property
-    def scales(self) -> dict[str, Scale]:
-        return _scales(self.given.get("scales"))
+        if isinstance(given, list):
+            return dict.fromkeys(label(item) for item in given)
+        return {**_mappings("study.accounting", given)}
 
     @property
-    def show(self) -> Sequence[Mapping[str, Any]]:
+    def show(self) -> Sequence[Tree]:
         return self.given.get("show") or ()
 
     @property
     def seed(self) -> int:
         """Of the runs that values are chosen by; those of final runs follow it."""
-        return int(self.base.get("seed", 0))
+        return int(self.given.get("seed", 0))
+
+    def final_seeds(self) -> range:
+        return range(self.seed + 1, self.seed + 1 + self.seeds)
 
     @property
     def sign(self) -> int:
@@ -236,43 +235,43 @@ class Study:
         return [plain(axis) for axis in self.panels]
 
     @cached_property
+    def labels(self) -> dict[str, list[str]]:
+        """The labels of every axis, whatever the scale."""
+        panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
+        return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
+
+    @cached_property
     def cells(self) -> list[StudyCell]:
         """All of them: panels in the order of the file, and in each the accountings, and the
         arms.
         """
-        scale = self.scales.get(self.scale, Scale())
+        scale = _scales(self.given).get(self.scale, Scale())
         with importing(self.imports):
-            return [self._cell(*place, scale) for place in self._placements(scale.only)]
+            return [self._cell(place, scale) for place in self._placements(scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
-        placements = [(name, labels) for name, labels in self._placements({})]
+        placements = [*self._placements({})]
         return [
             identity(f"study.same_bits.{number}", claim, self.cells, placements)
             for number, claim in enumerate(self.about.same_bits)
         ]
 
-    def _placements(
-        self, only: Mapping[str, Sequence[str]]
-    ) -> Iterator[tuple[str, dict[str, str | None]]]:
-        """Each arm at all labels of the axes, `accounting` last, of those that `only` allows."""
-        axes: dict[str, Sequence[str | None]] = {**self.labels}
-        del axes["arm"]
-        axes["accounting"] = axes["accounting"] or [None]
-        for labels in points({axis: Options(tuple(names)) for axis, names in axes.items()}):
-            for name, arm in self.arms.items():
-                place = {**labels, "arm": name}
-                allowed = [*arm.only.items(), *only.items()]
-                if all(place[axis] in names for axis, names in allowed):
-                    yield name, labels
+    def _placements(self, only: Only) -> Iterator[dict[str, str | None]]:
+        """The labels of all cells, `accounting` and `arm` last, of those that `only` allows."""
+        axes = {axis: tuple(names) or (None,) for axis, names in self.labels.items()}
+        axes["arm"] = axes.pop("arm")
+        for place in points({axis: Options(names) for axis, names in axes.items()}):
+            allowed = [*self.arms[place["arm"]].only.items(), *only.items()]
+            if all(place[axis] in names for axis, names in allowed):
+                yield place
 
-    def _cell(self, name: str, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+    def _cell(self, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+        name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
-        labels = {axis: place[axis] for axis in self.axes}
-        accounting = place["accounting"]
-        tree = put(self.base, arm.puts)
+        tree = put({key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts)
         for axis, values in self.panels.items():
-            tree = put(tree, _of_label(axis, values[labels[plain(axis)]]))
+            tree = put(tree, _of_label(axis, values[place[plain(axis)]]))
         if accounting is not None and private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
@@ -281,6 +280,7 @@ class Study:
                 raise ConfigError(where, None, expected)
             tree = put(tree, meaning)
         tree = put(tree, scale.puts, keep=True)
+        labels = {axis: place[axis] for axis in self.axes}
         return StudyCell(name, labels, accounting, tree, scale.tries, self.imports)
 
     def published(self) -> dict[str, Path]:
@@ -291,8 +291,7 @@ class Study:
         """
         tables = {}
         folders = [self.place, self.place / "published"] if self.place else []
-        for number, output in enumerate(self.show):
-            name = output.get("published")
+        for number, name in enumerate(output.get("published") for output in self.show):
             if not name:
                 continue
             candidates = [folder / name for folder in (*folders, builtin.PUBLISHED)]
@@ -312,12 +311,25 @@ class Study:
         labels = {axis: label(name) for axis, name in self.about.chosen_at.items()}
         if not cell.grid or cell.at(labels):
             return cell
-        asked = {**cell.labels, "accounting": cell.accounting, "arm": cell.arm, **labels}
         for each in self.cells:
-            if each.at(asked) and each.grid == cell.grid:
+            if each.at(cell.place | labels) and each.grid == cell.grid:
                 return each
         expected = f"labels at which {cell.arm} stands with the same values to try"
         raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
+
+    def sources(self, cell: StudyCell) -> dict[str, StudyCell]:
+        """The cell that gives each number which this one takes, by dotted key."""
+        sources = {}
+        for key, reference in cell.references.items():
+            there = {axis: label(name) for axis, name in reference.panel.items()}
+            labels = {**cell.place, **there, "arm": reference.arm}
+            source = next((cell for cell in self.cells if cell.at(labels)), None)
+            if source is None:
+                arms = ", ".join(self.arms)
+                expected = f"one of the arms that stand at the same labels ({arms})"
+                raise ConfigError(f"{key}.from.arm", reference.arm, expected)
+            sources[key] = source
+        return sources
 
     def tuning_runs(self) -> Iterator[Experiment]:
         """The runs that values are chosen by; with placeholders for numbers of other arms."""
@@ -332,25 +344,19 @@ class Study:
         """
         yield from ((experiment, 1) for experiment in self.tuning_runs())
         for cell in self.cells:
-            yield cell.experiment(next(cell.tried()), self.seed + 1), self.seeds
+            yield cell.first(self.seed + 1), self.seeds
 
     def runs(self) -> dict[str, int]:
         """Numbers of runs that values are chosen by, `tried`, and of `final` ones. Upper bounds:
         cells that choose the same values share final runs.
         """
         tried = {name_of(experiment) for experiment in self.tuning_runs()}
-        final = {
-            (name_of(cell.experiment(next(cell.tried()), self.seed + 1)), str(cell.grid))
-            for cell in self.cells
-        }
+        final = {(name_of(cell.first(self.seed + 1)), str(cell.grid)) for cell in self.cells}
         return {"tried": len(tried), "final": len(final) * self.seeds}
-
-    def final_seeds(self) -> range:
-        return range(self.seed + 1, self.seed + 1 + self.seeds)
 
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
-        _check_judge(self.about)
+        self.about.check_judge()
         self._check_labels()
         if not isinstance(self.show, (list, tuple)):
             raise ConfigError("show", self.show, "a list of outputs")
@@ -359,13 +365,11 @@ class Study:
         if not self.cells:
             raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
         for cell in self.cells:
-            self.chooser(cell)
-        for cell in self.cells:
             _check_evaluate(cell)
             for values in cell.tried():
                 cell.experiment(values, self.seed + 1)
-            if cell.grid:
-                cell.experiment(next(cell.tried()), self.seed, self.about.validation)
+        for _ in self.tuning_runs():
+            pass
         judge = self.about.judge
         held_out = self.about.validation or not any(cell.grid for cell in self.cells)
         if set_of(judge) == VALIDATION and not held_out:
@@ -374,15 +378,9 @@ class Study:
         self.published()
         self._check_sources()
 
-    @property
-    def labels(self) -> dict[str, list[str]]:
-        """The labels of every axis, whatever the scale."""
-        panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
-        return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
-
     def _check_labels(self) -> None:
         """Raises `ConfigError` for labels in an `only` that the axis does not have."""
-        onlys = {f"scales.{name}.only": scale.only for name, scale in self.scales.items()}
+        onlys = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
         onlys |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
         onlys["study.chosen_at"] = _only("study.chosen_at", self.about.chosen_at)
         for number, claim in enumerate(self.about.same_bits):
@@ -390,17 +388,16 @@ class Study:
             onlys[where] = _only(where, split(claim)[1])
         for where, only in onlys.items():
             for axis, names in only.items():
-                field = f"{where}.{axis}"
-                _check_one_of(field, axis, [*self.labels], value=[*names])
+                _check_one_of(where, axis, self.labels)
                 for name in names:
-                    _check_one_of(field, name, self.labels[axis])
+                    _check_one_of(f"{where}.{axis}", name, self.labels[axis])
 
     def _check_sources(self) -> None:
         """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
-        needs = {cell: {*self.sources(cell).values()} for cell in self.cells}
-        for cell in self.cells:
-            if self.chooser(cell) is not cell:
-                needs[cell].add(self.chooser(cell))
+        needs = {
+            cell: {*self.sources(cell).values()} | ({self.chooser(cell)} - {cell})
+            for cell in self.cells
+        }
         try:
             TopologicalSorter(needs).prepare()
         except CycleError as error:
@@ -409,45 +406,19 @@ class Study:
             expected = f"an arm that does not wait for {cell.arm} in its turn"
             raise ConfigError(f"{key}.from.arm", reference.arm, expected) from None
 
-    def sources(self, cell: StudyCell) -> dict[str, StudyCell]:
-        """The cell that gives each number which this one takes, by dotted key."""
-        sources = {}
-        for key, reference in cell.references.items():
-            there = {axis: label(name) for axis, name in reference.panel.items()}
-            own = {**cell.labels, "accounting": cell.accounting}
-            labels = {**own, **there, "arm": reference.arm}
-            source = next((cell for cell in self.cells if cell.at(labels)), None)
-            if source is None:
-                arms = ", ".join(self.arms)
-                expected = f"one of the arms that stand at the same labels ({arms})"
-                raise ConfigError(f"{key}.from.arm", reference.arm, expected)
-            sources[key] = source
-        return sources
 
-
-def _check_one_of(
-    field: str, name: str, known: Sequence[str], what: str = "", value: Any = None
-) -> None:
+def _check_one_of(field: str, name: Any, known: Sequence[str] | Tree) -> None:
     """Raises `ConfigError` for a name that is none of those known."""
     if name not in known:
-        shown = value.get(name) if isinstance(value, Mapping) else value or name
-        raise ConfigError(field, shown, f"one of {what}{', '.join(known)}")
-
-
-def _check_judge(about: About) -> None:
-    """Raises `ConfigError` for a judge of which nobody knows what is better."""
-    if "test_" in about.judge:
-        expected = "a number that does not look at the test set, such as validation_accuracy"
-        raise ConfigError("study.judge", about.judge, expected)
-    if sign(about.judge) or about.better:
-        return
-    examples = "a score of rows held out such as validation_accuracy or validation_loss"
-    expected = f"{examples}, or study.better besides (larger or smaller)"
-    raise ConfigError("study.judge", about.judge, expected)
+        raise ConfigError(field, name, f"one of {', '.join(known)}")
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
-    """By label. Raises `ConfigError` for anything else, and for two keys of one label."""
+    """By label; empty for None. Raises `ConfigError` for anything else, and for two keys of one
+    label.
+    """
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise ConfigError(where, value, "a mapping")
     mapping = {label(key): each for key, each in value.items()}
@@ -456,56 +427,56 @@ def _mapping(where: str, value: Any) -> dict[str, Any]:
     return mapping
 
 
-def _only(where: str, value: Any) -> dict[str, tuple[str, ...]]:
-    only = {}
-    for axis, labels in _mapping(where, value).items():
-        listed = labels if isinstance(labels, list) else [labels]
-        only[plain(axis)] = tuple(label(name) for name in listed)
-    return only
+def _mappings(where: str, value: Any) -> dict[str, dict[str, Any]]:
+    mappings = _mapping(where, value)
+    return {name: _mapping(f"{where}.{name}", each) for name, each in mappings.items()}
+
+
+def _only(where: str, value: Any) -> Only:
+    axes = {
+        plain(axis): labels if isinstance(labels, list) else [labels]
+        for axis, labels in _mapping(where, value).items()
+    }
+    return {axis: tuple(label(name) for name in labels) for axis, labels in axes.items()}
+
+
+def _puts(where: str, value: Any) -> dict[str, Any]:
+    """Sections and dotted keys. Raises `ConfigError` for a name that is neither."""
+    puts = _mapping(where, value)
+    for name in puts:
+        if plain(name) == "seed":
+            expected = "none here: the seeds of all runs follow from the file's own and study.seeds"
+            raise ConfigError(f"{where}.{name}", puts[name], expected)
+        if plain(name) not in SECTIONS and "." not in name:
+            expected = f"a dotted key, or one of the sections {', '.join(SECTIONS)}"
+            raise ConfigError(f"{where}.{name}", puts[name], expected)
+    return puts
 
 
 def _changes(cls: type[C], where: str, value: Any) -> C:
     """An arm or a scale: its own keys, and the sections and dotted keys that it changes."""
-    puts = _mapping(where, {} if value is None else value)
-    own: dict[str, Any] = {key: puts.pop(key) for key in cls.model_fields if key in puts}
-    if "only" in own:
-        own["only"] = _only(f"{where}.only", own["only"])
-    if "accounting" in own:
-        place = f"{where}.accounting"
-        meanings = _mapping(place, own["accounting"]).items()
-        own["accounting"] = {
-            name: _mapping(f"{place}.{name}", each or {}) for name, each in meanings
-        }
-    _check_puts(where, puts)
-    return validate(cls, where, {**own, "puts": puts})
+    fields = _mapping(where, value)
+    names = cls.model_fields.keys() & fields.keys() - {"puts"}
+    own: dict[str, Any] = {name: fields.pop(name) for name in names}
+    for key, parsed in (("only", _only), ("accounting", _mappings)):
+        if key in own:
+            own[key] = parsed(f"{where}.{key}", own[key])
+    return validate(cls, where, {**own, "puts": _puts(where, fields)})
 
 
-def _scales(value: Any) -> dict[str, Scale]:
-    scales = _mapping("scales", value or {})
-    for name, fields in scales.items():
-        _check_one_of(f"scales.{name}", name, SCALES, value=fields)
+def _scales(tree: Tree) -> dict[str, Scale]:
+    """The scales of a file."""
+    scales = _mapping("scales", tree.get("scales"))
+    for name in scales:
+        _check_one_of("scales", name, SCALES)
     return {name: _changes(Scale, f"scales.{name}", each) for name, each in scales.items()}
 
 
-def _check_puts(where: str, changes: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a name that is neither a section nor a dotted key."""
-    for name in changes:
-        if plain(name) == "seed":
-            expected = "none here: the seeds of all runs follow from the file's own and study.seeds"
-            raise ConfigError(f"{where}.{name}", changes[name], expected)
-        if plain(name) not in Experiment.model_fields and "." not in name:
-            sections = ", ".join(Experiment.model_fields)
-            expected = f"a dotted key, or one of the sections {sections}"
-            raise ConfigError(f"{where}.{name}", changes[name], expected)
-
-
-def _of_label(axis: str, value: Any) -> Mapping[str, Any]:
+def _of_label(axis: str, value: Any) -> Tree:
     """What a label of an axis changes: a section, a dotted key, or several of them."""
-    if plain(axis) in Experiment.model_fields or "." in axis:
+    if plain(axis) in SECTIONS or "." in axis:
         return {axis: value}
-    changes = _mapping(f"panels.{axis}", {} if value is None else value)
-    _check_puts(f"panels.{axis}", changes)
-    return changes
+    return _puts(f"panels.{axis}", value)
 
 
 def _check_evaluate(cell: StudyCell) -> None:
