@@ -16,7 +16,6 @@ where this machine has it on record; archives and printouts are read as `raydpfl
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -37,7 +36,6 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 import requests
-from aiohttp import ClientError
 
 from raydpfl import storage
 from raydpfl.core import signals
@@ -51,9 +49,7 @@ OWN = "${XDG_CACHE_HOME:-$HOME/.cache}/raydpfl"
 CHOSEN = f'in *://*) echo "{OWN}";; *) echo "$RAYDPFL_CACHE";;'
 RUNS = f'"$(case "${{RAYDPFL_CACHE:-://}}" {CHOSEN} esac)"/runs'
 NOTE = "job.json"  # in the run directory here: whose it is
-# seconds without output, after which there is a new connection, or without an answer, after which
-# the job is given up
-PATIENCE = 60.0
+PATIENCE = 60.0  # seconds without an answer, after which a job is given up
 NONE = 3  # exit code of a job that finds no run directory
 AGENT = (
     "where another Ray of that machine has its agent's port, "
@@ -194,25 +190,25 @@ class JobServer:
         written = 0
         answered = time.monotonic()
         while True:
-            seen = 0
+            began = time.monotonic()
             try:
-                for text in self._output(job):
-                    write(plain(text[max(0, written - seen) :]))
-                    seen += len(text)
-                    written = max(written, seen)
-                    answered = time.monotonic()
                 details = self._client.get_job_info(job)
+                text = self._client.get_job_logs(job)
                 answered = time.monotonic()
+                write(plain(text[written:]))
+                written = max(written, len(text))
                 if details.status.is_terminal():
                     break
-            except (OSError, RuntimeError, ClientError) as error:
-                signals.check()  # the printout's end after a signal is no error
+            except (OSError, RuntimeError) as error:
+                signals.check()  # a connection that a signal ended is no error
                 if time.monotonic() - answered > PATIENCE:
                     what = f"the cluster at {self.address} does not answer ({_line(error)})"
                     hint = f"follow it with {self.command('--follow', job)}, or go on with it on"
                     hint += f" a new cluster: raydpfl submit CONFIG --resume {run}"
                     raise RunError(f"{what}; {hint}") from None
-            time.sleep(1)
+            signals.check()
+            # all that it has printed comes each time: a tenth of the time at most goes into that
+            time.sleep(max(1.0, 9 * (time.monotonic() - began)))
         if details.status == "FAILED" and details.driver_exit_code is None:
             write(f"{plain(details.message)}\n")
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
@@ -370,21 +366,6 @@ class JobServer:
                 if "404" in str(error):
                     return None
                 raise
-
-    def _output(self, job: str) -> Iterator[str]:
-        """What the job prints, from its beginning until it ends or is silent for `PATIENCE`."""
-        pieces = self._client.tail_job_logs(job)
-        with asyncio.Runner() as runner:
-            try:
-                while True:
-                    piece = runner.run(asyncio.wait_for(anext(pieces, None), PATIENCE))
-                    if not piece:
-                        return
-                    yield piece
-            except TimeoutError:
-                return
-            finally:
-                runner.run(pieces.aclose())
 
 
 def _check(folder: Path, run: str) -> None:

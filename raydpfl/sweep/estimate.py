@@ -28,15 +28,6 @@ START = 0.1  # seconds between a run's end and the next one's beginning in the s
 Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often something like it is run
 
 
-@dataclass
-class Workload:
-    """Runs of one kind: an example, their number, and the number of all their rounds."""
-
-    example: Experiment
-    runs: int = 0
-    rounds: int = 0
-
-
 @dataclass(frozen=True)
 class Estimate:
     """`seconds` with all cores at work, None as long as a kind of run was not timed; `kinds` of
@@ -67,16 +58,18 @@ def duration(seconds: float) -> str:
 
 def estimate(runs: Runs) -> Estimate:
     """From the timings of this machine."""
-    loads = workloads(runs)
-    times = {name: _timing(name) for name in loads}
-    costs = [
-        load.runs * (pair[0] + START) + load.rounds * pair[1]  # seconds of one core
-        for name, load in loads.items()
-        if (pair := times[name]) is not None
-    ]
-    parallel = min(cores(), max(1, sum(load.runs for load in loads.values())))  # a core a run
-    seconds = sum(costs) / parallel if len(costs) == len(loads) else None
-    return Estimate(seconds, len(loads), len(costs))
+    kinds = workloads(runs)
+    times = {path: timing for path in kinds if (timing := _timing(path)) is not None}
+    number = sum(count for load in kinds.values() for _, count in load)
+    seconds = sum(
+        count * (start + START + experiment.rounds * per_round)  # of one core
+        for path, (start, per_round) in times.items()
+        for experiment, count in kinds[path]
+    )
+    parallel = min(cores(), max(1, number))  # a core a run
+    return Estimate(
+        seconds / parallel if len(times) == len(kinds) else None, len(kinds), len(times)
+    )
 
 
 def measure(runs: Runs, root: Path | None) -> Estimate:
@@ -94,38 +87,32 @@ def measure(runs: Runs, root: Path | None) -> Estimate:
     level = log.level
     log.setLevel(logging.ERROR)  # each run repeats its warnings when it is run
     try:
-        for name, load in workloads(runs).items():
-            if _timing(name) is None:
-                keep_json(_path(name), _timed(load.example, root))
+        for path, load in workloads(runs).items():
+            if _timing(path) is None:
+                keep_json(path, _timed(load[0][0], root))
     finally:
         log.setLevel(level)
     return estimate(runs)
 
 
-def workloads(runs: Runs) -> dict[str, Workload]:
-    """The kinds of runs by name, each experiment counted once."""
-    loads: dict[str, Workload] = {}
-    seen = set()
-    for experiment, times in runs:
-        name = name_of(experiment)
-        if name not in seen:
-            seen.add(name)
-            kind = (sorted(like(experiment)), work(experiment), cores())
-            digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
-            load = loads.setdefault(digest, Workload(experiment))
-            load.runs += times
-            load.rounds += times * experiment.rounds
+def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
+    """The runs of each kind, by the file with its timing; each experiment counts once."""
+    loads: dict[Path, list[tuple[Experiment, int]]] = {}
+    different = {
+        name_of(experiment): (experiment, times) for experiment, times in reversed([*runs])
+    }
+    for experiment, times in reversed(different.values()):
+        kind = (sorted(like(experiment)), work(experiment), cores())
+        digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+        path = cache_root() / "rounds" / f"{digest}.json"
+        loads.setdefault(path, []).append((experiment, times))
     return loads
 
 
-def _path(name: str) -> Path:
-    return cache_root() / "rounds" / f"{name}.json"
-
-
-def _timing(name: str) -> tuple[float, float] | None:
+def _timing(path: Path) -> tuple[float, float] | None:
     """Seconds to start a run, and seconds of a round, as they were timed."""
     try:
-        start, per_round = kept_json(_path(name))
+        start, per_round = kept_json(path)
         return float(start), float(per_round)
     except (OSError, ValueError, TypeError):
         return None

@@ -138,6 +138,7 @@ class Dashboard:
         self._library = optuna("sweep.storage", self.url, "none")
         self._failed = False
         self._shown: dict[str, Outcome] = {}  # by setting
+        self._axes = {key: self._axis(space) for key, space in sweep.spaces.items()}
         # what a resumed sweep has in common with what it was
         self._mark = identity({"metric": sweep.search.metric, "keys": sorted(sweep.spaces)})
         try:
@@ -199,29 +200,27 @@ class Dashboard:
     def _outcome(self, setting: SearchSetting) -> Outcome:
         """Pruned, where a scheduler stopped it."""
         mean = setting.mean(self.sweep.search.metric)
-        if mean is None:
-            return "FAIL", None
-        return ("COMPLETE" if setting.whole else "PRUNED"), mean
+        return "FAIL" if mean is None else "COMPLETE" if setting.whole else "PRUNED", mean
 
     def _trial(self, name: str, setting: SearchSetting, outcome: Outcome) -> Any:
         """A setting as a trial of Optuna."""
         state, value = outcome
-        axes = {key: self._axis(space) for key, space in self.sweep.spaces.items()}
         facts: dict[str, Any] = {"setting": name, "seeds": [trial.seed for trial in setting.trials]}
         facts["directories"] = [f"trials/{trial.folder.name}" for trial in setting.trials]
         for trial in setting.trials:
             for column, epsilon in epsilons(trial).items():
                 if np.isfinite(epsilon):
                     facts[column] = max(facts.get(column, 0.0), epsilon)
-        params = {}
-        for key, axis in axes.items():
-            numeric = not hasattr(axis, "choices")
-            params[key] = float(setting.values[key]) if numeric else _text(setting.values[key])
         return self._library.trial.create_trial(
             state=self._library.trial.TrialState[state],
             value=value,
-            params=params,
-            distributions=axes,
+            params={
+                key: _text(setting.values[key])
+                if hasattr(axis, "choices")
+                else float(setting.values[key])
+                for key, axis in self._axes.items()
+            },
+            distributions=self._axes,
             user_attrs=facts,
             intermediate_values=_curve(setting.trials[0], self.sweep.search.metric),
         )

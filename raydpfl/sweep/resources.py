@@ -69,52 +69,40 @@ class Resources:
         client = experiment.client
         if client.actors == 0:
             return [{"CPU": 1.0 if self._cpus is None else self._cpus, "GPU": client.num_gpus}]
+        per_client = client.actors == "per-client"
+        count = experiment.data.clients if per_client else int(client.actors)
+        if not count:
+            held_out = experiment.evaluate.held_out
+            shards = data.prepare(experiment.data, experiment.seed, self.root, validation=held_out)
+            count = len(Shards.open(shards).sizes)
         actor = {"CPU": client.num_cpus, "GPU": client.num_gpus}
-        return [{"CPU": self._cpus or 0.0}, *[actor] * self._actors(experiment)]
-
-    def _actors(self, experiment: Experiment) -> int:
-        if experiment.client.actors != "per-client":
-            return int(experiment.client.actors)
-        if experiment.data.clients:
-            return experiment.data.clients
-        held_out = experiment.evaluate.held_out
-        shards = data.prepare(experiment.data, experiment.seed, self.root, validation=held_out)
-        return len(Shards.open(shards).sizes)
+        return [{"CPU": self._cpus or 0.0}, *[actor] * count]
 
     def check(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial that the cluster could never hold."""
-        bundles = self.bundles(experiment)
-        nodes = self.nodes()
+        process, *actors = bundles = self.bundles(experiment)
         client = experiment.client
-        inline = len(bundles) == 1
-        cpus = ("sweep.cpus", self._cpus) if inline else ("client.num_cpus", client.num_cpus)
+        cpus = ("client.num_cpus", client.num_cpus) if actors else ("sweep.cpus", self._cpus)
         gpus = ("client.num_gpus", client.num_gpus)
         if not any(bundles[-1].values()):
-            raise ConfigError(
-                *cpus, "a number above 0, by which trials that run at once are counted"
-            )
+            expected = "a number above 0, by which trials that run at once are counted"
+            raise ConfigError(*cpus, expected)
         if client.num_gpus > 1 and client.num_gpus != int(client.num_gpus):
             raise ConfigError(*gpus, "a fraction of one GPU, or a whole number")
+        nodes = self.nodes()
         if not fits(bundles, nodes):
-            blamed: tuple[str, Any] = gpus if client.num_gpus else cpus
-            if not inline:
-                blamed = "client.actors", client.actors
-            available = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
-            expected = f"a trial that fits the cluster at all: {_needs(bundles)}"
-            raise ConfigError(*blamed, f"{expected}; the nodes have {available}")
+            needs = f"a trial takes {_words(process)} for its own process"
+            if actors:
+                needs += f", and {_words(actors[0])} for each of {len(actors)} client actors"
+            has = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
+            one = gpus if client.num_gpus else cpus
+            blamed: tuple[str, Any] = ("client.actors", client.actors) if actors else one
+            expected = f"a trial that fits the cluster at all: {needs}; the nodes have {has}"
+            raise ConfigError(*blamed, expected)
 
 
 def _words(resources: dict[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"
-
-
-def _needs(bundles: Sequence[dict[str, float]]) -> str:
-    """What a trial takes, in words."""
-    process, *actors = bundles
-    text = f"a trial takes {_words(process)} for its own process"
-    return text + (
-        f", and {_words(actors[0])} for each of {len(actors)} client actors" if actors else ""
-    )
 
 
 def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
@@ -129,9 +117,9 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     actor = actors[0] if actors else {}
     for place, node in enumerate(nodes):
         left = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
-        if min(left.values()) < 0:
-            continue
         rest = [*nodes[:place], left, *nodes[place + 1 :]]
-        if capacity(actor.get("CPU", 0), actor.get("GPU", 0), rest) >= len(actors):
+        if min(left.values()) >= 0 and capacity(
+            actor.get("CPU", 0), actor.get("GPU", 0), rest
+        ) >= len(actors):
             return True
     return False

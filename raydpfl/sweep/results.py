@@ -16,7 +16,7 @@ from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, named, numbe
 from raydpfl.privacy import column
 from raydpfl.report.labels import counted, edge
 from raydpfl.sweep.search_runner import SearchResult
-from raydpfl.sweep.spaces import Interval, Space
+from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep, text_of
 from raydpfl.sweep.trials import SearchSetting, Trial, best_of, trained
 
@@ -104,18 +104,13 @@ def best_for(settings: Sequence[SearchSetting], sweep: Sweep) -> dict[str, list[
         in settings.parquet, its mean and spread, and the fields at an edge of their grids
         (`at_edges`), without the field itself.
     """
-    taken: dict[str, dict[str, list[SearchSetting]]] = {key: {} for key in sweep.spaces}
-    for setting in settings:
-        for key, value in setting.values.items():
-            taken[key].setdefault(text_of(value), []).append(setting)
-    several = [key for key, by_value in taken.items() if len(by_value) > 1]
+    several = [key for key in sweep.spaces if len({text_of(s.values[key]) for s in settings}) > 1]
     table: dict[str, list[dict[str, Any]]] = {}
     for key in several if len(several) > 1 else ():
         space = sweep.spaces[key]
-        if isinstance(space, Interval):
-            continue
-        for value in space.options:
-            best = _best(taken[key].get(text_of(value), ()), sweep)
+        for value in space.options if isinstance(space, Options) else ():
+            same = [s for s in settings if text_of(s.values[key]) == text_of(value)]
+            best = _best(same, sweep)
             if best:
                 row = {"value": value, **_reached(best, settings, sweep)}
                 row["edges"].pop(key, None)
@@ -140,11 +135,11 @@ def at_edges(setting: SearchSetting, sweep: Sweep) -> dict[str, str]:
     """The fields of a setting whose values are the smallest or the largest number of their grid,
     each with which of the two, without those that set the privacy. A value beyond may be better.
     """
-    edges = {}
-    for key, value in setting.values.items():
-        space = sweep.spaces[key]
-        if not isinstance(space, Interval) and key not in _PRIVACY:
-            edges[key] = edge(value, space.options)
+    edges = {
+        key: edge(setting.values[key], space.options)
+        for key, space in sweep.spaces.items()
+        if isinstance(space, Options) and key not in _PRIVACY
+    }
     return {key: which for key, which in edges.items() if which}
 
 
@@ -239,7 +234,7 @@ def _trials(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     for place, setting in enumerate(settings):
         for trial in setting.trials:
             facts = trial.summary or {}
-            row = _cells(setting, sweep) | {"setting": place, "seed": trial.seed}
+            row = _values(setting, sweep) | {"setting": place, "seed": trial.seed}
             row |= {name: facts.get(name) for name in (*reached, *_FACTS)}
             row |= epsilons(trial) if facts else {}
             row |= {"status": trial.status, "reason": trial.reason}
@@ -253,8 +248,8 @@ def _settings(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     metric = sweep.search.metric
     rows = []
     for place, setting in enumerate(settings):
-        row = _cells(setting, sweep)
-        row |= {"setting": place, "trials": len(setting.trials), "whole": setting.whole}
+        row = _values(setting, sweep) | {"setting": place, "whole": setting.whole}
+        row |= {"trials": len(setting.trials)}
         row |= {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
@@ -304,9 +299,10 @@ def _type(space: Space) -> pa.DataType:
     return pa.float64() if types and types <= {int, float} else pa.string()
 
 
-def _cells(setting: SearchSetting, sweep: Sweep) -> dict[str, Any]:
+def _values(setting: SearchSetting, sweep: Sweep) -> dict[str, Any]:
     """A setting's values, as their columns hold them."""
-    return {key: _cell(value, _type(sweep.spaces[key])) for key, value in setting.values.items()}
+    types = _searched(sweep)
+    return {key: _cell(value, types[key]) for key, value in setting.values.items()}
 
 
 def _cell(value: Any, type_: pa.DataType) -> Any:

@@ -143,17 +143,15 @@ def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
         yield dict(zip(spaces, point, strict=True))
 
 
-def put(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the tree with `values` (by dotted key) in their places."""
+def put(tree: Mapping[str, Any], values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A copy of the tree, whose own key is `path`, with `values` (by dotted key) in their places.
 
-    def copy(node: Mapping[str, Any], path: str) -> dict[str, Any]:
-        copies = {}
-        for key, value in node.items():
-            where = f"{path}{key}"
-            if where in values:
-                copies[key] = values[where]
-            else:
-                copies[key] = copy(value, f"{where}.") if isinstance(value, Mapping) else value
-        return copies
-
-    return copy(tree, "")
+    >>> put({"seed": 1, "local": {"lr": {"grid": [0.1, 1]}}}, {"local.lr": 0.1})
+    {'seed': 1, 'local': {'lr': 0.1}}
+    """
+    copies: dict[str, Any] = {}
+    for key, value in tree.items():
+        place = f"{path}{key}"
+        inner = put(value, values, f"{place}.") if isinstance(value, Mapping) else value
+        copies[key] = values.get(place, inner)
+    return copies

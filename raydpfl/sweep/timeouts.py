@@ -83,10 +83,8 @@ class Timeouts:
         for key, trial in [*self._running.items()]:
             times = _times(trial.folder)
             if times != trial.times:
-                trial.times = times
-                trial.moved = now
-            taken = now - trial.began
-            silent = now - trial.moved
+                trial.times, trial.moved = times, now
+            taken, silent = now - trial.began, now - trial.moved
             if self._timeout is not None:
                 if taken > self._timeout:
                     limit = f"sweep.timeout is {self._timeout:g}"
@@ -100,12 +98,11 @@ class Timeouts:
         """Seconds for which this trial may record nothing."""
         kind, size = like(experiment), work(experiment)
         alike = [trial for trial in self._finished if trial[0] == kind]
-        ratios = [
-            (max(1.0, size / other), seconds) for _, other, seconds in alike or self._finished
-        ]
-        nearest = min(ratio for ratio, _ in ratios)
-        longest = max(seconds for ratio, seconds in ratios if ratio == nearest)
-        return max(LEAST if alike else UNLIKE, MULTIPLE * longest * nearest)
+        # how many times the work of a round of theirs this one's is; the longest of the nearest
+        ratio, seconds = min(
+            (max(1.0, size / other), -seconds) for _, other, seconds in alike or self._finished
+        )
+        return max(LEAST if alike else UNLIKE, MULTIPLE * -seconds * ratio)
 
 
 def _times(folder: Path) -> tuple[int, ...]:

@@ -228,10 +228,12 @@ def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str,
     Keys that a resumed run may change, and keys that only show something, are left out, unless they
     are `searched`.
     """
-    prefixes = tuple(f"{key}." for key in searched)
-    free = {key for key in (*FREE_KEYS, *SHOWS) if not f"{key}.".startswith(prefixes)}
+    searching = tuple(f"{key}." for key in searched)
     leaves = flat(experiment.to_dict())
-    return {key: value for key, value in leaves.items() if key not in free}
+    for key in (*FREE_KEYS, *SHOWS):
+        if not f"{key}.".startswith(searching):
+            leaves.pop(key, None)
+    return leaves
 
 
 def resolved(experiment: Experiment, folder: Path) -> Experiment:
@@ -242,12 +244,8 @@ def resolved(experiment: Experiment, folder: Path) -> Experiment:
     stored = flat(read(folder / "config.yaml"))
     tree = experiment.to_dict()
     asked = flat(tree)
-    values = {
-        key: stored[key]
-        for key, unresolved in RESOLVED.items()
-        if key in stored and key in asked and asked[key] == unresolved
-    }
-    return Experiment.from_dict(put(tree, values))
+    left = [key for key, value in RESOLVED.items() if key in asked and asked[key] == value]
+    return Experiment.from_dict(put(tree, {key: stored[key] for key in left if key in stored}))
 
 
 def identity(values: Mapping[str, Any]) -> str:
@@ -266,34 +264,34 @@ def check(folder: Path, experiment: Experiment, searched: Collection[str], named
 
     `named` is the trial's name in the message.
     """
-    if not folder.exists() and not folder.is_symlink():
+    whose = f"the directory of {named}"
+    path = folder / "config.yaml"
+    if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise _refused(folder, f"the directory of {named}; it is no directory")
-    path = folder / "config.yaml"
+        raise _refused(folder, f"{whose}; it is no directory")
     if not os.path.lexists(path):
         remains = [name for name in REMAINS if (folder / name).exists()]
         if remains:
-            why = f"it has {remains[0]} but no config.yaml"
-            raise _refused(folder, f"the directory of {named}; {why}")
+            raise _refused(folder, f"{whose}; it has {remains[0]} but no config.yaml")
         return
-    asked, there = (meaning(tree, searched) for tree in (experiment, _stored(path, named)))
+    whose = f"the config of {named}"
+    try:
+        tree = read(path)
+        if not tree:
+            raise _refused(path, f"{whose}; it is empty")
+        there = meaning(Experiment.from_dict(tree), searched)
+    except ConfigError as error:
+        if error.field == "--resume":
+            raise
+        why = f"expected {error.expected}" if error.field == "config" else str(error)
+        raise _refused(path, f"{whose}; {why}") from None
+    asked = meaning(experiment, searched)
     for key in dict.fromkeys([*asked, *there]):
         unresolved = key in RESOLVED and asked.get(key) == RESOLVED[key]
         if asked.get(key) != there.get(key) and not unresolved:
             differs = f"its {key} is {there.get(key)!r}, not {asked.get(key)!r}"
-            raise _refused(path, f"the config of {named}; {differs}")
-
-
-def _stored(path: Path, named: str) -> Experiment:
-    try:
-        tree = read(path)
-        why = "it is empty" if tree in ({}, [], "") else ""
-        if not why:
-            return Experiment.from_dict(tree)
-    except ConfigError as error:
-        why = f"expected {error.expected}" if error.field == "config" else str(error)
-    raise _refused(path, f"the config of {named}; {why}")
+            raise _refused(path, f"{whose}; {differs}")
 
 
 def _refused(path: Path, expected: str) -> ConfigError:

@@ -49,8 +49,8 @@ def identity(
     given, at = split(claim)
     arms = tuple(label(name) for name in given)
     labels = {plain(axis): label(name) for axis, name in at.items()}
-    known = [*dict.fromkeys(str(place["arm"]) for place in placements)]
-    if len(set(arms)) < 2 or not set(arms) <= set(known):
+    known = dict.fromkeys(str(place["arm"]) for place in placements)
+    if len(set(arms)) < 2 or not known.keys() >= set(arms):
         expected = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
         raise ConfigError(where, given, expected)
     here = Counter(
@@ -77,32 +77,29 @@ def compare(
         models: By cell and seed, the directory of the final run and the digest of its model; None
             for a run that has none.
     """
-    one_run = 0
-    equal = []
-    broken = []
+    one_run = 0  # where all arms are one run, which says nothing
+    rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether models are equal
     for cells in identity.groups:
+        place = {"labels": dict(cells[0].labels), "accounting": cells[0].accounting}
         for seed in models.get(cells[0], {}):
             runs = [models.get(cell, {}).get(seed) for cell in cells]
             ended = [run for run in runs if run is not None]
-            if len(ended) < len(cells):
-                continue
-            one_run += len({directory for directory, _ in ended}) == 1
-            digests = {cell.arm: digest for cell, (_, digest) in zip(cells, ended, strict=True)}
-            first, *others = {*digests.values()}
-            place = {"labels": dict(cells[0].labels), "accounting": cells[0].accounting}
-            if others:
-                broken.append({"seed": seed, "model_sha256": digests, **place})
-            else:
-                equal.append({"seed": seed, "model_sha256": first, **place})
-    compared = len(equal) + len(broken)
+            if len(ended) == len(cells):
+                folders, digests = zip(*ended, strict=True)
+                one_run += len({*folders}) == 1
+                equal = len({*digests}) == 1
+                of_arms = dict(zip([cell.arm for cell in cells], digests, strict=True))
+                shown = digests[0] if equal else of_arms
+                rows[equal].append({"seed": seed, "model_sha256": shown, **place})
+    compared = len(rows[True]) + len(rows[False])
     return {
         "arms": list(identity.arms),
         "at": dict(identity.labels),
-        "held": not broken if compared > one_run else None,
+        "held": not rows[False] if compared > one_run else None,
         "compared": compared,
-        "one_run": one_run,  # of these, those where all arms are one run: it says nothing there
-        "equal": equal,
-        "broken": broken,
+        "one_run": one_run,
+        "equal": rows[True],
+        "broken": rows[False],
     }
 
 

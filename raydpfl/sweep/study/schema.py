@@ -158,9 +158,11 @@ class Study:
         return cls.from_dict(read(path, "study"), scale, seeds, place, **options)
 
     @classmethod
-    def stored(cls, folder: Path, *args: Any, **options: Any) -> Study:
+    def stored(
+        cls, folder: Path, scale: str | None = None, seeds: int | None = None, **options: Any
+    ) -> Study:
         """As `named`, of a directory. Raises `ConfigError` unless its study.yaml is whole."""
-        return cls.from_dict(stored(folder, "study"), *args, **options, place=folder)
+        return cls.from_dict(stored(folder, "study"), scale, seeds, folder, **options)
 
     def to_yaml(self) -> str:
         """The file with its scale and number of seeds; a study of it is this one. Its last line,
