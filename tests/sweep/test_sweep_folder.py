@@ -12,11 +12,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import SMALL
+from conftest import experiment
+from rich.console import Console
 from test_sweep import settings_of, tree
 
 from raydpfl import run as run_one
-from raydpfl.errors import ConfigError, FileError
+from raydpfl.cli.search_display import settings_table
+from raydpfl.errors import FileError
 from raydpfl.methods.bounding import Bounding
 from raydpfl.sweep import Sweep, results, run, runner, search_runner, trials
 from raydpfl.sweep.runner import SweepRunner
@@ -67,80 +69,73 @@ def of(out: Path, rate: float, seed: int) -> Path:
 def test_a_resume_with_fewer_values_and_seeds_still_counts_all_that_was_trained(
     out, tmp_path, typed
 ):
-    given = [
-        config(tmp_path / "fewer.yaml", {"grid": [0.1]}, sweep={}),
-        "sweep.repeats=1",
-        "local.lr={grid: [0.1]}",
-    ]
-    code, said, _ = typed("sweep", *given, "--out", out, "--resume")
-    assert (
-        code == 0
-        and "The best of 1 setting was chosen by the test accuracy of 1 run on one test set" in said
-    )
-    assert (
-        "4 runs were trained in this directory" in said
-        and "Choosing among 4 private runs is itself a query" in said
-    )
-    assert "Choosing among 4 private runs" in (out / "best.yaml").read_text()
+    given = config(tmp_path / "fewer.yaml", {"grid": [0.1]}, sweep={"repeats": 1})
+    code, said, _ = typed("sweep", given, "--out", out, "--resume")
+    assert code == 0
+    assert "best of 1 setting was chosen by the test accuracy of 1 run on one test set" in said
+    assert "4 runs were trained in this directory" in said
+    for text in (said, (out / "best.yaml").read_text()):
+        assert "Choosing among 4 private runs is itself a query" in text
     assert json.loads((out / "summary.json").read_text())["trained"] == {"runs": 4, "private": 4}
 
 
 def test_other_values_count_beside_the_former_ones(out):
-    again = run(
-        sweep_of({"grid": [0.2]}, sweep={"repeats": 1, "scheduler": "none"}), out, resume=True
-    )
+    again = run(sweep_of({"grid": [0.2]}, sweep={"repeats": 1}), out, resume=True)
     assert again.summary["trained"] == {"runs": 5, "private": 5} and again.summary["settings"] == 1
     assert "Choosing among 5 private runs" in again.summary["choice"]
 
 
-def ledger(place: Path) -> None:
-    (place / "ledger.jsonl").write_text('{"round": 0, "epsilon": {}}\n')
+LEDGER = '{"round": 0, "epsilon": {}}\n'
 
 
-def noiseless(place: Path) -> None:
-    (place / "config.yaml").write_text("noise: {kind: none}\n")
-    checkpoint(place, 4)
+def write(**files: str | None):
+    """Writes files into a directory, by name with `_` for a dot; None: makes a directory there."""
+
+    def make(place: Path) -> None:
+        for name, text in files.items():
+            path = place / name.replace("_", ".")
+            if text is None:
+                path.mkdir()
+            else:
+                path.write_text(text)
+
+    return make
 
 
-def checkpoint(place: Path, rounds: int) -> None:
-    (place / "checkpoints").mkdir()
-    (place / "checkpoints" / f"round-{rounds:08d}.npz").touch()
+def checkpoint(rounds: int, **files: str):
+    def make(place: Path) -> None:
+        (place / "checkpoints").mkdir()
+        (place / "checkpoints" / f"round-{rounds:08d}.npz").touch()
+        write(**files)(place)
+
+    return make
 
 
-# What a directory under trials/ holds beside its config, and whether it counts as a private run
-# (None: it was not trained).
+# What a directory under trials/ holds, and whether it counts as a private run (None: it was not
+# trained).
 TRAINED = {
-    "a round in the ledger, and nothing else": (ledger, True),
-    "a torn first line": (lambda place: (place / "ledger.jsonl").write_text('{"rou'), True),
-    "no round begun": (lambda place: (place / "ledger.jsonl").touch(), None),
-    "a config alone": (lambda place: None, None),
-    "a run without noise": (noiseless, False),
-    "no config and no ledger": (lambda place: (place / "rounds.parquet").touch(), True),
-    "a broken config": (
-        lambda place: ((place / "config.yaml").write_text("["), (place / "summary.json").touch()),
-        True,
-    ),
-    "a config that is a list": (
-        lambda place: ((place / "config.yaml").write_text("[1]"), checkpoint(place, 9)),
-        True,
-    ),
-    "a snapshot of the start": (lambda place: checkpoint(place, 0), None),
+    "a round in the ledger, and nothing else": (write(ledger_jsonl=LEDGER), True),
+    "a torn first line": (write(ledger_jsonl='{"rou'), True),
+    "no round begun": (write(ledger_jsonl=""), None),
+    "a config alone": (write(), None),
+    "a run without noise": (checkpoint(4, config_yaml="noise: {kind: none}\n"), False),
+    "no config and no ledger": (write(rounds_parquet=""), True),
+    "a broken config": (write(config_yaml="[", summary_json=""), True),
+    "a config that is a list": (checkpoint(9, config_yaml="[1]"), True),
+    "a snapshot of the start": (checkpoint(0), None),
     "a run that failed in its first round": (
-        lambda place: (place / "summary.json").write_text('{"rounds": 0, "status": "failed"}'),
+        write(summary_json='{"rounds": 0, "status": "failed"}'),
         True,
     ),
-    "a run that ended before its first round": (
-        lambda place: (place / "summary.json").write_text('{"rounds": 0}'),
-        None,
-    ),
-    "a ledger that is a directory": (lambda place: (place / "ledger.jsonl").mkdir(), True),
+    "a run that ended before its first round": (write(summary_json='{"rounds": 0}'), None),
+    "a ledger that is a directory": (write(ledger_jsonl=None), True),
 }
 
 
 @pytest.mark.parametrize("case", TRAINED)
-@pytest.mark.parametrize("name", ["0123456789ab", "a copy [of] it"])
-def test_whatever_was_trained_counts_under_any_name(case, name, tmp_path):
+def test_whatever_was_trained_counts_under_any_name(case, tmp_path):
     make, private = TRAINED[case]
+    name = "a copy [of] it"
     place = tmp_path / "trials" / name
     place.mkdir(parents=True)
     make(place)
@@ -154,7 +149,7 @@ def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):
     first, second = settings[0].trials
     first.status = second.status = "failed"
     first.folder.mkdir(parents=True)
-    ledger(first.folder)
+    write(ledger_jsonl=LEDGER)(first.folder)
     every = [trial for setting in settings for trial in setting.trials]
     assert results.count_runs(every, tmp_path) == results.Runs(own=3, all=3, private=3)
 
@@ -218,31 +213,24 @@ def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
     code, said, last = typed("sweep", *more)
     lines = [line for line in said.splitlines() if not re.match(r"\d+/\d+ ", line)]
     assert code == 1 and lines[0] == "Failed: 2 of 4 trials"
-    assert [line.split()[:2] for line in lines[1:3]] == [
-        ["local.lr=1e+30", f"seed={seed}"] for seed in (3, 4)
-    ]
-    assert all("diverged" in line and "trials/" in line for line in lines[1:3])
-    assert (
-        "Best:" not in said and "No setting was chosen" in said and not (out / "best.yaml").exists()
-    )
-    assert (
-        last.startswith("raydpfl: 2 of 4 trials failed, and no best setting was chosen")
-        and last.count("\n") == 1
-    )
+    for seed, line in zip((3, 4), lines[1:3], strict=True):
+        assert line.split()[:2] == ["local.lr=1e+30", f"seed={seed}"]
+        assert "diverged" in line and "trials/" in line
+    assert "Best:" not in said and "No setting was chosen" in said
+    assert not (out / "best.yaml").exists()
+    assert last.startswith("raydpfl: 2 of 4 trials failed, and no best setting was chosen")
+    assert last.count("\n") == 1
     summary = json.loads((out / "summary.json").read_text())
     assert summary["status"] == "failed" and "best" not in summary and summary["reason"] in last
-    assert [
-        failed["directory"].startswith("trials/") and "diverged" in failed["reason"]
-        for failed in summary["failed"]
-    ] == [True] * 2
+    assert len(summary["failed"]) == 2
+    for failed in summary["failed"]:
+        assert failed["directory"].startswith("trials/") and "diverged" in failed["reason"]
 
     code, said, last = typed("sweep", *more, "sweep.on_error=choose")
     assert code == 0, last
     assert "Failed: 2 of 4 trials" in said and "Best: local.lr=0.1" in said
-    assert (
-        json.loads((out / "summary.json").read_text())["status"] == "completed"
-        and (out / "best.yaml").exists()
-    )
+    assert json.loads((out / "summary.json").read_text())["status"] == "completed"
+    assert (out / "best.yaml").exists()
 
 
 def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, tmp_path):
@@ -268,10 +256,11 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     assert not (tmp_path / ".tune-1" / "state").exists()
 
 
-def test_results_that_cannot_be_written_are_none(out, monkeypatch, typed):
-    def full(path, write):
-        raise FileError(f"{path.name} cannot be written (No space left on device)")
+def full(path, write):
+    raise FileError(f"{path.name} cannot be written (No space left on device)")
 
+
+def test_results_that_cannot_be_written_are_none(out, monkeypatch, typed):
     finish = SweepRunner.finish
 
     def finish_full(self, processes):
@@ -282,37 +271,34 @@ def test_results_that_cannot_be_written_are_none(out, monkeypatch, typed):
     monkeypatch.setattr(SweepRunner, "finish", finish_full)
     code, said, last = typed("sweep", out, "--resume")
     assert code == 1 and "Best:" not in said and not (out / "best.yaml").exists()
-    assert (
-        "the results could not be written (best.yaml cannot be written "
-        "(No space left on device)); go on" in last
-    )
+    what = "best.yaml cannot be written (No space left on device)"
+    assert f"the results could not be written ({what}); go on" in last
     assert last.count("\n") == 1 and not (out / "summary.json").exists()
 
 
 def test_a_disk_that_is_full_at_the_start_is_said_in_one_line(out, monkeypatch, complain):
-    def full(path, write):
-        raise FileError(f"{path.name} cannot be written (No space left on device)")
-
     monkeypatch.setattr(search_runner, "replace_file", full)
+    what = "sweep.yaml cannot be written (No space left on device)"
     said = complain(["sweep", str(out), "--resume"])
-    assert said.endswith(
-        ": expected a directory that can be written to (sweep.yaml cannot be written "
-        "(No space left on device))"
-    )
+    assert said.endswith(f": expected a directory that can be written to ({what})")
 
 
 # --- a trial is what its config says ---
 
 
-def test_a_trial_copied_over_another_is_not_taken_for_it(out, tmp_path, complain):
+@pytest.mark.parametrize(
+    ("rate", "seed", "differs"),
+    [(1.0, 3, "local.lr is 1.0, not 0.1"), (0.1, 4, "seed is 4, not 3")],
+)
+def test_a_trial_copied_over_another_is_not_taken_for_it(rate, seed, differs, out, complain):
     a = of(out, 0.1, 3)
-    b = of(out, 1.0, 3)
+    b = of(out, rate, seed)
     shutil.rmtree(a)
     shutil.copytree(b, a)
     said = complain(["sweep", str(out), "--resume"])
     assert said == (
         f"--resume = 'trials/{a.name}/config.yaml': expected the config of local.lr=0.1 seed=3; "
-        f"its local.lr is 1.0, not 0.1 (rename {a.name} {AWAY}"
+        f"its {differs} (rename {a.name} {AWAY}"
     )
 
 
@@ -324,14 +310,6 @@ def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, typed):
     assert code == 0 and "Choosing among 5 private runs" in said
 
 
-def test_a_trial_of_another_seed_is_not_taken_for_it(out, complain):
-    a = of(out, 0.1, 3)
-    b = of(out, 0.1, 4)
-    shutil.rmtree(a)
-    shutil.copytree(b, a)
-    assert "its seed is 4, not 3" in complain(["sweep", str(out), "--resume"])
-
-
 def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, caplog, typed):
     before = pq.read_table(out / "results.parquet").drop_columns(["seconds"])
     shutil.copy(of(out, 1.0, 3) / "summary.json", (a := of(out, 0.1, 3)) / "summary.json")
@@ -340,64 +318,25 @@ def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, caplog, t
     assert pq.read_table(out / "results.parquet").drop_columns(["seconds"]).equals(before)
 
 
-@pytest.mark.parametrize(
-    "torn", ["{}", "[]", "", '{"status": "completed"', "3", '{"status": "done"}', "[" * 100_000]
-)
+@pytest.mark.parametrize("torn", ["{}", "[]", "", '{"status": "done"}', "[" * 100_000])
 def test_a_summary_that_is_none_is_set_aside_and_the_trial_goes_on(torn, out, caplog, typed):
     place = of(out, 0.1, 3)
-    before = json.loads((place / "summary.json").read_text())
+    before = json.loads((place / "summary.json").read_text())["model_sha256"]
     (place / "summary.json").write_text(torn)
     assert typed("sweep", out, "--resume")[0] == 0
-    assert [
-        record.getMessage().startswith(f"{place.name}/summary.json is set aside (")
-        for record in caplog.records
-    ] == [True]
-    assert (
-        json.loads((place / "summary.json").read_text())["model_sha256"] == before["model_sha256"]
-    )
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{place.name}/summary.json is set aside (")
+    assert json.loads((place / "summary.json").read_text())["model_sha256"] == before
 
 
 def test_what_means_the_same_is_the_same_trial(out):
     asked = tree(**{**KEPT, "sweep": {"repeats": 2, "search": "grid", "metric": "test_accuracy"}})
     asked["server"] = {"kind": "momentum", "lr": 1}
-    asked["local"] = {
-        "kind": "sgd",
-        "lr": {"choice": [1.0, 0.1]},
-        "momentum": 0,
-        "batch": 10,
-        "steps": 5,
-    }
+    asked["local"] |= {"lr": {"choice": [1.0, 0.1]}, "momentum": 0}
     asked["client"].update(actors="auto", on_error="fail")
     again = run(Sweep.from_dict(asked), out, resume=True)
     assert again.summary["processes"] == 0 and again.summary["trained"]["runs"] == 4
     assert again.trials["status"].to_pylist() == ["completed"] * 4
-
-
-SAME = {
-    "numbers": (
-        "local.lr={grid: [1, 0.1, 1.0]}",
-        "local.lr = {'grid': [1, 0.1, 1.0]}: expected values that differ; 1 and 1.0 make the same",
-    ),
-    "a default": (
-        "server={grid: [{kind: sgd}, {kind: sgd, lr: 1}]}",
-        "server = {'grid': [{'kind': 'sgd'}, {'kind': 'sgd', 'lr': 1}]}: expected values "
-        "that differ",
-    ),
-    "sampled": (
-        "sweep={search: random, samples: 2}",
-        "local.lr = {'grid': [1, 1.0]}: expected values that differ; 1 and 1.0",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SAME)
-def test_two_values_that_mean_the_same_are_refused(case):
-    override, begins = SAME[case]
-    with pytest.raises(ConfigError) as refused:
-        Sweep.from_dict(
-            tree(local={"lr": {"grid": [1, 1.0] if case == "sampled" else [0.1]}}), [override]
-        )
-    assert str(refused.value).startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -445,16 +384,9 @@ def sweep_yaml(text: str):
     return lambda out: (out / "sweep.yaml").write_text(text)
 
 
-def renamed(out: Path) -> None:
-    path = of(out, 0.1, 3) / "config.yaml"
-    path.write_text(path.read_text().replace("batch:", "batches:"))
-
-
 # What is done to the finished sweep, and what the one line has in it.
 BROKEN = {
     "sweep.yaml is a list": (sweep_yaml("- 1\n"), "the sweep.yaml of a sweep; it is a list"),
-    "sweep.yaml is a text": (sweep_yaml("sweep\n"), "the sweep.yaml of a sweep; it is a str"),
-    "sweep.yaml is empty": (sweep_yaml(""), "the sweep.yaml of a sweep; it is empty"),
     "sweep.yaml is null": (sweep_yaml("null\n...\n"), "the sweep.yaml of a sweep; it is empty"),
     "sweep.yaml is cut": (lambda out: cut(out / "sweep.yaml"), "it is cut|a YAML file"),
     "sweep.yaml lacks its end": (
@@ -462,23 +394,12 @@ BROKEN = {
         "it is cut",
     ),
     "sweep.yaml is no YAML": (sweep_yaml("rounds: [1\n...\n"), "a YAML file"),
-    "sweep.yaml has an object": (
-        sweep_yaml("a: !!python/object:os.system {}\n...\n"),
-        "a YAML file",
-    ),
-    "sweep.yaml is not text": (
-        lambda out: (out / "sweep.yaml").write_bytes(b"\xff\xfe\x00"),
-        "a file that can be read",
-    ),
     "sweep.yaml is a directory": (lambda out: directory(out / "sweep.yaml"), "Is a directory"),
     "sweep.yaml has a field that is no more": (
         sweep_yaml("local: {kind: sgd, pace: 1}\nsweep: {repeats: 2}\n...\n"),
         "local.pace = 1: expected one of the keys",
     ),
-    "trials is a file": (
-        lambda out: instead_of(out / "trials"),
-        "trials/ is a directory; it is a file",
-    ),
+    "trials is a file": (lambda out: instead_of(out / "trials"), "trials/ is .*; it is a file"),
     "trials leads nowhere": (
         lambda out: (shutil.rmtree(out / "trials"), (out / "trials").symlink_to("gone")),
         "trials/ is a directory; it is a file",
@@ -492,17 +413,9 @@ BROKEN = {
         lambda out: shutil.copy(out / "sweep.yaml", of(out, 0.1, 3) / "config.yaml"),
         "expected none in the config of one run",
     ),
-    "a trial's config is cut": (
-        lambda out: cut(of(out, 0.1, 3) / "config.yaml"),
-        "the config of local.lr=0.1 seed=3",
-    ),
     "a trial's config is no YAML": (trial_config("a: [\n"), "a YAML file"),
-    "a trial's config is tagged": (
-        trial_config("a: !!python/object:os.system {}\n"),
-        "a YAML file",
-    ),
     "a trial's config has a field that is no more": (
-        renamed,
+        trial_config("local: {batches: 10}\n"),
         "local.batches = 10: expected one of the keys",
     ),
     "a trial's config is a directory": (
@@ -540,22 +453,13 @@ def test_a_broken_directory_is_refused_in_one_line_and_left_as_it_is(case, out, 
     )
 
 
-def unreadable_results(out: Path) -> None:
-    cut(out / "results.parquet")
-    (out / "settings.parquet").write_bytes(b"")
-
-
+TABLES = ("results.parquet", "settings.parquet", "summary.json", "best.yaml")
 # What a resume goes on beside: it is made again, or is nobody's concern.
 HARMLESS = {
-    "tables that are cut": unreadable_results,
+    "tables that are cut": lambda out: [cut(out / name) for name in TABLES],
     "a summary of the sweep that is a list": lambda out: (out / "summary.json").write_text("[]"),
-    "a best.yaml that is torn": lambda out: cut(out / "best.yaml"),
-    "directories where files should be": lambda out: [
-        directory(out / name) for name in ("results.parquet", "summary.json", "best.yaml")
-    ],
-    "no tables": lambda out: [
-        (out / name).unlink() for name in ("results.parquet", "summary.json", "best.yaml")
-    ],
+    "directories where files should be": lambda out: [directory(out / name) for name in TABLES],
+    "no tables": lambda out: [(out / name).unlink() for name in TABLES],
     "what a kill left": lambda out: ((out / ".tune-x").mkdir(), (out / ".best.yaml.1").touch()),
     "a rounds table that is cut": lambda out: cut(of(out, 0.1, 3) / "rounds.parquet"),
     "a rounds table that is a directory": lambda out: directory(of(out, 0.1, 3) / "rounds.parquet"),
@@ -573,37 +477,15 @@ def test_what_is_made_again_stands_in_nobodys_way(case, out, typed):
     assert pq.read_table(out / "results.parquet").equals(expected) and (out / "best.yaml").exists()
 
 
-def test_values_with_brackets_are_shown_as_they_are(out, tmp_path, monkeypatch, capsys):
-    assert Sweep.from_dict({**SMALL, "local": {"kind": "sgd", "lr": RATES}}).spaces
+def test_values_with_brackets_are_shown_as_they_are(out):
     asked = sweep_of()
     settings = settings_of(asked, out)
     for setting in settings:
         setting.values["local.lr"] = "[/b] [red]x"
-    from rich.console import Console
-
-    from raydpfl.cli.search_display import settings_table
-
     console = Console(width=200)
     with console.capture() as printed:
         console.print(settings_table(settings, asked))
     assert printed.get().count("[/b] [red]x") == 2
-
-
-TOO_MANY = {
-    "repeats": ["local.lr={grid: [0.1]}", "sweep.repeats=1000000000"],
-    "settings": [
-        f"{key}={{powers_of_two: [-900, 900]}}"
-        for key in ("local.lr", "bounding.bound", "server.lr")
-    ],
-}
-
-
-@pytest.mark.parametrize("case", TOO_MANY)
-def test_a_sweep_without_end_is_refused(case):
-    with pytest.raises(
-        ConfigError, match="at most 100,000 trials, which are settings times repeats"
-    ):
-        Sweep.from_dict(SMALL, TOO_MANY[case])
 
 
 # --- trials that hang ---
@@ -642,8 +524,6 @@ def limits(*times: float, timeout: float | None = None) -> Timeouts:
 
 
 def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):
-    from conftest import experiment
-
     held = limits(0, 30, 60, 450, 461, 900, 901, 902)
     held.begin("a", experiment(), tmp_path)
     held.end("a", True)  # 30 s
@@ -670,8 +550,6 @@ def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):
     ],
 )
 def test_short_trials_hold_nobody_to_less_than_the_least(sections, seconds, tmp_path):
-    from conftest import experiment
-
     held = limits(0, seconds, seconds + 1)
     held.add(experiment(), 2.0)
     held.begin("a", experiment(**sections), tmp_path)
@@ -679,8 +557,6 @@ def test_short_trials_hold_nobody_to_less_than_the_least(sections, seconds, tmp_
 
 
 def test_nothing_is_known_before_a_trial_has_finished_but_a_timeout_holds_for_all(tmp_path):
-    from conftest import experiment
-
     held = limits(0, 1e9)
     held.begin("a", experiment(), tmp_path)
     assert not [*held.overdue()]
