@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -16,7 +16,7 @@ from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, named, numbe
 from raydpfl.privacy import column
 from raydpfl.report.labels import counted, edge
 from raydpfl.sweep.search_runner import SearchResult
-from raydpfl.sweep.spaces import Interval, Options, Space
+from raydpfl.sweep.spaces import Options
 from raydpfl.sweep.sweep import Sweep, text_of
 from raydpfl.sweep.trials import SearchSetting, Trial, best_of, trained
 
@@ -101,8 +101,8 @@ def best_for(settings: Sequence[SearchSetting], sweep: Sweep) -> dict[str, list[
     Returns:
         By each field that took several of finitely many values, where others varied too, a row for
         each value with a best setting, in the order of the grid: `value`; the index of the setting
-        in settings.parquet, its mean and spread, and the fields at an edge of their grids
-        (`at_edges`), without the field itself.
+        in settings.parquet, its mean and spread, and the fields at an edge of their grids, without
+        the field itself.
     """
     several = [key for key in sweep.spaces if len({text_of(s.values[key]) for s in settings}) > 1]
     table: dict[str, list[dict[str, Any]]] = {}
@@ -121,26 +121,22 @@ def best_for(settings: Sequence[SearchSetting], sweep: Sweep) -> dict[str, list[
 def _reached(
     setting: SearchSetting, settings: Sequence[SearchSetting], sweep: Sweep
 ) -> dict[str, Any]:
-    """A setting and its score, as the summary has it."""
-    metric = sweep.search.metric
-    return {
-        "setting": settings.index(setting),
-        "mean": setting.mean(metric),
-        "spread": setting.spread(metric),
-        "edges": at_edges(setting, sweep),
-    }
-
-
-def at_edges(setting: SearchSetting, sweep: Sweep) -> dict[str, str]:
-    """The fields of a setting whose values are the smallest or the largest number of their grid,
-    each with which of the two, without those that set the privacy. A value beyond may be better.
+    """A setting and its score, as the summary has it. `edges`: the fields whose values are the
+    smallest or the largest number of their grid, with which of the two, but for those that set the
+    privacy. A value beyond may be better.
     """
+    metric = sweep.search.metric
     edges = {
         key: edge(setting.values[key], space.options)
         for key, space in sweep.spaces.items()
         if isinstance(space, Options) and key not in _PRIVACY
     }
-    return {key: which for key, which in edges.items() if which}
+    return {
+        "setting": settings.index(setting),
+        "mean": setting.mean(metric),
+        "spread": setting.spread(metric),
+        "edges": {key: which for key, which in edges.items() if which},
+    }
 
 
 def epsilons(trial: Trial) -> dict[str, float]:
@@ -155,16 +151,12 @@ def epsilons(trial: Trial) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Numbers of runs that a choice is made among: `own`, those of the settings, without those that
-    failed before their first round; `all`, with every other that was ever trained in the directory;
-    and `private`, of all.
-    """
+class Runs(NamedTuple):
+    """Numbers of runs that a choice is made among."""
 
-    own: int
-    all: int
-    private: int
+    own: int  # of the settings, without those that failed before their first round
+    all: int  # with every other that was ever trained in the directory
+    private: int  # of all
 
 
 def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
@@ -172,8 +164,7 @@ def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
     runs = trained(folder / "trials")
     own = [trial for trial in trials if trial.status != "failed" or trial.folder.name in runs]
     for trial in own:
-        name = trial.folder.name
-        runs[name] = trial.experiment.private or runs.get(name, False)
+        runs[trial.folder.name] = trial.experiment.private or runs.get(trial.folder.name, False)
     return Runs(len(own), len(runs), sum(runs.values()))
 
 
@@ -230,32 +221,34 @@ def score(setting: SearchSetting, metric: str) -> str:
 def _trials(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     scores = dict.fromkeys(name for experiment in sweep.probes for name in experiment.scores)
     reached = {"rounds": pa.int64()} | dict.fromkeys(scores, pa.float64())
+    searched = _searched(sweep)
     rows = []
     for place, setting in enumerate(settings):
         for trial in setting.trials:
             facts = trial.summary or {}
-            row = _values(setting, sweep) | {"setting": place, "seed": trial.seed}
+            row = _cells(setting, searched) | {"setting": place, "seed": trial.seed}
             row |= {name: facts.get(name) for name in (*reached, *_FACTS)}
             row |= epsilons(trial) if facts else {}
             row |= {"status": trial.status, "reason": trial.reason}
             rows.append(row | {"directory": f"trials/{trial.folder.name}"})
-    first = {"setting": pa.int64(), **_searched(sweep), "seed": pa.uint64(), "status": pa.string()}
+    first = {"setting": pa.int64(), **searched, "seed": pa.uint64(), "status": pa.string()}
     last = {"directory": pa.string(), "reason": pa.string()}
     return table(rows, first | reached | _spent(rows, sweep) | _FACTS | last)
 
 
 def _settings(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     metric = sweep.search.metric
+    searched = _searched(sweep)
     rows = []
     for place, setting in enumerate(settings):
-        row = _values(setting, sweep) | {"setting": place, "whole": setting.whole}
+        row = _cells(setting, searched) | {"setting": place, "whole": setting.whole}
         row |= {"trials": len(setting.trials)}
         row |= {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
                 row[name] = max(value, row.get(name, value))
         rows.append(row)
-    columns = {"setting": pa.int64(), **_searched(sweep), "trials": pa.int64(), "whole": pa.bool_()}
+    columns = {"setting": pa.int64(), **searched, "trials": pa.int64(), "whole": pa.bool_()}
     columns |= {f"{metric}_mean": pa.float64(), f"{metric}_spread": pa.float64()}
     return table(rows, columns | _spent(rows, sweep))
 
@@ -280,34 +273,26 @@ def _spent(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataTyp
 
 
 def _searched(sweep: Sweep) -> dict[str, pa.DataType]:
-    """The columns of searched values."""
-    return {key: _type(space) for key, space in sweep.spaces.items()}
+    """The columns of searched values; those of several types, and nested ones, are JSON texts."""
+    columns = {}
+    for key, space in sweep.spaces.items():
+        values = [value for value in space.probes if value is not None]
+        types = {type(value) for value in values}
+        if types == {bool}:
+            columns[key] = pa.bool_()
+        elif types == {int} and all(abs(value) < 1 << 63 for value in values):
+            columns[key] = pa.int64()
+        else:
+            columns[key] = pa.float64() if types and types <= {int, float} else pa.string()
+    return columns
 
 
-def _type(space: Space) -> pa.DataType:
-    """The column type of the values of a space; values of several types, and nested ones, are JSON
-    texts.
-    """
-    if isinstance(space, Interval):
-        return pa.float64()
-    values = [value for value in space.options if value is not None]
-    types = {type(value) for value in values}
-    if types == {bool}:
-        return pa.bool_()
-    if types == {int} and all(-(1 << 63) <= value < 1 << 63 for value in values):
-        return pa.int64()
-    return pa.float64() if types and types <= {int, float} else pa.string()
-
-
-def _values(setting: SearchSetting, sweep: Sweep) -> dict[str, Any]:
+def _cells(setting: SearchSetting, columns: Mapping[str, pa.DataType]) -> dict[str, Any]:
     """A setting's values, as their columns hold them."""
-    types = _searched(sweep)
-    return {key: _cell(value, types[key]) for key, value in setting.values.items()}
-
-
-def _cell(value: Any, type_: pa.DataType) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if type_ == pa.string():
-        return json.dumps(value)
-    return float(value) if type_ == pa.float64() else value
+    cells = dict(setting.values)
+    for key, value in cells.items():
+        if columns[key] == pa.string() and not (value is None or isinstance(value, str)):
+            cells[key] = json.dumps(value)
+        elif columns[key] == pa.float64() and value is not None:
+            cells[key] = float(value)
+    return cells

@@ -140,11 +140,9 @@ class SearchSetting:
 
     def mean(self, metric: str) -> float | None:
         """Over the seeds that have reported; None if any failed or has no finite number."""
-        reported = [trial for trial in self.trials if trial.summary or trial.report]
+        reported = [trial for trial in self.trials if trial.summary or trial.report or trial.done]
         values = self._values(metric)
-        if len(values) < len(reported) or any(trial.status == "failed" for trial in self.trials):
-            return None
-        return float(np.mean(values)) if values else None
+        return float(np.mean(values)) if 0 < len(values) == len(reported) else None
 
     def spread(self, metric: str) -> float | None:
         """The sample standard deviation over the seeds; None below two."""
@@ -312,7 +310,8 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         summary = json.loads(read_text(path))
-        why = _contradiction(folder, _Summary.model_validate(summary), summary)
+        _Summary.model_validate(summary)
+        why = _contradiction(folder, summary)
     except ValidationError:  # a ValueError too, of several lines
         why = "it is not the summary of a run"
     except (OSError, ValueError, RecursionError) as error:
@@ -324,11 +323,11 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _contradiction(folder: Path, summary: _Summary, written: Mapping[str, Any]) -> str | None:
-    """Where the summary of a run that has ended, as it was `written`, differs from the rounds table
-    of its directory; None also if that table cannot be read.
+def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
+    """Where the summary of a run that has ended differs from the rounds table of its directory;
+    None also if that table cannot be read.
     """
-    if summary.status in ("interrupted", "failed"):
+    if summary["status"] in ("interrupted", "failed"):
         return None
     try:
         table = pq.read_table(folder / "rounds.parquet")
@@ -336,11 +335,11 @@ def _contradiction(folder: Path, summary: _Summary, written: Mapping[str, Any]) 
         rows = table.select(["round", *scores]).to_pylist()
     except (OSError, KeyError, pa.ArrowInvalid):  # a directory is read, and has no columns
         return None
-    if len(rows) != summary.rounds:
-        return f"it has {summary.rounds} rounds and rounds.parquet {len(rows)}"
+    if len(rows) != summary["rounds"]:
+        return f"it has {summary['rounds']} rounds and rounds.parquet {len(rows)}"
     for name, value in metric_columns.last(rows, scores).items():
-        if value is not None and written.get(name) != value:
-            return f"its {name} is {written.get(name)} and that of rounds.parquet {value}"
+        if value is not None and summary.get(name) != value:
+            return f"its {name} is {summary.get(name)} and that of rounds.parquet {value}"
     return None
 
 
@@ -351,25 +350,19 @@ def trained(trials: Path) -> dict[str, bool]:
     that continued after a failure or a kill repeats its rounds with the same noise and is one run.
     A run counts as private unless its directory says that it was not.
     """
-    if not trials.is_dir():
-        return {}
-    folders = {folder.name: _trained(folder) for folder in sorted(trials.iterdir())}
-    return {name: private for name, private in folders.items() if private is not None}
-
-
-def _trained(folder: Path) -> bool | None:
-    """Whether the run that was trained here was private; None if there was none."""
-    if not folder.is_dir():
-        return None
-    ledger = folder / "ledger.jsonl"
-    if ledger.exists():  # a private run writes it ahead of every round, and no other run does
-        return True if ledger.is_dir() or ledger.stat().st_size else None
-    if not _has_rounds(folder):
-        return None
-    try:
-        return Experiment.from_dict(read(folder / "config.yaml"), imports=()).private
-    except ConfigError:
-        return True
+    runs = {}
+    for folder in sorted(trials.iterdir()) if trials.is_dir() else ():
+        ledger = folder / "ledger.jsonl"
+        if ledger.exists():  # a private run writes it ahead of every round, and no other run does
+            if ledger.is_dir() or ledger.stat().st_size:
+                runs[folder.name] = True
+        elif folder.is_dir() and _has_rounds(folder):
+            try:
+                config = read(folder / "config.yaml")
+                runs[folder.name] = Experiment.from_dict(config, imports=()).private
+            except ConfigError:
+                runs[folder.name] = True
+    return runs
 
 
 def _has_rounds(folder: Path) -> bool:
@@ -377,9 +370,8 @@ def _has_rounds(folder: Path) -> bool:
     checkpoints = {path.name for path in folder.glob("checkpoints/round-*.npz")}
     if checkpoints - {"round-00000000.npz"}:
         return True
+    table, path = folder / "rounds.parquet", folder / "summary.json"
     try:
-        table = folder / "rounds.parquet"
-        path = folder / "summary.json"
         rows = table.exists() and pq.read_metadata(table).num_rows > 0
         summary = json.loads(read_text(path)) if path.exists() else {"rounds": 0}
         # one that failed may have failed in its first round

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,14 @@ def _run_all(runners: Sequence[SearchRunner], resources: Resources) -> int:
     if proposals.waiting():
         resources.start()
         cut_off = _tune(runners[0], proposals, watch)
-    for trial in [trial for runner in runners for trial in runner.trials]:
-        if trial.status == "failed":
-            storage.refetch(trial.folder)
-        else:
-            trial.read(fetch=True)
-        if not trial.done:  # its node died while it was being stopped, or all was cut off
-            trial.fail(cut_off or "its process ended before it did; it continues with --resume")
     for runner in runners:
+        for trial in runner.trials:
+            if trial.status == "failed":
+                storage.refetch(trial.folder)
+            else:
+                trial.read(fetch=True)
+            if not trial.done:  # its node died while it was being stopped, or all was cut off
+                trial.fail(cut_off or "its process ended before it did; it continues with --resume")
         runner.on_change(runner)
     return len(watch.processes)
 
@@ -200,9 +200,10 @@ class Watch(tune.Callback):
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
         ours = self._trials[trial.trial_id]
+        self._changed = True
         if "refused" in result:
             error = ConfigError(*result["refused"])
-            self._fail(ours, str(error))
+            self._end(ours, str(error))
             if self._runners[0].all_or_none:
                 raise StopTune(error)
             return
@@ -214,26 +215,25 @@ class Watch(tune.Callback):
         }
         if result.get("over"):
             ours.read(fetch=True)
-            if "failed" in result:
-                ours.fail(result["failed"])
-            self._timeouts.end(ours, ours.finished)
-        self._changed = True
+            self._end(ours, result.get("failed"))
 
-    def _fail(self, ours: Trial, reason: str) -> None:
-        ours.fail(reason)
-        self._timeouts.end(ours, False)
-        self._changed = True
+    def _end(self, ours: Trial, failed: str | None = None) -> None:
+        """A trial runs no more; `failed`: why it failed."""
+        if failed is not None:
+            ours.fail(failed)
+        self._timeouts.end(ours, ours.finished)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
         if ours.status == "running":
             ours.status = "stopped"
-        self._timeouts.end(ours, ours.finished)
+        self._end(ours)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]
         died = f"its process died {RETRIES + 1} times; Ray's logs say why"
-        self._fail(ours, self._killed.get(ours, died))
+        self._end(ours, self._killed.get(ours, died))
+        self._changed = True
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
         now = time.monotonic()
@@ -245,17 +245,6 @@ class Watch(tune.Callback):
             self._check_cluster(trials, now)
         except RunError as error:
             raise StopTune(error) from None
-        self._kill_overdue()
-        if self._changed:
-            self._changed = False
-            save = now - self._saved > SAVE
-            for runner in self._runners:
-                runner.on_change(runner)
-                if save:
-                    runner.save()
-                    self._saved = now
-
-    def _kill_overdue(self) -> None:
         for ours, reason in self._timeouts.overdue():
             theirs = self._tunes[ours]
             actor = theirs.temporary_state.ray_actor
@@ -263,6 +252,13 @@ class Watch(tune.Callback):
                 self._killed[ours] = reason
                 theirs.max_failures = 0  # it would hang again
                 ray.kill(actor)
+        if self._changed:
+            self._changed = False
+            for runner in self._runners:
+                runner.on_change(runner)
+                if now - self._saved > SAVE:
+                    runner.save()
+            self._saved = now if now - self._saved > SAVE else self._saved
 
     def _check_cluster(self, trials: list, now: float) -> None:
         """Raises `RunError` where the cluster was too small for any trial for `LOST` seconds."""
@@ -284,14 +280,13 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
     """
     # enough trials wait for a place that the next one is there when one is free
     pending = min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
+    os.environ.update(SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(pending))
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     error = None
     try:
-        with (
-            tempfile.TemporaryDirectory(
-                prefix=".tune-", dir=runner.folder, ignore_cleanup_errors=True
-            ) as folder,
-            _quiet(SETTINGS | {"TUNE_MAX_PENDING_TRIALS_PG": str(pending)}),
-        ):
+        with tempfile.TemporaryDirectory(
+            prefix=".tune-", dir=runner.folder, ignore_cleanup_errors=True
+        ) as folder:
             tune.run(
                 TrialActor,
                 name="trials",
@@ -314,23 +309,6 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
         gc.collect()  # what Ray Tune held of the cluster goes with its objects
         raise error
     return None
-
-
-@contextmanager
-def _quiet(environment: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables, and silences Ray Tune's logger."""
-    before = dict(os.environ)
-    logger = logging.getLogger("ray.tune")
-    level = logger.level
-    os.environ.update(environment)
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        for name in environment:
-            os.environ.pop(name)
-        os.environ.update({name: before[name] for name in environment.keys() & before})
 
 
 def work(trial: Trial, runner: SearchRunner, resources: Resources) -> dict[str, Any]:
