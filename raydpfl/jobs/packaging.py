@@ -91,17 +91,22 @@ def packed(
         ConfigError: for a file that is not here, or that is not sent.
     """
     files = user_modules(here, *([kept] if kept else []))
-    _check_size(files)
+    sizes = dict(files)
+    _check_size(sizes)
     named = set() if there else {file for one in experiments for file in one.named_files()}
-    found = {(field, name): _found(field, name, here) for field, name in sorted(named)}
-    inside = {path: _inside(path) for path in found.values()}
-    _check_size(files | {str(each): each for held in inside.values() for each in held.values()})
     renamed: dict[tuple[str, str], str] = {}
-    for (field, name), path in found.items():
-        new = f"files/{_contents(inside[path])}/{path.name}"
+    data: Files = {}
+    for field, name in sorted(named):
+        path = _found(field, name, here)
+        inside = _walk(path) if path.is_dir() else [path]
+        held = {each.relative_to(path).as_posix(): each for each in inside}
+        sizes |= {str(each): each for each in held.values()}
+        _check_size(sizes)
+        contents = check({name: digest(each) for name, each in held.items()})[:16]
+        new = f"files/{contents}/{path.name}"
         renamed[field.rpartition(".")[2], name] = new
-        files |= {f"{new}/{held}" if held else new: each for held, each in inside[path].items()}
-    return _renamed(tree, renamed), files
+        data |= {f"{new}/{name}" if path.is_dir() else new: each for name, each in held.items()}
+    return _renamed(tree, renamed), files | data
 
 
 def staged(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]:
@@ -121,20 +126,6 @@ def staged(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]
     }
 
 
-def _inside(path: Path) -> Files:
-    """The file, under no name; of a folder, its files."""
-    if not path.is_dir():
-        return {"": path}
-    return {each.relative_to(path).as_posix(): each for each in _walk(path)}
-
-
-def _contents(files: Files) -> str:
-    """Sixteen hexadecimal digits that name what these files hold."""
-    if [*files] == [""]:
-        return digest(files[""])[:16]
-    return check({name: digest(path) for name, path in files.items()})[:16]
-
-
 def copy(files: Files, stage: Path) -> None:
     """Copies the files to their places under `stage`."""
     stage.mkdir()
@@ -145,9 +136,7 @@ def copy(files: Files, stage: Path) -> None:
 
 def user_modules(*folders: Path) -> Files:
     """The files of the modules and packages of these folders that have been imported."""
-    files: Files = {}
-    for here in folders:
-        files |= _modules_of(here)
+    files = {name: path for here in folders for name, path in _modules_of(here).items()}
     for here in folders:
         _all_there(here, files)
     return files

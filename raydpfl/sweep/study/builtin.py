@@ -27,20 +27,21 @@ def header(path: Path) -> dict[str, Any]:
 
 
 @cache
-def _answers() -> dict[str, Path]:
-    """The files, by the other names that they answer to."""
-    return {name: path for path in paths().values() for name in header(path).get("answers", ())}
+def _named() -> dict[str, Path]:
+    """The files, by id and by the other names that they answer to."""
+    files = paths()
+    return {n: path for path in files.values() for n in header(path).get("answers", ())} | files
 
 
 def known(name: str) -> bool:
     """Whether a study has this id, or answers to this name."""
-    return name in paths() or name in _answers()
+    return name in _named()
 
 
 def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
     if known(name):
-        return paths().get(name) or _answers()[name]
+        return _named()[name]
     expected = (
         f"the file of a study, or one of {', '.join(paths())} "
         "(raydpfl reproduce --list says what each shows, and what else it answers to)"

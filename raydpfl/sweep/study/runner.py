@@ -113,11 +113,9 @@ def reproduce(
         studies: what to run.
         out: a directory, a path or an address, for one study; the studies' directories are below it
             by their ids for several. None: a new one under `runs/`.
-        resume: continues what is there: finished trials are not run again, the others continue from
-            their checkpoints; of a study that has changed, what is new in it is run.
-        data_root: where data sets lie; None: the variable RAYDPFL_DATA.
-        address: of a running Ray cluster to join, whose nodes must all see `out`, unless that is an
-            address. A Ray that this process had started is used, and left running.
+        resume: continues what is there, as `raydpfl.sweep.run`; of a study that has changed, what
+            is new in it is run.
+        data_root, address: see `raydpfl.sweep.run`.
         on_change: called, now and then, with the runner of each study.
 
     Returns:
