@@ -61,6 +61,7 @@ TOKEN = (
 )
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 LOCAL = re.compile(r"localhost|127(\.\d+){3}|::1")  # hosts that no network lies before
+CHATTY = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 log = logging.getLogger("raydpfl")
 
 
@@ -100,7 +101,11 @@ class JobServer:
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address
         with self._refusals():
             self._headers = _headers(self.address)
-            self._client = _client(self.address, self._headers)
+            from ray.job_submission import JobSubmissionClient
+
+            for chatty in CHATTY:
+                logging.getLogger(chatty).setLevel(logging.WARNING)
+            self._client: Any = JobSubmissionClient(self.address, headers=self._headers)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -342,30 +347,26 @@ class JobServer:
         """
         if not ID.fullmatch(job):
             raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
-        metadata = self._metadata(job)
-        if strict and metadata is None:
-            raise ConfigError("job", job, f"the id of a job of the cluster at {self.address}")
+        told: dict[str, Any] = {}  # what `submit` gave the cluster with the job
+        with self._refusals():
+            try:
+                told = self._client.get_job_info(job).metadata or {}
+            except RuntimeError as error:
+                if "404" not in str(error):
+                    raise
+                if strict:
+                    expected = f"the id of a job of the cluster at {self.address}"
+                    raise ConfigError("job", job, expected) from None
         try:
             record = kept_json(self._record_path(job))
         except (OSError, ValueError):
             record = {}
-        told = metadata or {}
         run = record.get("run") or told.get("run", job)
         if not isinstance(run, str) or not ID.fullmatch(run):
             what = f"names the run of {job} as no run of ours is named: {plain(run)[:100]!r}"
             raise RunError(f"the cluster at {self.address} {what}")
         address = str(told.get("out"))
         return run, record.get("out") or (address if storage.elsewhere(address) else None)
-
-    def _metadata(self, job: str) -> dict[str, str] | None:
-        """What `submit` gave the cluster with the job; None if this cluster does not know it."""
-        with self._refusals():
-            try:
-                return self._client.get_job_info(job).metadata or {}
-            except RuntimeError as error:
-                if "404" in str(error):
-                    return None
-                raise
 
 
 def _check(folder: Path, run: str) -> None:
@@ -421,15 +422,6 @@ def _token() -> str | None:
     return os.environ.get("RAY_AUTH_TOKEN") or (
         path.read_text().strip() if named or path.exists() else None
     )
-
-
-def _client(address: str, headers: dict[str, str]) -> Any:
-    """Ray's client of a job server, which sends no token to where that redirects."""
-    from ray.job_submission import JobSubmissionClient
-
-    for chatty in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    return JobSubmissionClient(address, headers=headers)
 
 
 def _line(error: object) -> str:

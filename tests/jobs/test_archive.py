@@ -128,7 +128,7 @@ def test_what_lies_in_the_destination_leads_nowhere_else(tmp_path):
 def metadata(told: dict, **more) -> submit.JobServer:
     """A job server whose head says `told` of its jobs."""
     made = server(**more)
-    made._metadata = lambda job: told
+    made._client.told = told
     return made
 
 
