@@ -1,11 +1,9 @@
 """A run on a cluster elsewhere, through Ray's job server: `raydpfl submit`.
 
-The cluster must have a job server with an HTTP address, and a `python` with raydpfl's dependencies
-on the head's PATH; a sweep's nodes also share the storage that RAYDPFL_CACHE is on. The job is an
-ordinary `raydpfl run` or `raydpfl sweep` on the head, with what `raydpfl.jobs.packaging` sends; it
-goes on when this process ends. It writes to an address (`--out s3://bucket/run`), or to its own
-folder under RAYDPFL_CACHE/runs. From there a second, short job packs it into the head's log folder,
-whose files the job server gives out: its port is often the only one that a firewall lets through.
+The job is an ordinary `raydpfl run` or `raydpfl sweep` on the head, with what
+`raydpfl.jobs.packaging` sends; it goes on when this process ends. It writes to an address, or to
+RAYDPFL_CACHE/runs there. From there a second, short job packs it into the head's log folder, whose
+files the job server gives out: its port is often the only one that a firewall lets through.
 
 The head is not trusted with this machine. A run directory comes back to where its user says, or to
 where this machine has it on record; archives and printouts are read as `raydpfl.jobs.archive` says.

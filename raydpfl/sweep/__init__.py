@@ -13,14 +13,11 @@ A field takes a space in place of its value, and a section `sweep` says how to s
 >>> sweep.setting({"local.lr": 0.1, "bounding.bound": 2}).experiment.bounding.bound
 2.0
 
-`run(sweep, out)` runs it (`raydpfl sweep`). A sweep and a study are run alike.
-
-A sweep tries a function of its config alone: a grid in its order, random values from keyed
-streams, and Optuna's proposals in a fixed order. A trial's directory is named by its values and
-seed, and it says itself whether it has finished. So a sweep that was killed is resumed by running
-it again: finished trials answer from their directories, the others continue from their checkpoints,
-and nothing of Ray Tune's own state is needed. Only which trials `asha` and `median` stop early
-depends on the order in which results arrive.
+`run(sweep, out)` runs it (`raydpfl sweep`); a study is run alike. What a sweep tries is a function
+of its config alone: a grid in its order, random values from keyed streams, Optuna's proposals in a
+fixed order. A trial's directory is named by its values and seed, and says itself whether the trial
+has finished. So a sweep that was killed is resumed by running it again, and nothing of Ray Tune's
+own state is needed.
 """
 
 from raydpfl.sweep.results import SweepResult

@@ -1,10 +1,9 @@
 """Optuna: which setting of a sweep comes next, where it proposes them (`guided`), and a sweep as a
 study in a storage of Optuna (`Dashboard`).
 
-The settings that it proposes do not depend on the order in which results arrive: setting k is
-proposed when the results of all settings up to k - `ahead` have been reported, and of no other. So
-its proposals are the same on any cluster, and a resumed sweep repeats them, the finished settings
-answering at once.
+Its proposals do not depend on the order in which results arrive: setting k is proposed when the
+results of all settings up to k - `ahead` have been reported, and of no other. So they are the same
+on any cluster, and a resumed sweep repeats them, the finished settings answering at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Running a sweep: `run(sweep, out)`.
-
-Everything that can be refused is refused first: a config that is no experiment, data that are not
-there, a trial that no node of the cluster could ever hold. Then Ray Tune runs the trials.
+"""Running a sweep: `run(sweep, out)`. All that can be refused is refused before Ray Tune runs the
+trials.
 """
 
 from __future__ import annotations

@@ -222,13 +222,19 @@ class Sweep:
             raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
         if self.probes[0].seed + search.repeats > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
-        for experiment in self.probes:
+        first: dict[str, dict[str, Any]] = {}
+        for values, experiment in zip(self.tried(), self.probes, strict=True):
             scores = [name for name in experiment.given if sign(name, experiment.metrics)]
             if search.metric not in scores:
-                expected = "a score that every trial has; "
-                expected += _not_given(search.metric, experiment)
-                raise ConfigError("sweep.metric", search.metric, expected)
-        self._check_distinct()
+                why = _not_given(search.metric, experiment)
+                raise ConfigError("sweep.metric", search.metric, f"a score of every trial; {why}")
+            # no two values may make one experiment, as 1 and 1.0 do
+            before = first.setdefault(name_of(experiment, self.spaces), values)
+            for key, value in values.items():
+                if text_of(before[key]) != text_of(value):
+                    pair = f"{before[key]!r} and {value!r}"
+                    expected = f"values that differ; {pair} make the same experiment"
+                    raise ConfigError(key, at(self.tree, key), expected)
 
     def check_search(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or more settings than there are or
@@ -259,17 +265,6 @@ class Sweep:
 
     def _given(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)
-
-    def _check_distinct(self) -> None:
-        """Raises `ConfigError` for two values that make one experiment, such as 1 and 1.0."""
-        first: dict[str, dict[str, Any]] = {}
-        for values, experiment in zip(self.tried(), self.probes, strict=True):
-            before = first.setdefault(name_of(experiment, self.spaces), values)
-            for key, value in values.items():
-                if text_of(before[key]) != text_of(value):
-                    pair = f"{before[key]!r} and {value!r}"
-                    expected = f"values that differ; {pair} make the same experiment"
-                    raise ConfigError(key, at(self.tree, key), expected)
 
     def tried(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and

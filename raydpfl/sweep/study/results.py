@@ -21,7 +21,7 @@ from raydpfl.sweep.study.cell_progress import CellProgress
 from raydpfl.sweep.study.cells import label
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import Study
-from raydpfl.sweep.trials import Trial, numbers, trained
+from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained
 
 MACHINE = ("seconds", "wall_seconds", "clients_per_second", "peak_rss_mb", "replaced_actors")
 WHOLE = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
@@ -35,12 +35,11 @@ def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
     rows = []
     for cell in progress:
-        values = cell.final.values if cell.final else {}
         for trial in cell.finals:
             summary = trial.summary or {}
             facts = numbers({key: summary[key] for key in summary if key not in OMITTED})
             facts |= epsilons(trial) if summary else {}
-            rows.append({**facts, **_row(cell, values, trial)})
+            rows.append({**facts, **_row(cell, cell.final, trial)})
     return _table(study, rows, {}, {})
 
 
@@ -51,21 +50,19 @@ def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     for cell in progress:
         for setting in cell.tries:
             (trial,) = setting.trials
-            row = _row(cell, setting.values, trial) | epsilons(trial)
+            row = _row(cell, setting, trial) | epsilons(trial)
             row |= {judge: trial.value(judge), "chosen": setting is cell.chosen}
             rows.append(row | {"seconds": (trial.summary or {}).get("seconds")})
     columns = {judge: pa.float64(), "chosen": pa.bool_(), "seconds": pa.float64()}
     return _table(study, rows, columns, {"judge": judge})
 
 
-def _row(cell: CellProgress, values: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
+def _row(cell: CellProgress, setting: SearchSetting | None, trial: Trial) -> dict[str, Any]:
     return {
-        **cell.cell.labels,
-        "arm": cell.cell.arm,
-        "accounting": cell.cell.accounting,
+        **cell.cell.place,
         "seed": trial.seed,
         "status": trial.status,
-        "values": json.dumps(values),
+        "values": json.dumps(setting.values if setting else {}),
         "directory": f"trials/{trial.folder.name}",
         "reason": trial.failure() if trial.status == "failed" else None,
         "model_sha256": (trial.summary or {}).get("model_sha256"),

@@ -1,8 +1,5 @@
-"""Running studies: `reproduce(study, out)`.
-
-What a study runs follows from its file and from the results of its own runs, never from the order
-in which they end: so a study that was killed is resumed by running it again. Trials that have
-finished answer from their directories, the others continue from their checkpoints.
+"""Running studies: `reproduce(study, out)`. What a study runs follows from its file and from the
+results of its own runs, never from the order in which they end.
 """
 
 from __future__ import annotations
