@@ -23,11 +23,8 @@ import pytest
 import yaml
 from conftest import experiment
 from ray.job_submission import JobStatus
-from typer.testing import CliRunner
 
 from raydpfl import run, storage
-from raydpfl.cli import app
-from raydpfl.cli.wrong_command import directed
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.jobs import client as submit
 from raydpfl.jobs import packaging
@@ -214,12 +211,6 @@ def test_an_address_without_a_job_server_is_refused_in_one_line(address, monkeyp
     expected = r"--address = .*: expected the address of a Ray cluster's job server, such as http"
     with pytest.raises(ConfigError, match=expected):
         submit.JobServer(address.format(free_ports(1)[0]))
-
-
-def test_a_config_a_job_to_follow_and_one_to_stop_exclude_one_another():
-    for words in ([], ["config.yaml", "--follow", "a"], ["--follow", "a", "--stop", "b"]):
-        with pytest.raises(ConfigError, match="a CONFIG, or --follow ID, or --stop ID"):
-            CliRunner().invoke(app.app, ["submit", *words], catch_exceptions=False)
 
 
 CACHES = [
@@ -426,11 +417,3 @@ def archive(folder: Path) -> bytes:
 
 def test_a_job_that_made_no_run_directory_brings_none_back(tmp_path):
     assert server().fetch("job", tmp_path / "out") is None and not (tmp_path / "out").exists()
-
-
-def test_of_a_study_it_is_said_what_runs_it_on_a_cluster(tmp_path):
-    study = tmp_path / "mine.yaml"
-    study.write_text("study: {id: mine}\n")
-    said = r"this is a study: raydpfl reproduce .*mine\.yaml \(--address auto, on a node"
-    with pytest.raises(ConfigError, match=said), directed("submit", str(study)):
-        packaging.read(study, [])
