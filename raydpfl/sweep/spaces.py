@@ -16,14 +16,15 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from raydpfl.config.overrides import is_space
 from raydpfl.errors import ConfigError
 from raydpfl.sections import whole
 
+T = TypeVar("T")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -121,16 +122,27 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
-def find(tree: Mapping[str, Any], path: str = "") -> dict[str, Space]:
+def find(tree: Mapping[str, Any]) -> dict[str, Space]:
     """The spaces in a tree of sections, by dotted key, in the tree's order."""
-    spaces: dict[str, Space] = {}
-    for key, value in tree.items():
-        where = f"{path}{key}"
-        if is_space(value):
-            spaces[where] = parse(where, value)
-        elif isinstance(value, Mapping):
-            spaces |= find(value, f"{where}.")
-    return spaces
+    return walk(tree, lambda key, value: parse(key, value) if is_space(value) else None)
+
+
+def walk(
+    tree: Mapping[str, Any], read: Callable[[str, Mapping[str, Any]], T | None], path: str = ""
+) -> dict[str, T]:
+    """What is made of the mappings in a tree of sections, by dotted key, in the tree's order.
+
+    Args:
+        tree: Whose own key is `path`.
+        read: Is given a key and a mapping; None where what is within the mapping is to be read.
+    """
+    made: dict[str, T] = {}
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if isinstance(value, Mapping):
+            one = read(key, value)
+            made |= walk(value, read, f"{key}.") if one is None else {key: one}
+    return made
 
 
 def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:

@@ -9,13 +9,14 @@ trial has finished, there is no limit.
 
 >>> from pathlib import Path
 >>> from raydpfl import Experiment
->>> experiment = Experiment.from_dict({})
+>>> trials = [Trial(name, Experiment.from_dict({}), Path("nowhere")) for name in ("a", "b")]
 >>> timeouts = Timeouts(None, clock=iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__)
->>> timeouts.begin("first", experiment, Path("nowhere"))
->>> timeouts.end("first", True)  # after 20 s
->>> timeouts.begin("second", experiment, Path("nowhere"))
->>> list(timeouts.overdue()), list(timeouts.overdue())
-([], [('second', 'no round in 210 s, where the longest of the others took 20 s in all')])
+>>> timeouts.begin(trials[0])
+>>> trials[0].status = "completed"
+>>> timeouts.end(trials[0])  # after 20 s
+>>> timeouts.begin(trials[1])
+>>> [*timeouts.overdue()], [reason for _, reason in timeouts.overdue()]
+([], ['no round in 210 s, where the longest of the others took 20 s in all'])
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raydpfl import storage
 from raydpfl.errors import FileError
 from raydpfl.experiment import Experiment
-from raydpfl.sweep.trials import meaning
+from raydpfl.sweep.trials import Trial, meaning
 
 MULTIPLE = 10.0
 LEAST = 90.0  # seconds; more than a trial waits for its directory (see `tune`)
@@ -43,20 +43,18 @@ LIKE = ("data.", "model.", "client.", *KINDS)
 
 @dataclass
 class _Running:
-    experiment: Experiment
-    folder: Path
-    began: float  # all times are seconds of the clock
+    began: float  # seconds of the clock
     moved: float  # when its directory was last seen to change
     times: tuple[int, ...]  # of change
 
 
 class Timeouts:
-    """Holds trials, by any key, to `timeout` seconds, or to what the finished ones took."""
+    """Holds trials to `timeout` seconds, or to what the finished ones took."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic):
         self._timeout = timeout
         self._clock = clock
-        self._running: dict[Any, _Running] = {}
+        self._running: dict[Trial, _Running] = {}
         # kind of work, work of a round, seconds
         self._finished: list[tuple[frozenset[tuple[str, str]], float, float]] = []
 
@@ -64,35 +62,35 @@ class Timeouts:
         """A trial has finished after so many seconds."""
         self._finished.append((like(experiment), work(experiment), seconds))
 
-    def begin(self, key: Any, experiment: Experiment, folder: Path) -> None:
-        """A trial has started to run in `folder`, or has been restarted."""
+    def begin(self, trial: Trial) -> None:
+        """A trial has started to run, or has been restarted."""
         now = self._clock()
-        began = self._running[key].began if key in self._running else now
-        self._running[key] = _Running(experiment, folder, began, now, _times(folder))
+        began = self._running[trial].began if trial in self._running else now
+        self._running[trial] = _Running(began, now, _times(trial.folder))
 
-    def end(self, key: Any, well: bool) -> None:
-        """A trial runs no more. `well`: it has finished, and others are measured by it."""
+    def end(self, trial: Trial) -> None:
+        """A trial runs no more; others are measured by it if it has finished."""
         now = self._clock()
-        trial = self._running.pop(key, None)
-        if trial and well:
-            self.add(trial.experiment, now - trial.began)
+        held = self._running.pop(trial, None)
+        if held and trial.finished:
+            self.add(trial.experiment, now - held.began)
 
-    def overdue(self) -> Iterator[tuple[Any, str]]:
+    def overdue(self) -> Iterator[tuple[Trial, str]]:
         """The trials that are beyond their limit, and why, in one line."""
         now = self._clock()
-        for key, trial in [*self._running.items()]:
+        for trial, held in [*self._running.items()]:
             times = _times(trial.folder)
-            if times != trial.times:
-                trial.times, trial.moved = times, now
-            taken, silent = now - trial.began, now - trial.moved
+            if times != held.times:
+                held.times, held.moved = times, now
+            taken, silent = now - held.began, now - held.moved
             if self._timeout is not None:
                 if taken > self._timeout:
                     limit = f"sweep.timeout is {self._timeout:g}"
-                    yield key, f"not done after {taken:.0f} s, where {limit}"
+                    yield trial, f"not done after {taken:.0f} s, where {limit}"
             elif self._finished and silent > self._limit(trial.experiment):
                 longest = max(seconds for *_, seconds in self._finished)
                 others = f"the longest of the others took {longest:.0f} s in all"
-                yield key, f"no round in {silent:.0f} s, where {others}"
+                yield trial, f"no round in {silent:.0f} s, where {others}"
 
     def _limit(self, experiment: Experiment) -> float:
         """Seconds for which this trial may record nothing."""

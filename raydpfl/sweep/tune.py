@@ -193,7 +193,7 @@ class Watch(tune.Callback):
         if not ours.finished:
             ours.status = "running"
             self._tunes[ours] = trial
-            self._timeouts.begin(ours, ours.experiment, ours.folder)
+            self._timeouts.begin(ours)
         self._changed = True
 
     def on_trial_result(
@@ -221,7 +221,7 @@ class Watch(tune.Callback):
         """A trial runs no more; `failed`: why it failed."""
         if failed is not None:
             ours.fail(failed)
-        self._timeouts.end(ours, ours.finished)
+        self._timeouts.end(ours)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         ours = self._trials[trial.trial_id]

@@ -19,6 +19,7 @@ from raydpfl.storage import lock, synced_folder
 from raydpfl.storage.store import Store
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.timeouts import Timeouts
+from raydpfl.sweep.trials import Trial
 
 pytestmark = pytest.mark.slow
 
@@ -80,9 +81,11 @@ def test_a_trial_that_makes_progress_elsewhere_is_seen_to(tmp_path):
         clock = iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__
         limits = Timeouts(None, clock=clock)
         experiment = Experiment.from_dict({})
-        limits.begin("first", experiment, folder / "trials" / "a")
-        limits.end("first", True)
-        limits.begin("second", experiment, folder / "trials" / "b")
+        first, second = (Trial(name, experiment, folder / "trials" / name) for name in "ab")
+        limits.begin(first)
+        first.status = "completed"
+        limits.end(first)
+        limits.begin(second)
         assert not list(limits.overdue())
         Store(place).put("trials/b/ledger.jsonl", b"{}")
         assert not list(limits.overdue())  # 210 s without a round but for this one

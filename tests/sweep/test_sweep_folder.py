@@ -510,21 +510,31 @@ def limits(*times: float, timeout: float | None = None) -> Timeouts:
     return Timeouts(timeout, clock=iter(times).__next__)
 
 
+def trial_of(folder: Path, **sections) -> trials.Trial:
+    return trials.Trial("", experiment(**sections), folder)
+
+
+def reasons(held: Timeouts) -> list[str]:
+    return [reason for _, reason in held.overdue()]
+
+
 def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):
     held = limits(0, 30, 60, 450, 461, 900, 901, 902)
-    held.begin("a", experiment(), tmp_path)
-    held.end("a", True)  # 30 s
+    first, second = trial_of(tmp_path), trial_of(tmp_path, seed=9, local={"lr": 0.5})
+    held.begin(first)
+    first.status = "completed"
+    held.end(first)  # 30 s
     held.add(experiment(), 40.0)
     held.add(experiment(model={"kind": "mlp"}), 4000.0)  # not like it
-    held.begin("b", experiment(seed=9, local={"lr": 0.5}), tmp_path)
-    assert not [*held.overdue()]  # after 390 s
-    assert [*held.overdue()] == [
-        ("b", "no round in 401 s, where the longest of the others took 4000 s in all")
+    held.begin(second)
+    assert not reasons(held)  # after 390 s
+    assert reasons(held) == [
+        "no round in 401 s, where the longest of the others took 4000 s in all"
     ]
     (tmp_path / "ledger.jsonl").touch()
-    assert not [*held.overdue()]  # it goes on
-    held.end("b", False)
-    assert not [*held.overdue()]
+    assert not reasons(held)  # it goes on
+    held.end(second)
+    assert not reasons(held)
 
 
 @pytest.mark.parametrize(
@@ -539,15 +549,16 @@ def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):
 def test_short_trials_hold_nobody_to_less_than_the_least(sections, seconds, tmp_path):
     held = limits(0, seconds, seconds + 1)
     held.add(experiment(), 2.0)
-    held.begin("a", experiment(**sections), tmp_path)
-    assert not [*held.overdue()] and len([*held.overdue()]) == 1
+    held.begin(trial_of(tmp_path, **sections))
+    assert not reasons(held) and len(reasons(held)) == 1
 
 
 def test_nothing_is_known_before_a_trial_has_finished_but_a_timeout_holds_for_all(tmp_path):
+    trial = trial_of(tmp_path)
     held = limits(0, 1e9)
-    held.begin("a", experiment(), tmp_path)
-    assert not [*held.overdue()]
+    held.begin(trial)
+    assert not reasons(held)
     held = limits(0, 10, 51, timeout=50)
-    held.begin("a", experiment(), tmp_path)
-    held.begin("a", experiment(), tmp_path)  # its process had died; its time goes on
-    assert [*held.overdue()] == [("a", "not done after 51 s, where sweep.timeout is 50")]
+    held.begin(trial)
+    held.begin(trial)  # its process had died; its time goes on
+    assert reasons(held) == ["not done after 51 s, where sweep.timeout is 50"]

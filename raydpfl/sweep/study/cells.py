@@ -18,7 +18,7 @@ from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, SECTIONS, Experiment
 from raydpfl.methods import noise
-from raydpfl.sweep.spaces import Options, parse, points
+from raydpfl.sweep.spaces import Options, parse, points, walk
 from raydpfl.sweep.spaces import put as filled
 from raydpfl.sweep.sweep import inline
 from raydpfl.sweep.trials import shown
@@ -35,7 +35,7 @@ class Reference(Section):
     panel: Mapping[str, Any] = {}  # labels of axes where they are not those of the cell itself
 
 
-def open_values(tree: Mapping[str, Any], path: str = "") -> dict[str, Options | Reference]:
+def open_values(tree: Mapping[str, Any]) -> dict[str, Options | Reference]:
     """What is open in a tree of sections, by dotted key, in the tree's order: `{tune: ..}`, values
     to try, and `{from: ..}`, a number of another arm.
 
@@ -44,22 +44,19 @@ def open_values(tree: Mapping[str, Any], path: str = "") -> dict[str, Options | 
 
     Raises `ConfigError` for what is neither a list of values to try nor a number to take.
     """
-    values: dict[str, Options | Reference] = {}
-    for key, value in tree.items():
-        where = f"{path}{key}"
-        if not isinstance(value, Mapping):
-            continue
-        if list(value) == ["tune"]:
-            options = value["tune"]
-            space = parse(where, options if is_space(options) else {"grid": options})
-            if not isinstance(space, Options):
-                raise ConfigError(where, options, "a list of values to try, or powers_of_two")
-            values[where] = space
-        elif list(value) == ["from"]:
-            values[where] = validate(Reference, where, value["from"])
-        else:
-            values |= open_values(value, f"{where}.")
-    return values
+    return walk(tree, _open_value)
+
+
+def _open_value(key: str, value: Mapping[str, Any]) -> Options | Reference | None:
+    if list(value) == ["from"]:
+        return validate(Reference, key, value["from"])
+    if list(value) != ["tune"]:
+        return None
+    options = value["tune"]
+    space = parse(key, options if is_space(options) else {"grid": options})
+    if not isinstance(space, Options):
+        raise ConfigError(key, options, "a list of values to try, or powers_of_two")
+    return space
 
 
 def label(value: Any) -> str:
