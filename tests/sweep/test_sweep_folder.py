@@ -406,7 +406,7 @@ BROKEN = {
         "expected none in the config of one run",
     ),
     "a trial's config has a field that is no more": (
-        trial_config("local: {batches: 10}\n"),
+        trial_config("local: {kind: sgd, batches: 10}\n"),
         "local.batches = 10: expected one of the keys",
     ),
     "a trial's config is missing": (
