@@ -20,20 +20,12 @@ epsilon 11.86 at delta 1e-05 for one client, which may be replaced by another,
 against an observer of every aggregate (fixed size 80 of 1920, cohort known,
 a client in at most 12 of 100 rounds): rigorous, by pld.
 
-Each file is one concept, and imports those before it alone:
-
-- `types`, `search`: words with a fixed meaning; searches that end on the safe side;
-- `pld`, `rdp`: the mathematics of the rigorous accountants;
-- `sampling`: a file a sampling scheme; `mechanism`, `local_steps`: what is released;
-- `guarantee`: an epsilon with everything that gives it a meaning; `observers`: against whom;
-- `paper_formulas`: formulas as printed; `accountants`: a file an accountant;
-- `accounting`: what the accountants say of a mechanism; `calibration`, `local_steps_calibration`:
-  the noise for an epsilon; `release_report`: what a run's release costs round by round;
-- `ledger`: spending, on disk; `factorization`: noise that is correlated over the rounds;
-- `budgets`: distributions of personal budgets (imported by that name, since it reads tables);
-  `calculator`: noise, epsilon or rounds from the other two.
-
-The papers are 000 (Theorem 3.2), 001 (Theorem 1), 002 (Theorem 5) and 003 (Section III-C3).
+A `mechanism` draws by a scheme of `sampling`; `pld` and `rdp` are the mathematics of the rigorous
+`accountants`, among which are the papers' formulas as printed; `accounting` says what they make of
+a mechanism, `observers` and `guarantee` against whom; `calibration` finds the noise for an epsilon.
+`local_steps` is a mechanism per client, with its own calibration. `release_report` is what a run's
+release costs round by round, `ledger` what is spent, `calculator` noise, epsilon or rounds from the
+other two. `budgets` reads tables, and is imported by that name.
 """
 
 from raydpfl.privacy.accountants import FALLBACK

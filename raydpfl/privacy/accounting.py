@@ -10,12 +10,10 @@
 a cohort of fixed size is covered under replace_one only;
 nearest: selection poisson with add_remove
 
-Sampling amplifies privacy only against an observer who does not see who was sampled, so
-`guarantees` reports a hidden cohort and a known one separately. With the cohort known, a client
-spends only in the rounds that it takes part in, and these compose without amplification. Their
-number is `participations`, the largest of any client as it occurred; without it every round counts,
-since a server that picks cohorts could always pick the same client. The expected number T r / N
-bounds no client (PRIVACY.md sec. 2).
+Sampling amplifies privacy only against an observer who does not see who was sampled. With the
+cohort known, a client spends in the rounds that it takes part in, and these compose without
+amplification: the largest number of any client as it occurred, or every round, since a server that
+picks cohorts could always pick the same client. T r / N bounds no client (PRIVACY.md sec. 2).
 """
 
 from __future__ import annotations
@@ -65,7 +63,8 @@ def epsilon(
     accountant: str = "pld",
     v: float = 4.0,
 ) -> float:
-    """Epsilon of a mechanism after some rounds; infinite without noise.
+    """Epsilon of a mechanism after some rounds; infinite without noise. Raises `ConfigError` if the
+    accountant does not cover the mechanism under this relation, or an argument is out of range.
 
     Args:
         mechanism: what runs.
@@ -74,10 +73,6 @@ def epsilon(
         rounds: how many, at least 1; None: the mechanism's own.
         accountant: `pld`, `rdp`, `paper` or the import path of a user-defined one.
         v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
-
-    Raises:
-        ConfigError: the accountant does not cover the mechanism under this relation, or an argument
-            is out of range.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     return float(epsilon_curve(mechanism, relation, delta, rounds, accountant, v, rounds)[0])

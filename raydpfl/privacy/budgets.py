@@ -8,17 +8,12 @@ array([0.252, 0.069, 0.331, 0.909])
 ...     {"weight": 0.3, "mean": 0.5, "std": 0.2}, {"weight": 0.7, "mean": 10, "std": 1}]})
 >>> mixture.draw(seed=0, clients=4).round(3)
 array([0.437, 0.887, 8.344, 8.164])
->>> mixture.draw(seed=0, clients=2).round(3)  # whatever the number of clients
-array([0.437, 0.887])
->>> parse(0.3).draw(seed=0, clients=2)
-array([0.3, 0.3])
 
-003 writes N(mean, variance), as in its N(0, sigma^2 I). Its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs
-4 and 5, Fig. 6 case 1) is the mixture above, with std 0.2 and 1; likewise 0.3 N(2, 0.04) +
-0.7 N(8, 1) (Fig. 6 case 2). Where a value is negative, the component and the value are drawn again.
+003 writes N(mean, variance): its 0.3 N(0.5, 0.04) + 0.7 N(10, 1) (Figs 4 and 5, Fig. 6 case 1) is
+the mixture above, with std 0.2 and 1; likewise 0.3 N(2, 0.04) + 0.7 N(8, 1) (Fig. 6 case 2).
 
 Public: the distribution, and every budget drawn from it. Randomness: client k reads block k (four
-words) of the stream (seed, BUDGET), so a million clients take one pass over it.
+words) of the stream (seed, BUDGET), whatever the number of clients.
 """
 
 from __future__ import annotations
@@ -54,19 +49,13 @@ class BudgetDistribution(Member):
         Raises `ConfigError` if the distribution gives no numbers, or a file under `root`, the
         folder of data sets, lacks them.
         """
-        words = (
-            stream(seed, Purpose.BUDGET)
-            .bit_generator.random_raw(4 * clients)
-            .reshape(clients, 4)[:, :3]
-        )
+        words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients)
+        words = words.reshape(clients, 4)[:, :3]
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
         budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
         if np.isnan(budgets).any():
-            raise ConfigError(
-                FIELD,
-                self.model_dump(),
-                "a distribution that gives numbers; this one has no mass above 0",
-            )
+            expected = "a distribution that gives numbers; this one has no mass above 0"
+            raise ConfigError(FIELD, self.model_dump(), expected)
         budgets[uniform[:, 0] < self.public] = math.inf
         return budgets
 
@@ -84,11 +73,8 @@ class ConstantBudget(BudgetDistribution):
     @model_validator(mode="after")
     def _above_the_floor(self) -> ConstantBudget:
         if self.epsilon < self.floor:
-            raise ConfigError(
-                f"{FIELD}.epsilon",
-                self.epsilon,
-                f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor",
-            )
+            expected = f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor"
+            raise ConfigError(f"{FIELD}.epsilon", self.epsilon, expected)
         return self
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
@@ -105,11 +91,8 @@ class UniformBudgets(BudgetDistribution):
     @model_validator(mode="after")
     def _interval(self) -> UniformBudgets:
         if self.high <= max(self.low, self.floor):
-            raise ConfigError(
-                f"{FIELD}.high",
-                self.high,
-                f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}",
-            )
+            expected = f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}"
+            raise ConfigError(f"{FIELD}.high", self.high, expected)
         return self
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
@@ -168,9 +151,8 @@ class ColumnOfBudgets(BudgetDistribution):
         clients = len(uniform)
         rows = np.flatnonzero(~(epsilons > 0))
         if len(rows):
-            expected = "positive numbers, inf for a public client; "
-            expected += f"row {rows[0]} has {epsilons[rows[0]]:g}"
-            raise ConfigError(f"{FIELD}.column", self.column, expected)
+            expected = f"positive numbers, inf for a public client; row {rows[0]} has "
+            raise ConfigError(f"{FIELD}.column", self.column, f"{expected}{epsilons[rows[0]]:g}")
         rows = np.flatnonzero(epsilons < self.floor)
         if len(rows):
             first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, "
@@ -179,11 +161,8 @@ class ColumnOfBudgets(BudgetDistribution):
         if self.client is not None:
             epsilons = self._of_clients(epsilons, columns["client"])
         if len(epsilons) != clients:
-            raise ConfigError(
-                f"{FIELD}.path",
-                self.path,
-                f"a budget for each of the {clients} clients; it has {len(epsilons)}",
-            )
+            expected = f"a budget for each of the {clients} clients; it has {len(epsilons)}"
+            raise ConfigError(f"{FIELD}.path", self.path, expected)
         return epsilons
 
     def _of_clients(self, epsilons: np.ndarray, client: np.ndarray) -> np.ndarray:
@@ -191,8 +170,7 @@ class ColumnOfBudgets(BudgetDistribution):
         ids, first, number = np.unique(client, return_index=True, return_inverse=True)
         rows = np.flatnonzero(epsilons != epsilons[first][number])
         if len(rows):
-            several = f"client {ids[number[rows[0]]]} has several"
-            expected = f"one budget for each client; {several}"
+            expected = f"one budget for each client; client {ids[number[rows[0]]]} has several"
             raise ConfigError(f"{FIELD}.column", self.column, expected)
         return epsilons[first]
 
@@ -211,8 +189,7 @@ def parse(values: Any) -> BudgetDistribution:
     """
     if isinstance(values, int | float) and not isinstance(values, bool):
         if not 0 < values < math.inf:
-            raise ConfigError(
-                FIELD, values, "a positive finite number, or a distribution of budgets"
-            )
+            expected = "a positive finite number, or a distribution of budgets"
+            raise ConfigError(FIELD, values, expected)
         return ConstantBudget(epsilon=values, floor=min(values, FLOOR))
     return choose(FIELD, values, FAMILY, BudgetDistribution)

@@ -14,10 +14,6 @@ rdp   every single update: 1212
 paper every aggregate: 0.7069
 >>> round(budget.answers[-1].true_epsilon, 2)  # what the formula's 0.7069 is worth
 0.98
->>> print(budget.sentence())  # doctest: +NORMALIZE_WHITESPACE
-Epsilon 0.9837 at delta 1e-05 means: at a false-alarm rate of 5%, an observer of every aggregate,
-but not who was in the cohorts, can detect that one client was replaced by another at most 13.37% of
-the time; blind guessing detects 5%.
 
 One client's local steps (002, 003), where samples are protected and every update is seen:
 
@@ -82,12 +78,11 @@ class Answer:
 
     Args:
         guarantee: for that noise and those rounds (for one round if there are none).
-        noise_multiplier: std of the noise on the sum / bound, of the mechanism itself, whatever the
-            observer sees of it; infinite if no noise is enough.
+        noise_multiplier: of the mechanism itself, whatever the observer sees of it; infinite if no
+            noise is enough.
         rounds: of the run, or, where samples are protected, of the client; 0 if one spends too
             much.
-        true_epsilon: for a paper's formula, the epsilon that holds there, at the formula's own
-            delta.
+        true_epsilon: of a paper's formula, what holds there at the formula's own delta.
     """
 
     guarantee: Guarantee
@@ -111,14 +106,11 @@ class Budget:
 
     Args:
         asked: the mechanism, in which a 1 stands for the noise or the rounds if they are unknown.
-        epsilon: the one asked for; None if it is the unknown.
+        epsilon: the one asked for; None if it is the unknown. `ConfigError` if a round spends more.
         steps: local steps of a round where samples are protected, else 1.
         participations: the largest number of rounds of any client; None: unknown.
         v: the constant of the formula of 000 and 001.
         run: what a config runs, if the question is about one.
-
-    Raises:
-        ConfigError: an argument is out of range, or one round spends more than epsilon.
     """
 
     asked: Mechanism
@@ -132,6 +124,7 @@ class Budget:
     run: Mechanism | None = None
 
     def __post_init__(self) -> None:
+        self._target = self.epsilon or 0.0
         self.answers = tuple(self._answers(self.asked, self.unknown))
         first = self.answers[0]
         if first.rounds == 0:
@@ -229,11 +222,6 @@ class Budget:
             for formula in FORMULAS.values():
                 yield self._by_formula(formula, mechanism, unknown)
 
-    @property
-    def _target(self) -> float:
-        assert self.epsilon is not None
-        return self.epsilon
-
     def _at(self, z: float, rounds: int) -> Mechanism:
         """The mechanism with this noise multiplier, for so many rounds."""
         return replace(self.asked.with_noise(z), rounds=rounds * self.steps)
@@ -244,8 +232,8 @@ class Budget:
 
     def _against(self, place: int, name: str, z: float, rounds: int, delta: float) -> Guarantee:
         """Against the observer at this place, for this noise and these rounds (1 for 0)."""
-        rounds = max(rounds, 1)
-        return guarantee_against(self._seen(self._at(z, rounds), rounds)[place], name, delta)
+        mechanism = self._at(z, max(rounds, 1))
+        return guarantee_against(self._seen(mechanism, max(rounds, 1))[place], name, delta)
 
     def _counted(self, name: str, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
         """By a rigorous accountant, one answer against every observer."""
@@ -261,9 +249,8 @@ class Budget:
             yield Answer(guarantee, z, lasting)
 
     def _scale(self, name: str, view: ObserverView) -> float:
-        """The factor on the noise multiplier that an accountant asks for against an observer, who
-        sees a fixed multiple of the mechanism's own noise; infinite where a survey alone spends
-        more against it, or no proof is known.
+        """The factor on the noise multiplier that an accountant asks for against an observer;
+        infinite where a survey alone spends more against it, or no proof is known.
         """
         seen = view.mechanism
         try:
@@ -349,12 +336,8 @@ class Budget:
 class PersonalBudget:
     """What noise at local steps guarantees a client's samples: `rows` of
     `LocalStepsReport.client_table`, the guarantees of the client that spends most, and which
-    clients were promised more than holds, in words.
-
-    Args:
-        mechanism: what the clients release.
-        participations: how often each takes part, by id or int64 [N].
-        accountants: their names.
+    clients were promised more than holds, in words. `participations` is how often each takes part,
+    by id or int64 [N].
     """
 
     mechanism: LocalSteps
@@ -456,10 +439,9 @@ def of_clients(
     v: float = 4.0,
 ) -> Budget:
     """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
-    001). Give two of epsilon, rounds and noise.
+    001). Give two of epsilon, rounds and noise: `noise_multiplier`, or the `std` of one draw (a
+    client's with placement `client`, else that on the sum) and the `bound`.
 
-    Noise is `noise_multiplier`, std of the sum / `bound`; or `std`, which needs `bound`: that of
-    one client's noise with placement `client`, of the noise on the sum with `server`.
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
     against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
     auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
@@ -501,13 +483,12 @@ def of_samples(
     relation: str = "auto",
 ) -> Budget:
     """The budget where one client's samples are protected, by noise at every local step, against an
-    observer of every update (002, 003). Give two of epsilon, participations and noise.
+    observer of every update (002, 003). Give two of epsilon, participations and noise:
+    `noise_multiplier`, or the `std` on the mean gradient and the `bound`, the per-sample clip norm.
 
     `participations` are the rounds that the client takes part in, as they occur or capped; never
-    T r / N. `bound` is the per-sample clip norm. Noise is `noise_multiplier`, std of the sum over a
-    batch / `bound`; or `std`, which needs `bound`: that of the noise on the mean gradient. Each of
-    the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError` on the name of a
-    parameter.
+    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError`
+    on the name of a parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
         if sampling == "epochs":

@@ -7,8 +7,7 @@
 >>> round(z, 2), rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
 (3.02, 100)
 
-The epsilon of what is returned is at most the target. The search is a secant in (log z, log
-epsilon) between bounds and takes about ten evaluations.
+The epsilon of what is returned is at most the target, after about ten evaluations.
 """
 
 from __future__ import annotations
@@ -44,18 +43,14 @@ def noise_for(
 ) -> float:
     """The noise multiplier z = std of the sum / bound, all queries of a round together, that spends
     at most a given epsilon: at most 1e-4 (relative) above the smallest that is enough. Answers are
-    cached in $RAYDPFL_CACHE, else $XDG_CACHE_HOME/raydpfl, else ~/.cache/raydpfl, but not those for
-    a user-defined sampling scheme or accountant.
+    cached, but not those for a user-defined sampling scheme or accountant. Raises `ConfigError` if
+    no proof is known for the mechanism, no noise is enough, any noise is, or as `epsilon`.
 
     Args:
         target: epsilon, positive and finite.
         mechanism: what runs. Its noise says only how its queries share z. Per-client queries and
             surveys keep theirs, and z is what the others need in addition. The others are those of
             `raydpfl.privacy.epsilon`.
-
-    Raises:
-        ConfigError: the target is out of range, the accountant does not cover the mechanism, no
-            proof is known for the mechanism, no noise is enough, or any noise is.
     """
     _check(target, mechanism)
     rounds = mechanism.rounds if rounds is None else rounds
@@ -88,20 +83,16 @@ def rounds_for(
     return last(fits, MOST_ROUNDS)
 
 
-def cached(question: list, compute: Callable[[], Any], length: int | None = None) -> Any:
-    """`compute()`, one noise multiplier or a list of `length` of them, from the cache if the same
-    question (what the answer depends on, as JSON values) was asked before.
+def cached(question: list, compute: Callable[[], Any]) -> Any:
+    """`compute()`, noise multipliers, or what was kept where the same question (what the answer
+    depends on, as JSON values) was asked before.
     """
     question = [_VERSION, *_versions(), *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
         answer = kept_json(path)
-        noise = answer["noise_multiplier"]
-        multipliers = [noise] if length is None else noise
-        intact = answer["check"] == check(question, noise)
-        positive = all(isinstance(z, float) and 0 < z < math.inf for z in multipliers)
-        if intact and positive and len(multipliers) == (length or 1):
-            return noise
+        if answer["check"] == check(question, answer["noise_multiplier"]):
+            return answer["noise_multiplier"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, torn or foreign: it is computed again
     noise = compute()
@@ -172,8 +163,5 @@ def _check(target: float, mechanism: Mechanism) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("target", target, "a positive finite number")
     if mechanism.unproved:
-        expected = (
-            f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, whose "
-            "guarantees say what is proved"
-        )
-        raise ConfigError("target", target, expected)
+        expected = f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, "
+        raise ConfigError("target", target, f"{expected}whose guarantees say what is proved")

@@ -1,15 +1,11 @@
 """Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of
-the noise of the rounds before.
+the noise of the rounds before ([1], [2]; its privacy is proved in docs/proofs.md).
 
 With A the lower triangle of ones, A x are the sums so far of the rounds' sums x (a row each). With
-A = B C the server releases
-
-    A x + B z = A (x + C^-1 z).
-
-C x + z is one Gaussian mechanism, and round t shows x_t + y_t with y = C^-1 z. C is
-lower-triangular Toeplitz with `bands` diagonals c, so that y follows from the last few of its own
-values (`raydpfl.methods.noise.banded_gaussian.Correlated`). c makes the noise in the sums so far
-least:
+A = B C the server releases A x + B z = A (x + C^-1 z). C x + z is one Gaussian mechanism, and round
+t shows x_t + y_t with y = C^-1 z. C is lower-triangular Toeplitz with `bands` diagonals c, so that
+y follows from the last few of its own values (`raydpfl.methods.noise.banded_gaussian.Correlated`).
+c makes the noise in the sums so far least:
 
 >>> c = banded_toeplitz(bands=8, rounds=1000)
 >>> c.round(3)
@@ -18,24 +14,8 @@ array([0.5  , 0.387, 0.356, 0.338, 0.323, 0.309, 0.293, 0.269])
 >>> round(error([1.0], 1000), 2), round(error(c, 1000), 2)
 (22.37, 8.35)
 
-**Privacy** (docs/proofs.md). Updates of norm at most 1 at participations with a separation of at
-least `bands` rounds move C x by at most sqrt(k) |c| for k of them (`sensitivity`; twice that under
-replace_one). So with |c| = 1 this costs exactly what k = ceil(rounds / separation) rounds of
-independent noise cost,
-
-    Mechanism(sampling, (Query("updates", 1.0, sigma),), rounds=k).
-
-The sampling may be full or `public` by turns, Poisson within the group whose turn it is (of groups
-of unequal size, account for the smallest), or anything with one band. `check` refuses all else,
-above all selections that can draw a client twice within `bands` rounds.
-
-For a single participation over 8 to 128 rounds the error is 3.3 to 3.8 % above that of the best
-lower-triangular matrix of any form, which has rounds^2 / 2 unknowns and no recurrence. The gradient
-is two linear filters; L-BFGS needs a few dozen of them.
-
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
 private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
-
 [2] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
 private ML. 2024.
 """
@@ -54,8 +34,7 @@ from raydpfl.privacy.sampling import Sampling
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
     """The coefficients c with the least `error`, float64 [bands], of norm 1, for a server of this
-    momentum. Raises `ConfigError` if bands (1 to `rounds`) or momentum (from 0, below 1) are out of
-    range.
+    momentum, by L-BFGS. Raises `ConfigError` if bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
     return _optimum(bands, rounds, momentum).copy()
@@ -75,14 +54,9 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
     steps = np.arange(1, bands)
     # to start from: the square root of A, 1, 1/2, 3/8, ...
     root = np.cumprod((2 * steps - 1) / (2 * steps))
-    optimum = minimize(
-        _log_error,
-        root,
-        (_workload(rounds, momentum),),
-        jac=True,
-        method="L-BFGS-B",
-        options={"ftol": 1e-15, "gtol": 1e-9},
-    )
+    options = {"ftol": 1e-15, "gtol": 1e-9}
+    workload = (_workload(rounds, momentum),)
+    optimum = minimize(_log_error, root, workload, jac=True, method="L-BFGS-B", options=options)
     c = np.concatenate([[1.0], optimum.x])
     return c / np.linalg.norm(c)
 
@@ -127,18 +101,17 @@ def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -
     `ConfigError` if participations may be nearer than the bands, where columns overlap.
     """
     if separation < len(c):
-        raise ConfigError(
-            "bands",
-            len(c),
-            f"at most the {separation} rounds that lie between two participations of a client",
+        expected = (
+            f"at most the {separation} rounds that lie between two participations of a client"
         )
+        raise ConfigError("bands", len(c), expected)
     return math.sqrt(math.ceil(rounds / separation)) * float(np.linalg.norm(c))
 
 
 def check(bands: int, sampling: Sampling, separation: int) -> None:
-    """Raises `ConfigError` unless noise of so many bands is covered (see Privacy above). `sampling`
-    is that of the group whose turn it is, without turns that of the population; `separation` the
-    rounds from one turn of a group to its next, 1 without turns.
+    """Raises `ConfigError` unless noise of so many bands is covered: all of the group whose turn it
+    is take part, or a Poisson sample of it. `sampling` is that of the group, without turns that of
+    the population; `separation` the rounds from one turn of a group to its next, 1 without turns.
     """
     if bands == 1:
         return
@@ -147,8 +120,5 @@ def check(bands: int, sampling: Sampling, separation: int) -> None:
         expected += "or a selection by turns with more groups"
         raise ConfigError("bands", bands, expected)
     if not (sampling.everyone or not sampling.hidden or sampling.coins is not None):
-        raise ConfigError(
-            "bands",
-            bands,
-            f"1 under {sampling}; above 1 all of a group must take part, or a Poisson sample of it",
-        )
+        expected = "above 1 all of a group must take part, or a Poisson sample of it"
+        raise ConfigError("bands", bands, f"1 under {sampling}; {expected}")

@@ -31,6 +31,12 @@ _RELATIONS = {
     "replace_one": "which may be replaced by another",
     "unstated": "whose data differ (by removal or by replacement: the paper leaves it open)",
 }
+HIDDEN_COHORT = "cohort hidden"
+HIDDEN_BATCH = "batch hidden"
+_SECRETS = {
+    HIDDEN_COHORT: "who was in the cohorts",
+    HIDDEN_BATCH: "which samples were in the batches",
+}
 _EVENTS = {
     "replace_one": "was replaced by another",
     "add_remove": "took part at all",
@@ -55,14 +61,12 @@ class Scope:
     Args:
         words: the sampling scheme, what is hidden, and what composes.
         knows: the second of these alone: "cohort hidden", "cohort known", "batch hidden".
-        secret: what the observer does not know, in words; empty if it knows all.
         participations: what a client spends against an observer who knows the cohorts.
         client: the client that has spent most, where clients are accounted for one by one.
     """
 
     words: str
     knows: str = field(default="", compare=False)
-    secret: str = field(default="", compare=False)
     participations: Participations | None = field(default=None, compare=False)
     client: int | None = field(default=None, compare=False)
 
@@ -76,24 +80,17 @@ class Scope:
         """Cohorts of clients; with `participations`, against an observer who knows them. `also` is
         released next to the rounds, in words.
         """
-        hidden = sampling.hidden and participations is None
-        knows = "cohort hidden" if hidden else "cohort known" if participations else ""
-        words = _listed(str(sampling), knows, str(participations or ""), also)
-        return cls(words, knows, "who was in the cohorts" if hidden else "", participations)
+        hidden = HIDDEN_COHORT if sampling.hidden else ""
+        knows = "cohort known" if participations else hidden
+        parts = (str(sampling), knows, str(participations or ""), also)
+        return cls(", ".join(filter(None, parts)), knows, participations)
 
     @classmethod
     def of_batches(cls, sampling: Sampling) -> Scope:
         """One client's batches of samples at every local step."""
         if not sampling.hidden:
             return cls(f"batches: {sampling}")
-        return cls(_listed(f"batches: {sampling}", "batch hidden"), "batch hidden", BATCHES)
-
-
-BATCHES = "which samples were in the batches"  # the secret of noise at local steps
-
-
-def _listed(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
+        return cls(f"batches: {sampling}, {HIDDEN_BATCH}", HIDDEN_BATCH)
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,8 @@ class Guarantee:
         relation: the neighbouring relation; `unstated` where a paper leaves it open.
         sampling: what the guarantee relies on in the sampling.
         epsilon: infinite where nothing is guaranteed; `conditions_failed` then says why.
-        exclusions: what is not accounted for, in words.
-        conditions_failed: conditions of the accountant that do not hold, in words.
+        exclusions, conditions_failed: what is not accounted for, and conditions of the accountant
+            that do not hold, in words.
     """
 
     kind: Literal["paper", "rigorous", "unproven"]
@@ -138,12 +135,15 @@ class Guarantee:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Guarantee:
         """The guarantee that `to_dict` wrote, with its sampling in words only."""
-        read = dict(values)
-        read["observer"] = Observer(values["observer"])
-        read["sampling"] = Scope(values["sampling"], read.pop("knows", ""))
-        read["epsilon"] = float(values["epsilon"])
-        for name in ("exclusions", "conditions_failed"):
-            read[name] = tuple(values[name])
+        read = {
+            **values,
+            "observer": Observer(values["observer"]),
+            "sampling": Scope(values["sampling"], values.get("knows", "")),
+            "epsilon": float(values["epsilon"]),
+            "exclusions": tuple(values["exclusions"]),
+            "conditions_failed": tuple(values["conditions_failed"]),
+        }
+        read.pop("knows", None)
         return cls(**read)
 
     @property
@@ -168,15 +168,14 @@ class Guarantee:
         """The fields for JSON: facts in words, tuples as lists, and an infinite epsilon as the
         string "infinity", which `float` reads back.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["observer"] = self.observer.value
-        values["sampling"] = str(self.sampling)
-        values["knows"] = self.sampling.knows
-        values["exclusions"] = list(self.exclusions)
-        values["conditions_failed"] = list(self.conditions_failed)
-        if math.isinf(self.epsilon):
-            values["epsilon"] = "infinity"
-        return values
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "observer": self.observer.value,
+            "sampling": str(self.sampling),
+            "knows": self.sampling.knows,
+            "epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon,
+            "exclusions": list(self.exclusions),
+            "conditions_failed": list(self.conditions_failed),
+        }
 
     def detection(self) -> str:
         """What it means: the largest power of any test at a false-alarm rate of 5%."""
@@ -188,7 +187,7 @@ class Guarantee:
             1 - (1 - FALSE_ALARMS - self.delta) / likelier,
             1.0,
         )
-        hidden = self.sampling.secret
+        hidden = _SECRETS.get(self.sampling.knows)
         but = f", but not {hidden}," if hidden else ""
         return (
             f"Epsilon {self.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of "
@@ -199,16 +198,14 @@ class Guarantee:
 
     def about(self) -> str:
         """Delta, the unit and the relation, in words."""
-        return f"at delta {self.delta:g} {self._protects()}"
-
-    def _protects(self) -> str:
-        return f"for one {self.unit}, {_RELATIONS[self.relation]}"
+        return f"at delta {self.delta:g} for one {self.unit}, {_RELATIONS[self.relation]}"
 
     def sentence(self) -> str:
         """The whole guarantee in plain English; nothing is left out."""
-        text = f"No privacy is shown (epsilon infinite) {self._protects()}, "
-        if math.isfinite(self.epsilon):
-            text = f"epsilon {self.epsilon:.4g} {self.about()}, "
+        text = f"epsilon {self.epsilon:.4g} {self.about()}, "
+        if math.isinf(self.epsilon):
+            protects = f"for one {self.unit}, {_RELATIONS[self.relation]}"
+            text = f"No privacy is shown (epsilon infinite) {protects}, "
         text += f"against an observer of {self.observer} ({self.sampling}): "
         text += f"{KINDS[self.kind]}, by {self.accountant}."
         if self.exclusions:
@@ -246,14 +243,11 @@ def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
     least = holding(guarantees)
     texts = []
     for one in guarantees:
-        alike = [
-            other.accountant
-            for other in guarantees
-            if not other.formula and other.meaning == one.meaning
-        ]
         text = one.sentence()
+        alike = [each for each in guarantees if not each.formula and each.meaning == one.meaning]
         if len(alike) > 1 and one in least:
-            text += f" This holds, the smallest by {' and '.join(alike)}."
+            names = " and ".join(each.accountant for each in alike)
+            text += f" This holds, the smallest by {names}."
         texts.append(text)
     return texts
 

@@ -73,17 +73,22 @@ class Ledger:
         if text and not resume:
             expected = f"a directory without {self.path.name}, or --resume to go on with that run"
             raise ConfigError("--out", str(self.path.parent), expected)
-        entries, torn = _entries(self.path, text)
-        self._lines = text.split(b"\n")[: len(entries)]
-        self._entry = entries[-1] if entries else None
+        self._lines: list[bytes] = []
+        self._entry: dict[str, Any] | None = None
         self._segments: list[Segment] = []
-        for entry in entries:
-            _extend(self._segments, entry)
-        if torn and _parse(torn) is None:
+        *lines, torn = text.split(b"\n")
+        whole_but_for_its_end = _parse(torn) is not None
+        for line in lines + [torn] * whole_but_for_its_end:
+            entry = _parse(line)
+            if entry is None or not self._may_follow(entry):
+                where = f"{path}, line {len(self._lines) + 1}"
+                raise RunError(f"{where}, is damaged: what this run has spent is unknown")
+            self._add(line, entry)
+        if whole_but_for_its_end:
+            self._append(b"\n")
+        elif torn:
             with _named(self.path):
                 os.truncate(self.path, len(text) - len(torn))
-        elif torn:  # whole but for the end of its line
-            self._append(b"\n")
 
     @property
     def entries(self) -> tuple[dict[str, Any], ...]:
@@ -94,6 +99,13 @@ class Ledger:
     def segments(self) -> tuple[Segment, ...]:
         """The recorded rounds, divided where the run was restarted with fresh noise."""
         return tuple(self._segments)
+
+    def spent(self) -> Spent:
+        """How many rounds are recorded, and the epsilons after the last one."""
+        if not self._entry:
+            return Spent(0)
+        epsilon = {name: float(value) for name, value in self._entry["epsilon"].items()}
+        return Spent(self._entry["round"] + 1, epsilon)
 
     def record(
         self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
@@ -107,40 +119,46 @@ class Ledger:
             RunError: the round was recorded with another release (its noise key would be used
                 twice), or it does not follow the last one.
         """
-        spent = {name: _to_json(value) for name, value in epsilon.items()}
+        spent = {
+            name: "infinity" if math.isinf(value) else float(value)
+            for name, value in epsilon.items()
+        }
         segment = {"restart": restart} if restart else {}
         entry = {"round": t, **segment, **release, "epsilon": spent}
         line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
-        before = self._recorded(t, restart)
-        if before is not None:
-            if _release(before) != _release(entry):
-                raise RunError(
-                    f"round {t} was released before as {_release(before)}, "
-                    f"and cannot be again as {_release(entry)}"
-                )
+        last = self._segments[-1] if self._segments else Segment(-1, 0, 0)
+        if last.restart == restart and last.first <= t < last.end:
+            before, again = _release(json.loads(self._lines[t - last.end])), _release(entry)
+            if before != again:
+                reason = f"was released before as {before}, and cannot be again as {again}"
+                raise RunError(f"round {t} {reason}")
             return
-        if not _may_follow(self._entry, entry):
-            last = self._entry["round"] if self._entry else None
-            raise RunError(f"round {t} cannot follow round {last} in {self.path}")
+        if not self._may_follow(entry):
+            round_before = self._entry["round"] if self._entry else None
+            raise RunError(f"round {t} cannot follow round {round_before} in {self.path}")
         self._append(line + b"\n")
+        self._add(line, entry)
+
+    def _may_follow(self, entry: dict[str, Any]) -> bool:
+        """Whether an entry is the next round, or starts a new segment at any round up to it."""
+        t, restart = entry["round"], entry.get("restart", 0)
+        if self._entry is None:
+            return t == restart == 0
+        following = self._entry["round"] + 1
+        if restart == self._segments[-1].restart:
+            return t == following
+        return restart == self._segments[-1].restart + 1 and 0 <= t <= following
+
+    def _add(self, line: bytes, entry: dict[str, Any]) -> None:
+        """Takes up an entry, in the last of the segments or as the first of a new one."""
+        restart = entry.get("restart", 0)
+        first = entry["round"]
+        if self._segments and self._segments[-1].restart == restart:
+            first = self._segments.pop().first
+        self._segments.append(Segment(restart, first, entry["round"] + 1))
         self._lines.append(line)
         self._entry = entry
-        _extend(self._segments, entry)
-
-    def _recorded(self, t: int, restart: int) -> dict[str, Any] | None:
-        """The line of a round, if it is in the last segment and that is the one of `restart`."""
-        last = self._segments[-1] if self._segments else Segment(-1, 0, 0)
-        if last.restart != restart or not last.first <= t < last.end:
-            return None
-        return json.loads(self._lines[t - last.end])
-
-    def spent(self) -> Spent:
-        """How many rounds are recorded, and the epsilons after the last one."""
-        if not self._entry:
-            return Spent(0)
-        epsilon = {name: float(value) for name, value in self._entry["epsilon"].items()}
-        return Spent(self._entry["round"] + 1, epsilon)
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
@@ -192,56 +210,17 @@ def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, floa
             )
 
 
-def _entries(path: Path, text: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """The lines of a ledger, and the bytes after its last newline, which a kill has torn off. Bytes
-    that lack only the newline are among the lines too.
-
-    Raises `RunError` for a damaged line, or one whose round does not follow the line before.
-    """
-    entries: list[dict[str, Any]] = []
-    *complete, torn = text.split(b"\n")
-    whole_but_for_its_end = [torn] if torn and _parse(torn) is not None else []
-    for number, line in enumerate([*complete, *whole_but_for_its_end], 1):
-        entry = _parse(line)
-        if entry is None or not _may_follow(entries[-1] if entries else None, entry):
-            raise RunError(f"{path}, line {number}, is damaged: what this run has spent is unknown")
-        entries.append(entry)
-    return entries, torn
-
-
-def _may_follow(last: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
-    """Whether `entry` is the next round, or starts a new segment at any round up to it."""
-    t, restart = entry["round"], entry.get("restart", 0)
-    if last is None:
-        return t == restart == 0
-    if restart == last.get("restart", 0):
-        return t == last["round"] + 1
-    return restart == last.get("restart", 0) + 1 and 0 <= t <= last["round"] + 1
-
-
-def _extend(segments: list[Segment], entry: dict[str, Any]) -> None:
-    """Adds a round to the last of the segments, or begins one with it."""
-    restart = entry.get("restart", 0)
-    first = entry["round"]
-    if segments and segments[-1].restart == restart:
-        first = segments.pop().first
-    segments.append(Segment(restart, first, entry["round"] + 1))
-
-
-def _to_json(value: float) -> float | str:
-    return "infinity" if math.isinf(value) else float(value)
-
-
 def _release(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "epsilon"}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """The entry of a line; None: it is damaged."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    good = isinstance(entry, dict) and isinstance(entry.get("epsilon"), dict)
-    counts = [entry.get("round"), entry.get("restart", 0)] if good else []
-    good = good and all(type(count) is int and count >= 0 for count in counts)
-    return entry if good else None
+    if not (isinstance(entry, dict) and isinstance(entry.get("epsilon"), dict)):
+        return None
+    counts = entry.get("round"), entry.get("restart", 0)
+    return entry if all(type(count) is int and count >= 0 for count in counts) else None

@@ -1,9 +1,8 @@
 """Noise at local steps (002, 003), as accountants read it: a mechanism per client.
 
 A client clips every sample's gradient, adds Gaussian noise to the mean gradient of a batch at every
-step, and sends its update as it is. Every single update is seen, so only a client's own noise
-protects its samples, and only its own participations compose. These are public before training, as
-are sizes, budgets and noise; a client with an infinite budget draws no noise.
+step, and sends its update, which is seen: only its own noise protects its samples, and only its own
+participations compose. These are public before training, as are sizes, budgets and noise.
 """
 
 from __future__ import annotations
@@ -41,15 +40,14 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class LocalSteps(Release):
-    """What N clients release, and what they were promised.
+    """What N clients release, and what they were promised; `ConfigError` for a field out of range.
 
     Args:
         samples: n_k, int64 [N].
         batch: B; a client with fewer samples uses all of them. Or B_k, int64 [N]. None: all samples
             at every step.
         steps: Q, local steps of one participation; or Q_k, int64 [N].
-        bound: the per-sample clip norm.
-        delta: the delta of all epsilons.
+        bound, delta: the per-sample clip norm, and the delta of all epsilons.
         stds: of a client's noise on the mean gradient of a batch, in the units of `bound`,
             float64 [N] or one for all; 0: no noise.
         sampling: `fresh`, a uniform subset at every step; or `epochs`, shuffled samples in turn,
@@ -61,9 +59,6 @@ class LocalSteps(Release):
         side_query: a query that every participation also answers, by the mean over the client's
             n_k samples of values within [-bound, bound] plus noise of its std: replacing a sample
             moves it by 2 bound / n_k. No paper's formula counts it. None: there is none.
-
-    Raises:
-        ConfigError: a field is out of range.
     """
 
     samples: np.ndarray
@@ -122,13 +117,11 @@ class LocalSteps(Release):
 
     @property
     def compositions(self) -> np.ndarray:
-        """Int64 [N]: how many Gaussians one participation composes, each over a hidden subset or
-        over one that certainly holds the sample.
-
-        Fresh batches: one for every step. Shuffled epochs, whose order is taken as public: a sample
-        is used once in each of the ceil(Q B / n) epochs. Where n is no multiple of B, a batch that
-        ends one epoch and starts the next may hold it twice, which moves the sum twice as far and
-        costs as much as four Gaussians; at worst every second time.
+        """Int64 [N]: how many Gaussians one participation composes. Fresh batches: one for every
+        step, over a hidden subset. Shuffled epochs, whose order is public: a sample is used once in
+        each of the ceil(Q B / n) epochs. Where n is no multiple of B, a batch that ends one epoch
+        and starts the next may hold it twice, which costs as much as four Gaussians; at worst every
+        second time.
         """
         n = self.samples
         b = np.maximum(self.batches, 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,7 +28,7 @@ from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, named
-from raydpfl.privacy.accounting import UNREACHED
+from raydpfl.privacy.accounting import UNREACHED, rigorous
 from raydpfl.privacy.calibration import cached
 from raydpfl.privacy.local_steps import (
     Calibration,
@@ -85,15 +85,22 @@ def calibrate_local_steps(
         check_budgets(budgets, len(sizes)), Calibration(calibration), tuple(exclusions), side_query,
     )  # fmt: skip
     counts = silent.counts(participations)
-    assert silent.claims is not None
-    clients = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(silent.claims))
+    budgets = cast(np.ndarray, silent.claims)
+    clients = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(budgets))
     stds = np.zeros(len(counts))
     unfit: dict[int, tuple[str, ...]] = {}
     if calibration != "rigorous":
-        stds[clients], unfit = _formula_stds(silent, clients, counts, formula_of(calibration))
+        formula = formula_of(calibration)
+        for k in clients.tolist():
+            arguments = silent.formula_arguments(k, int(counts[k]))
+            noise = formula.noise(float(budgets[k]), delta, **arguments)
+            stds[k] = noise.value
+            reasons = formula.refused(noise.conditions_failed + silent.unmet_conditions())
+            if reasons:
+                unfit[k] = reasons
         clients = np.array(list(unfit), np.int64)
     if len(clients):
-        stds[clients] = _rigorous_stds(silent, clients, counts, accountant)
+        stds[clients] = _rigorous_stds(silent, clients, budgets[clients], counts, accountant)
     by = accountant if calibration == "rigorous" or unfit else None
     return replace(silent, stds=stds, calibration=Calibration(calibration, by, unfit))
 
@@ -104,34 +111,25 @@ def formula_of(method: str) -> Formula:
     return next(member for member in FORMULAS.values() if member.calibration == method)
 
 
-def _formula_stds(
-    release: LocalSteps, clients: np.ndarray, counts: np.ndarray, formula: Formula
-) -> tuple[np.ndarray, dict[int, tuple[str, ...]]]:
-    """Stds of these clients by a formula, float64 [k], and why it refuses some of them."""
-    assert release.claims is not None
-    stds = np.zeros(len(clients))
-    unfit: dict[int, tuple[str, ...]] = {}
-    for place, k in enumerate(clients.tolist()):
-        arguments = release.formula_arguments(k, int(counts[k]))
-        noise = formula.noise(float(release.claims[k]), release.delta, **arguments)
-        stds[place] = noise.value
-        reasons = formula.refused(noise.conditions_failed + release.unmet_conditions())
-        if reasons:
-            unfit[k] = reasons
-    return stds, unfit
-
-
 def _rigorous_stds(
-    release: LocalSteps, clients: np.ndarray, counts: np.ndarray, accountant: str
+    release: LocalSteps, clients: np.ndarray, budgets: np.ndarray, counts: np.ndarray, name: str
 ) -> np.ndarray:
     """Stds of these clients by an accountant, float64 [k]."""
-    assert release.claims is not None
-    by = _rigorous(accountant)
+    by = named(name)
+    if not by.rigorous:
+        raise ConfigError("accountant", name, f"one of {', '.join(rigorous(ACCOUNTANTS))}")
+    delta = release.delta
     b = release.batches[clients]
     q = np.where(release.amplified[clients], b / release.samples[clients], 1.0)
     gaussians = release.compositions[clients]
-    _check_seen(release.delta, clients, q, gaussians * counts[clients])
-    columns = [q, gaussians, counts[clients], release.claims[clients], release.side_mu[clients]]
+    with np.errstate(divide="ignore"):
+        used = -np.expm1(gaussians * counts[clients] * np.log1p(-q))
+    idle = clients[used <= delta]
+    if len(idle):
+        expected = f"below {used.min():.3g}, the chance that a sample of client {idle[0]} is used "
+        expected += f"at all: at this delta no noise is called for by {len(idle)} clients"
+        raise ConfigError("delta", delta, f"{expected} ({client_list(idle.tolist())})")
+    columns = [q, gaussians, counts[clients], budgets, release.side_mu[clients]]
     kinds, first, member = np.unique(
         np.stack(columns, 1), axis=0, return_index=True, return_inverse=True
     )
@@ -140,40 +138,19 @@ def _rigorous_stds(
     samplings = [release.batch_sampling(k) for k in clients[first].tolist()]
 
     def solve() -> list[float]:
-        return _noise_multipliers(samplings, kinds, release.delta, by).tolist()
+        return _noise_multipliers(samplings, kinds, delta, by).tolist()
 
     # the name of a user-defined accountant does not say what its code computes
-    question = ["local steps", kinds.tolist(), release.delta, accountant]
-    z = solve() if is_user_defined(type(by)) else cached(question, solve, len(kinds))
+    question = ["local steps", kinds.tolist(), delta, name]
+    z = solve() if is_user_defined(type(by)) else cached(question, solve)
     return np.array(z)[member.reshape(-1)] * release.bound / b
-
-
-def _rigorous(name: str) -> Accountant:
-    """The rigorous accountant of this name. Raises `ConfigError` if there is none."""
-    accountant = named(name)
-    if not accountant.rigorous:
-        names = [name for name, member in ACCOUNTANTS.items() if member.rigorous]
-        raise ConfigError("accountant", name, f"one of {', '.join(names)}")
-    return accountant
-
-
-def _check_seen(delta: float, clients: np.ndarray, q: np.ndarray, times: np.ndarray) -> None:
-    """Raises `ConfigError` for clients whose samples are unused with probability 1 - delta."""
-    with np.errstate(divide="ignore"):
-        seen = -np.expm1(times * np.log1p(-q))
-    idle = clients[seen <= delta]
-    if len(idle):
-        expected = f"below {seen.min():.3g}, the chance that a sample of client {idle[0]} is "
-        expected += "used at all: at this delta no noise is called for by "
-        expected += f"{len(idle)} clients ({client_list(idle.tolist())})"
-        raise ConfigError("delta", delta, expected)
 
 
 def _check_side_query(
     release: LocalSteps, clients: np.ndarray, kinds: np.ndarray, by: Accountant
 ) -> None:
     """Raises `ConfigError` where the side query takes nearly all of a client's budget."""
-    assert release.side_query is not None
+    query = cast(Query, release.side_query)
     everyone = Sampling("full", 1, 1)
     alone = np.array(
         [
@@ -186,10 +163,10 @@ def _check_side_query(
         return
     worst = int(np.argmax(alone / budgets))
     k = clients[worst]
-    expected = f"more, as the {release.side_query.name} of client {k}, with {release.samples[k]} "
-    expected += f"samples, spend epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in "
+    expected = f"more, as the {query.name} of client {k}, with {release.samples[k]} samples, spend "
+    expected += f"epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in "
     expected += f"{kinds[worst, 2]:.0f} rounds, by {by.name} (99% at most, which leaves some to "
-    raise ConfigError("side_query", release.side_query.std, f"{expected}its steps)")
+    raise ConfigError("side_query", query.std, f"{expected}its steps)")
 
 
 def _noise_multipliers(
@@ -212,8 +189,8 @@ def _noise_multipliers(
     for place, k in enumerate(order.tolist()):
         solved = order[:place]
         if place:  # what the approximation was off by for the client most like this one
-            near = solved[np.argmin(np.abs(features[:, solved] - features[:, [k]]).sum(axis=0))]
-            offsets[k] = offsets[near]
+            distances = np.abs(features[:, solved] - features[:, [k]]).sum(axis=0)
+            offsets[k] = offsets[solved[np.argmin(distances)]]
         start = log_z[k] + offsets[k]
         event = Event(samplings[k], 0.0, int(gaussians[k]), float(side[k]))
         excess = _excess(by, event, int(counts[k]), float(targets[k]), delta, start)

@@ -1,8 +1,6 @@
-"""What a run releases, described once, for sampler, ledger and accountants alike. Every field is
-public.
-
-A `Release` is what plan, coordinator, budget and audit read: a `Mechanism`, sums over cohorts, or
-`raydpfl.privacy.local_steps.LocalSteps`, a mechanism per client. Accountants compose its `Event`.
+"""What a run releases, described once, for sampler, ledger and accountants alike; all of it is
+public. A `Release` is a `Mechanism`, sums over cohorts, or `LocalSteps`, a mechanism per client.
+Accountants compose its `Event`.
 
 >>> query = Query("update", bound=0.5, std=2.0)
 >>> mechanism = Mechanism(Sampling("fixed", population=1920, cohort=80), (query,), rounds=100)
@@ -16,8 +14,7 @@ A `Release` is what plan, coordinator, budget and audit read: a `Mechanism`, sum
 >>> print(survey)
 10 noisy histograms of the accuracy of all clients
 
-Where a bound adapts, std adapts with it: only their ratio counts, and every round is the same
-event.
+Where a bound adapts, std adapts with it: every round is the same event.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -43,14 +40,11 @@ class Query:
 
     Args:
         name: of the sum, in messages and in the ledger.
-        bound: the largest L2 norm that one client can add to the sum, its weight included. A count
-            of indicators is centred first (indicator - 1/2), so its bound is 1/2.
+        bound: the largest L2 norm that one client can add to the sum, its weight included; positive
+            and finite, else `ConfigError`. Of a centred count (indicator - 1/2) it is 1/2.
         std: of the noise on a coordinate of the *sum*, in the units of `bound`; 0: no noise.
         per_client: whether each client's contribution is released by itself, with noise of this
             std, which `Mechanism.with_noise` leaves as it is.
-
-    Raises:
-        ConfigError: the bound is not positive and finite, or the std is negative or infinite.
     """
 
     name: str
@@ -67,11 +61,9 @@ class Query:
 
 @dataclass(frozen=True)
 class Survey:
-    """A histogram over all clients of a score of theirs, released after some of the rounds.
-
-    A client is in one bin, or in none. One that is there or not moves one count by 1; one that is
-    replaced by another moves two counts by 1, a distance of sqrt(2). Nothing is amplified, as
-    everyone answers.
+    """A histogram over all clients of a score of theirs, released after some of the rounds; nothing
+    is amplified, as everyone answers. A client is in one bin or none, so that one that is there or
+    not moves one count by 1, and one that is replaced two counts, a distance of sqrt(2).
 
     Args:
         name: of the score, in messages, guarantees and the ledger.
@@ -199,19 +191,18 @@ class Release:
 @dataclass(frozen=True)
 class Mechanism(Release):
     """`rounds` times: sample, bound, sum, add noise, release. Accountants read this and nothing
-    else.
+    else; `ConfigError` for a field out of range.
 
     Against k participants who know their own noise, or after k dropouts, account for
     `with_noise(z * sqrt((r - k) / r))`.
 
     Args:
-        sampling: who takes part in a round.
-        queries: the sums that every round releases.
+        sampling, queries: who takes part in a round, and the sums that it releases.
         rounds: how many rounds are composed.
         unit: whose data a guarantee protects.
         placement: who draws the noise. `server`: one draw on the sum. `client`: each of the r
             clients of a cohort draws std / sqrt(r), so that the sum has std. `step`: one draw on
-            the sum over a mini-batch, at every local step; `rounds` then counts steps, and the
+            the sum over a batch, at every local step; `rounds` then counts steps, and the
             population are one client's samples.
         exclusions: data-dependent choices that are not accounted for, in words.
         stateful: the kind of the member by which a client's contribution depends on its earlier
@@ -219,9 +210,6 @@ class Mechanism(Release):
         noise_in_state: whether a client's state holds what it sent with the noise that it drew, of
             which an observer sees only the sum.
         survey: what all clients also answer; None: nothing.
-
-    Raises:
-        ConfigError: a field is out of range.
     """
 
     sampling: Sampling
@@ -250,14 +238,9 @@ class Mechanism(Release):
     def of_local_steps(
         cls, *, samples: int, batch: int, steps: int, bound: float, std: float
     ) -> Mechanism:
-        """One client's DP-SGD: a fresh batch at every step (002 Alg. 1, 003 Alg. 1).
-
-        Args:
-            samples, batch: n_i, and B of them at every step.
-            steps: the client's local steps over the whole run, as they occur.
-            bound: the per-sample clip norm.
-            std: of the noise on the *mean* gradient of a batch, in the units of `bound`; the sum
-                has `batch` times that.
+        """One client's DP-SGD: a fresh batch of its `samples` at every of its `steps` over the
+        whole run (002 Alg. 1, 003 Alg. 1). `bound` is the per-sample clip norm, `std` that of the
+        noise on the *mean* gradient, in its units; the sum has `batch` times that.
         """
         query = Query("gradient", bound, batch * std)
         return cls(Sampling("fixed", samples, batch), (query,), steps, "sample", "step")
@@ -274,8 +257,8 @@ class Mechanism(Release):
 
     @property
     def noise_multiplier(self) -> float:
-        """z = std of the sum / bound, of the single Gaussian that the sums of a round amount to:
-        1/z^2 = sum over `sums` of (bound / std)^2; 0 without noise.
+        """z of the single Gaussian that the sums of a round amount to, 1/z^2 = sum over `sums` of
+        (bound / std)^2; 0 without noise.
         """
         return _joint_multiplier(self.sums)
 
@@ -283,7 +266,6 @@ class Mechanism(Release):
         """Sensitivity / std of a round, all queries together: k / z with k = 2 under replace_one,
         where a client leaves and another takes its place, else 1; infinite without noise.
         """
-        one_of("relation", relation, Relation)
         if not self.private:
             return math.inf
         return (2 if relation == "replace_one" else 1) / _joint_multiplier(self.queries)
@@ -359,10 +341,9 @@ class Mechanism(Release):
         return replace(self, sampling=everyone)
 
     def with_noise(self, multiplier: float) -> Mechanism:
-        """The same mechanism at another noise multiplier z = std of the sum / bound, all queries of
-        a round together. Every std of `sums` is scaled by the same factor; where there is no noise
-        yet, the k sums get equal shares, std = sqrt(k) z bound. Raises `ConfigError` if z is
-        negative or infinite, or only some queries have noise.
+        """The same mechanism at another noise multiplier. Every std of `sums` is scaled by the same
+        factor; where there is no noise yet, the k sums get equal shares, std = sqrt(k) z bound.
+        Raises `ConfigError` if z is negative or infinite, or only some queries have noise.
         """
         if not (0 <= multiplier < math.inf):
             raise ConfigError("multiplier", multiplier, "a finite number, zero or above")
@@ -385,10 +366,9 @@ class Mechanism(Release):
         return replace(self.asking(0), rounds=1).digest()
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields, in hexadecimal. Fields that are not set are
-        left out. A user-defined sampling scheme is in it by its words too.
-
-        The keys are part of every run's noise: add, never rename.
+        """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal; a user-defined
+        sampling scheme is in it by its words too. The keys are part of every run's noise: add,
+        never rename.
         """
         sampling = asdict(self.sampling)
         scheme = self.sampling.scheme
@@ -414,9 +394,8 @@ class Mechanism(Release):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _joint_multiplier(queries: Iterable[Query]) -> float:
+def _joint_multiplier(queries: Sequence[Query]) -> float:
     """std / bound of the single Gaussian that these queries amount to; 0 if one has no noise."""
-    queries = tuple(queries)
     if any(query.std == 0 for query in queries):
         return 0.0
     return 1 / math.sqrt(sum((query.bound / query.std) ** 2 for query in queries))

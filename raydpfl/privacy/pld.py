@@ -13,13 +13,12 @@ are float64.
 0.984
 
 dp-accounting has no curve for sampling of fixed size or with replacement, and takes seconds for a
-composition. Curves are discretised here by its own method (pessimistic connect-the-dots, [3]) on a
-grid of 1/40 of the standard deviation of one round's loss; every number of rounds is one inverse
-FFT of a power of one transform. Connect-the-dots never underestimates; the mass beyond the window
-(Chernoff, at most 1e-15 per number of rounds) and a bound on the rounding of the FFTs are added to
-the mass at infinity. The grid costs at most about 1e-4 of epsilon.
+composition. Curves are discretised here by its method (pessimistic connect-the-dots [3], which
+never underestimates) on a grid of 1/40 of the standard deviation of one round's loss; every number
+of rounds is one inverse FFT of a power of one transform. The mass beyond the window (Chernoff, at
+most 1e-15 per number of rounds) and a bound on the rounding of the FFTs are added to the mass at
+infinity. The grid costs at most about 1e-4 of epsilon.
 
-References:
 [1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
 [2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10.
 [3] Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1.
@@ -37,6 +36,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -49,7 +49,6 @@ Curve = Callable[[np.ndarray], np.ndarray]  # delta at every epsilon >= 0
 CurvePair = tuple[Curve, Curve]  # delta(P, Q) and delta(Q, P)
 # of some number of rounds: the logarithms of the masses, their grid indices, how many rounds
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
-Recursion = Callable[[np.ndarray, float, float], np.ndarray]  # see `_recursion`
 
 _STEPS_PER_STD = 40
 _MOST_POINTS = 1 << 17  # of one side of the grid; beyond it the grid is coarser, never unsafe
@@ -64,8 +63,7 @@ def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.nd
         Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu).
 
     Args:
-        epsilon: of any sign, [...], broadcast with `mu`.
-        mu: sensitivity / std, above 0, [...].
+        epsilon, mu: of any sign [...]; sensitivity / std, above 0 [...].
     """
     from scipy.special import log_ndtr
 
@@ -79,8 +77,7 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
     float64 [...], 0 or above, rounded up by one part in 1e12.
 
     Args:
-        mu: sensitivity / std, 0 or above, [...].
-        delta: between 0 and 1.
+        mu, delta: sensitivity / std, 0 or above [...]; between 0 and 1.
     """
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
@@ -108,13 +105,11 @@ class LossDistribution:
         also: LossDistribution | None = None,
         once: bool = False,
     ) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds.
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers of
+        rounds]; infinite where delta is out of reach.
 
         `also` is the loss, on the same grid, of what is released in addition: once in all (`once`),
         else once in `every` rounds, of which `first` is then a multiple.
-
-        Returns:
-            float64 [numbers of rounds]; infinite where delta is out of reach.
         """
         tails = self._tails(first, last, every, also, once)
         return np.array([_epsilon_at(delta, self.step, tail) for tail in tails])
@@ -133,11 +128,8 @@ class LossDistribution:
         if place >= len(deltas) - 1:
             return float(deltas[-1])
         i = int(place)  # between grid points a discrete curve is linear in e^epsilon
-        share = (
-            math.exp((place - i - 1) * self.step)
-            * math.expm1((i - place) * self.step)
-            / math.expm1(-self.step)
-        )
+        share = math.exp((place - i - 1) * self.step) * math.expm1((i - place) * self.step)
+        share /= math.expm1(-self.step)
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
 
     def std(self) -> float:
@@ -173,24 +165,31 @@ class LossDistribution:
             if not once:
                 hop = hop * transform
                 fade = fade * modulus
-        recursion = _recursion(int(upper.sum()))
+        steps = int(upper.sum())
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
             composed = np.roll(irfft(power, size), -half * t - other_half * c)
             lost = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
-            yield self._finite(composed, top, recursion) + (
+            yield self._finite(composed, top, steps) + (
                 _WINDOW + _rounding(fading, int(t + c)) - lost
             )
             power = power * hop
             fading = fading * fade
 
-    def _finite(self, composed: np.ndarray, top: int, recursion: Recursion) -> np.ndarray:
-        """Delta at all grid points from 0 on, of the finite losses up to `top`."""
+    def _finite(self, composed: np.ndarray, top: int, steps: int) -> np.ndarray:
+        """Delta at all grid points from 0 on, of the finite losses up to `top`. `steps` are taken
+        in all, by scipy where it is imported (0.6 s) or they are many; the bits are the same.
+        """
         masses = composed[top::-1].clip(min=0.0)
         above = np.concatenate([[0.0], masses[:-1].cumsum()])
-        # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms only, nothing to
-        # overflow.
-        return recursion(above, -math.expm1(-self.step), math.exp(-self.step))[::-1]
+        # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms, none overflows
+        gain, decay = -math.expm1(-self.step), math.exp(-self.step)
+        if steps < _SHORT and "scipy.signal" not in sys.modules:
+            terms = (above * gain).tolist()
+            return np.array([*accumulate(terms, lambda last, term: term + decay * last)])[::-1]
+        from scipy.signal import lfilter
+
+        return lfilter([gain], [1.0, -decay], above)[::-1]
 
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
@@ -202,15 +201,13 @@ class LossDistribution:
         other_half = len(other.masses) // 2
         most = half * rounds + other_half * times
         surprise = math.log(1 / _WINDOW)
-        spread = max(
-            math.sqrt(self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]) / self.step, 1e-3
-        )
+        variance = self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]
+        spread = max(math.sqrt(variance) / self.step, 1e-3)
         # The best order for one round if the loss were Gaussian; about 1 / half suits rare large
         # losses.
         gaussian = math.sqrt(2 * surprise) / spread
-        orders = np.geomspace(
-            min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half), max(3 * gaussian, 100 / half), 40
-        )
+        least = min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half)
+        orders = np.geomspace(least, max(3 * gaussian, 100 / half), 40)
         with np.errstate(divide="ignore"):
             parts = [
                 (np.log(loss.masses), np.arange(-h, h + 1), n)
@@ -224,10 +221,8 @@ class LossDistribution:
 
 def _rounding(fading: np.ndarray, count: int) -> float:
     """How far rounding can have moved any sum of entries of the inverse of a transform of `count`
-    losses; `fading` is the modulus of that of one loss less.
-
-    A coefficient of a transform is off by a few ulp, and of its t-th power by t times that;
-    Parseval and Cauchy-Schwarz bound any sum of the entries.
+    losses; `fading` is the modulus of that of one loss less. A coefficient of a transform is off by
+    a few ulp, of its t-th power by t times that; Parseval and Cauchy-Schwarz bound the sum.
     """
     return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (fading @ fading))
 
@@ -240,33 +235,11 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
     return transform, np.minimum(np.abs(transform), 1.0)
 
 
-def _recursion(steps: int) -> Recursion:
-    """y_k = decay y_(k-1) + gain x_k as a function of x, gain and decay, by the same operations in
-    the same order: scipy's where it is imported (0.6 s), or for many `steps`, else Python's.
-    """
-    if steps < _SHORT and "scipy.signal" not in sys.modules:
-        return _plain_recursion
-    from scipy.signal import lfilter
-
-    return lambda values, gain, decay: lfilter([gain], [1.0, -decay], values)
-
-
-def _plain_recursion(values: np.ndarray, gain: float, decay: float) -> np.ndarray:
-    last = 0.0
-    sums = []
-    for value in (values * gain).tolist():
-        last = value + decay * last
-        sums.append(last)
-    return np.array(sums)
-
-
 def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
     """What sums of losses are above (`sign` 1) or below (-1; both as a size) with probability at
-    most e^-surprise, by the best of some orders, for all numbers of rounds.
-
-    The bound (n K(order) + surprise) / order, K convex, first falls and then rises with the order,
-    and more rounds are served best by a smaller one. So all orders are tried from the best for the
-    most rounds to the best for the fewest.
+    most e^-surprise, for all numbers of rounds, by the best of some orders. The bound (n K(order) +
+    surprise) / order, K convex, first falls and then rises with the order, and more rounds are
+    served best by a smaller one: orders are tried from the best for most to that for fewest rounds.
     """
 
     @cache
@@ -275,12 +248,11 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
         exponent = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
         return np.asarray((exponent + surprise) / order)
 
-    def best(place: int) -> int:
-        """For one of the numbers of rounds."""
-        rising = range(len(orders) - 1)
-        return bisect_left(rising, True, key=lambda i: bool(bound(i)[place] <= bound(i + 1)[place]))
-
-    first, last = sorted((best(-1), best(0)))
+    rising = range(len(orders) - 1)
+    first, last = sorted(
+        bisect_left(rising, True, key=lambda i: bool(bound(i)[place] <= bound(i + 1)[place]))
+        for place in (-1, 0)
+    )
     return np.min([bound(i) for i in range(first, last + 1)], axis=0)
 
 
@@ -301,9 +273,8 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 def discretise(up: Curve, down: Curve) -> LossDistribution:
     """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P). The loss
-    -x has under P e^-x times the probability that the loss x has under Q in the reversed pair: both
-    sides of the grid come from curves at epsilon >= 0, exact to many digits, and the centre takes
-    what is left.
+    -x has under P e^-x times the probability that x has under Q in the reversed pair: both sides of
+    the grid come from curves at epsilon >= 0, and the centre takes what is left.
     """
     reach = max(_reach(up), _reach(down))
     step = reach / 4
@@ -351,12 +322,8 @@ def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
 
 def poisson_curves(q: float, mu: float) -> tuple[CurvePair, CurvePair]:
     """One round of the Poisson-sampled Gaussian, under add_remove or zero_out: the curves of
-    removing and of adding a client (or its contribution), delta(P, Q) and delta(Q, P) with
-    P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
-
-    Args:
-        q: the probability of a client, below 1.
-        mu: sensitivity / std of the sum, c/std.
+    removing and of adding a client of probability q < 1 (or its contribution), delta(P, Q) and
+    delta(Q, P) with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
@@ -367,9 +334,8 @@ def poisson_curves(q: float, mu: float) -> tuple[CurvePair, CurvePair]:
         # nothing is left once w < 0.
         weight = -np.expm1(np.minimum(epsilon + math.log1p(-q), 1.0))
         positive = np.maximum(weight, np.finfo(float).tiny)
-        return np.where(
-            weight > 0, positive * gaussian_delta(epsilon + math.log(q) - np.log(positive), mu), 0.0
-        )
+        inner = epsilon + math.log(q) - np.log(positive)
+        return np.where(weight > 0, positive * gaussian_delta(inner, mu), 0.0)
 
     return (removed, added), (added, removed)
 
@@ -379,12 +345,9 @@ def fixed_size_curve(q: float, mu: float) -> Curve:
 
         delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
 
-    It bounds both directions of every neighbouring pair ([2] Theorem 9), and is the curve of a
-    dominating pair, so that it composes ([4]; docs/proofs.md).
-
-    Args:
-        q: the fraction that the subset is of the population.
-        mu: sensitivity / std of the sum, 2c/std.
+    with q the fraction that the subset is of the population. It bounds both directions of every
+    neighbouring pair ([2] Theorem 9), and is the curve of a dominating pair, so that it composes
+    ([4]; docs/proofs.md).
     """
     return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
 
@@ -400,9 +363,8 @@ def and_gaussian(
     pairs: Sequence[CurvePair], every: int, other: float
 ) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
     """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
-    on the grid that suits the composition of one of the latter with `every` of the former.
-
-    On a step h far above the std s of the former, their variance grows from s^2 to about
+    on the grid that suits the composition of one of the latter with `every` of the former. On a
+    step h far above the std s of the former, their variance grows from s^2 to about
     h s sqrt(2 / pi); h keeps that below 1e-4 of the whole.
     """
 
@@ -413,10 +375,8 @@ def and_gaussian(
     loss = discretise(up, down)
     reach = _reach(gaussian)
     s = loss.std()
-    suits = min(
-        other / _STEPS_PER_STD,
-        1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi)),
-    )
+    growth = 1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi))
+    suits = min(other / _STEPS_PER_STD, growth)
     step = max(loss.step, suits, reach / _MOST_POINTS)
     also = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
     if step == loss.step:
@@ -428,12 +388,8 @@ def and_gaussian(
 
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
-    for the likeliest client, which holds for all (docs/proofs.md).
-
-    Args:
-        p_max: the largest probability of any client at one draw.
-        draws: of a round.
-        mu: sensitivity / std of the sum, 2c/std, for a client drawn once.
+    for the likeliest client, of probability `p_max` at one draw, which holds for all
+    (docs/proofs.md); `mu` is for a client drawn once.
     """
     chance, times, chances, rest = _draws_of_one(p_max, draws)
 

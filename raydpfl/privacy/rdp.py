@@ -6,13 +6,11 @@ orders at once.
 >>> epsilons(one_step, delta=1e-2, counts=[1, 300]).round(3)  # the exact epsilon is 0.3
 array([0.028, 0.789])
 
-dp-accounting has the same bound ([1] Theorem 27), order by order in Python: 60 ms a mechanism,
-where clients with budgets need a search each. The moments in the bound depend on mu alone; here
-they are integrals of positive functions, which lose nothing to cancellation.
+dp-accounting has the same bound ([1] Theorem 27), order by order in Python: 60 ms a mechanism. The
+moments in it are integrals of positive functions here, which lose nothing to cancellation.
 
 [1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments
 accountant. AISTATS 2019.
-
 [2] Canonne, Kamath, Steinke. The discrete Gaussian for differential privacy. NeurIPS 2020.
 Proposition 12.
 """
@@ -49,11 +47,10 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
     # times the moment, an odd one bounded by its neighbours.
     simple = math.log(2) + i * (i - 1) * (mu * mu / 2)
     even = _even_moments(mu)
+    exact = i[2 : _EXACT + 1]
     least = simple.copy()
-    least[2 : _EXACT + 1] = np.minimum(
-        simple[2 : _EXACT + 1],
-        math.log(4) + (even[i[2 : _EXACT + 1] // 2] + even[(i[2 : _EXACT + 1] + 1) // 2]) / 2,
-    )
+    neighbours = (even[exact // 2] + even[(exact + 1) // 2]) / 2
+    least[exact] = np.minimum(simple[exact], math.log(4) + neighbours)
     simple[2] = least[2]
     terms = np.where(_WHOLE[:, None] <= _EXACT, least, simple) + i * math.log(q) + _log_binomials()
     terms[:, 0] = 0.0
@@ -88,19 +85,13 @@ def _even_moments(mu: float) -> np.ndarray:
     x = low + (high - low) * np.linspace(0, 1, _POINTS)
     loss = mu * x - mu * mu / 2
     with np.errstate(divide="ignore"):
-        size = np.where(
-            loss > 1,
-            loss + np.log1p(-np.exp(-np.maximum(loss, 1))),
-            np.log(np.abs(np.expm1(np.minimum(loss, 1)))),
-        )
+        small = np.log(np.abs(np.expm1(np.minimum(loss, 1))))
+        size = np.where(loss > 1, loss + np.log1p(-np.exp(-np.maximum(loss, 1))), small)
         logs = i * np.where(i > 0, size, 0.0) - x * x / 2
     top = logs.max(axis=1)
     step = (high - low)[:, 0] / (_POINTS - 1)
-    return (
-        top
-        + np.log(np.exp(logs - top[:, None]).sum(axis=1))
-        + np.log(step / math.sqrt(2 * math.pi))
-    )
+    sums = np.log(np.exp(logs - top[:, None]).sum(axis=1))
+    return top + sums + np.log(step / math.sqrt(2 * math.pi))
 
 
 @lru_cache

@@ -26,7 +26,7 @@ from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, named, resolved
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
-from raydpfl.privacy.guarantee import BATCHES, SHARES, Guarantee, Observer, Scope, column
+from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
 from raydpfl.privacy.mechanism import Mechanism, Release
@@ -37,45 +37,7 @@ _GROUPS = 32  # different numbers of surveys in a curve
 _MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 
-class ReleaseReport:
-    """Base of the reports."""
-
-    def curves(
-        self,
-        draws: Sequence[ArrayLike] | None,
-        rounds: np.ndarray,
-        surveys: np.ndarray | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Epsilon after every round, by every accountant: float64 [T], of any client, or of the
-        sample that has spent most.
-
-        Args:
-            draws: for every release its clients, int64, a client drawn twice listed twice; needed
-                for a release that counts draws, or is `unproved`. The last of them are those of the
-                `rounds`.
-            rounds: int64 [T], the number of releases composed after a round.
-            surveys: int64 [T], how often all clients were asked until then; None: never.
-        """
-        raise NotImplementedError
-
-    def guarantees(
-        self, participations: Participations | None, rounds: int, surveys: int = 0
-    ) -> list[Guarantee]:
-        """What holds after `rounds` releases and so many `surveys`, by every accountant and against
-        every observer that differs. `participations` is how often clients were drawn, by id or
-        int64 [N]; None: unknown.
-        """
-        raise NotImplementedError
-
-    def warnings(self, participations: Participations) -> tuple[str, ...]:
-        """What a reader should know of single clients, in words."""
-        return ()
-
-    def check_claims(self, participations: Participations) -> None:
-        """Raises `BudgetError` where some client was promised more than holds."""
-
-
-class SumsReport(ReleaseReport):
+class SumsReport:
     """Of sums over cohorts. What an accountant does not cover has infinite epsilons."""
 
     def __init__(self, mechanism: Mechanism, accountants: Sequence[str], terms: Terms):
@@ -89,10 +51,16 @@ class SumsReport(ReleaseReport):
         rounds: np.ndarray,
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """See `ReleaseReport.curves`. Of many surveys an epsilon may count some before they are
-        released, never too few. Where the mechanism is `unproved`, a rigorous accountant's epsilons
-        are those against the first observer against whom there is a proof; without `draws` a client
-        may be in every round.
+        """Epsilon of any client after every round, by every accountant: float64 [T]. Of many
+        surveys an epsilon may count some before they are released, never too few.
+
+        Args:
+            draws: for every release its clients, int64, a client drawn twice listed twice. They are
+                read where the mechanism is `unproved`, and a rigorous accountant's epsilons are
+                those against the first observer against whom there is a proof; None: a client may
+                be in every round. The last of them are those of the `rounds`.
+            rounds: int64 [T], the number of releases composed after a round.
+            surveys: int64 [T], how often all clients were asked until then; None: never.
         """
         curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
         asked = _in_groups(np.zeros(len(rounds), int) if surveys is None else surveys)
@@ -100,11 +68,9 @@ class SumsReport(ReleaseReport):
         proved = self._proved(draws, rounds) if self.mechanism.unproved else released
         for name in self.accountants:
             counted = proved if accounting.rigorous([name]) else released
-            if counted is None:
+            if counted is None or accounting.covers(name, counted[0], counted[2].relation):
                 continue
             mechanism, counts, terms = counted
-            if accounting.covers(name, mechanism, terms.relation):
-                continue
             for times in np.unique(asked).tolist():
                 group = asked == times
                 curves[name][group] = _curve(mechanism.asking(times), name, counts[group], terms)
@@ -137,21 +103,24 @@ class SumsReport(ReleaseReport):
     def guarantees(
         self, participations: Participations | None, rounds: int, surveys: int = 0
     ) -> list[Guarantee]:
+        """What holds after `rounds` releases and so many `surveys`, by every accountant and against
+        every observer that differs. `participations` is how often clients were drawn, by id or
+        int64 [N]; None: unknown.
+        """
         most = None
         if isinstance(participations, Mapping):
             most = max(participations.values(), default=0)
         elif participations is not None:
             most = int(np.max(participations, initial=0))
-        terms = self.terms
-        return accounting.guarantees(
-            self.mechanism.asking(surveys),
-            terms.relation,
-            terms.delta,
-            rounds,
-            self.accountants,
-            most,
-            terms.v,
-        )
+        relation, delta, v = self.terms.relation, self.terms.delta, self.terms.v
+        mechanism = self.mechanism.asking(surveys)
+        return accounting.guarantees(mechanism, relation, delta, rounds, self.accountants, most, v)
+
+    def warnings(self, participations: Participations) -> tuple[str, ...]:
+        return ()
+
+    def check_claims(self, participations: Participations) -> None:
+        """Nothing was promised to single clients."""
 
 
 def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Terms) -> np.ndarray:
@@ -175,10 +144,9 @@ def _in_groups(surveys: np.ndarray) -> np.ndarray:
     return np.minimum(-(-surveys // step) * step, most)
 
 
-class LocalStepsReport(ReleaseReport):
+class LocalStepsReport:
     """Of noise at local steps, client by client. Among the accountants `paper` stands for
-    `FORMULAS`. Clients that are alike are accounted for once; one composition serves all numbers of
-    rounds.
+    `FORMULAS`. Clients that are alike are accounted for once.
     """
 
     def __init__(self, release: LocalSteps, accountants: Sequence[str]):
@@ -243,9 +211,10 @@ class LocalStepsReport(ReleaseReport):
         rounds: np.ndarray | None = None,
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """The largest epsilon of any client's samples after every round, public clients left out;
-        the last is the largest of `epsilons`, to the bit. Without `rounds` there is one for every
-        item of `draws`.
+        """The largest epsilon of any client's samples after every round, by every accountant:
+        float64 [T], public clients left out; the last is the largest of `epsilons`, to the bit. The
+        arguments are those of `SumsReport.curves`; without `rounds` there is one for every item of
+        `draws`, which are needed.
         """
         assert draws is not None
         releases = [np.unique(np.asarray(draw, np.int64), return_counts=True) for draw in draws]
@@ -258,10 +227,8 @@ class LocalStepsReport(ReleaseReport):
     def _worst(
         self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon of any client after every release, float64 [releases].
-
-        `releases` are pairs (clients, how often they are drawn); `finals` int64 [N] is how often
-        clients are drawn in all.
+        """The largest epsilon of any client after every release, float64 [releases]: pairs
+        (clients, how often they are drawn), which `finals` int64 [N] sums up.
         """
         most = np.where(self._covered(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
@@ -285,9 +252,10 @@ class LocalStepsReport(ReleaseReport):
     def guarantees(
         self, participations: Participations | None, rounds: int | None = None, surveys: int = 0
     ) -> list[Guarantee]:
-        """What holds for the client that has spent most, by every accountant; its id and the
-        quantiles over clients are in `sampling`. A formula has the conditions that fail for that
-        client. Public clients are exclusions; if only they take part, epsilon is infinite.
+        """What holds for the client that has spent most in these `participations`, by every
+        accountant; its id and the quantiles over clients are in `sampling`. A formula has the
+        conditions that fail for it. Public clients are exclusions; if only they take part, epsilon
+        is infinite.
         """
         assert participations is not None
         counts, exposed = self._exposed(participations)
@@ -462,26 +430,21 @@ def scope_of(release: LocalSteps, k: int, count: int, spent: Sequence[float] = (
     """What a guarantee of client k relies on after `count` participations. `spent` are the epsilons
     of all clients that took part, of which client k spent most; empty: unknown.
     """
+    scope = Scope.of_batches(release.batch_sampling(k))
+    words = scope.words
     batch, samples = int(release.batches[k]), int(release.samples[k])
-    hidden = bool(release.amplified[k])
-    if hidden:
-        batches = f"fixed size {batch} of {samples}, batch hidden"
-    elif batch == samples:
-        batches = f"all {samples}"
-    else:
+    if not scope.knows and batch < samples:
         gaussians = int(release.compositions[k]) * count
-        batches = f"{batch} of {samples} in shuffled epochs, order known, {gaussians} Gaussians "
-        batches += "without amplification"
-    words = f"batches: {batches}; client {k}, {int(release.client_steps[k]) * count} steps in "
-    words += f"{count} participations"
+        words = f"batches: {batch} of {samples} in shuffled epochs, order known, {gaussians} "
+        words += "Gaussians without amplification"
+    steps = int(release.client_steps[k]) * count
+    words += f"; client {k}, {steps} steps in {count} participations"
     if release.side_query:
         words += f", the {release.side_query.name} released at each"
     if len(spent) > 1:
         values = ", ".join(f"{value:.4g}" for value in _quantiles(spent))
         words += f", the worst of {len(spent)} whose epsilons have quartiles {values}"
-    if not hidden:
-        return Scope(words, client=k)
-    return Scope(words, "batch hidden", BATCHES, client=k)
+    return Scope(words, scope.knows, client=k)
 
 
 def _public_words(count: int) -> tuple[str, ...]:
@@ -489,12 +452,15 @@ def _public_words(count: int) -> tuple[str, ...]:
     return (words,) if count else ()
 
 
+ReleaseReport = SumsReport | LocalStepsReport
+
+
 def report_of(
     release: Release,
     accountants: Sequence[str] = ("pld", "rdp", "paper"),
     terms: Terms | None = None,
 ) -> ReleaseReport:
-    """The report of a release.
+    """The `ReleaseReport` of a release.
 
     Args:
         release: noise on the sums of rounds, or noise at local steps.

@@ -1,5 +1,4 @@
-"""Roots from the safe side: an epsilon, a noise or a number of rounds that is enough, and hardly
-more.
+"""Roots from the safe side: an epsilon, a noise or a number of rounds that is enough, hardly more.
 
 >>> safe_end(lambda x: 2.0 - x * x, 0.0, 2.0, xtol=1e-9) ** 2 >= 2.0
 True
@@ -9,8 +8,7 @@ array([1.41421356, 1.73205081, 3.        ])
 12
 
 Noise depends on `halved`, `narrowed` and `near_guess`, which must not change by a bit: the key of a
-run's noise is a digest of its std. The latter two need few evaluations of a costly function: they
-go a little past the root, which closes the bracket from that side.
+run's noise is a digest of its std. The latter two are for costly functions.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import numpy as np
 _TINY = float(np.finfo(np.float64).tiny)
 _LEAST = 4 * float(np.finfo(np.float64).eps)  # the relative tolerance below which scipy will not go
 _TURNS = 200  # after which a search gives up
+Point = tuple[float, float]  # (x, excess)
 
 
 def safe_end(
@@ -65,15 +64,10 @@ def halved(
     return high
 
 
-def narrowed(
-    excess: Callable[[float], float],
-    low: tuple[float, float],
-    high: tuple[float, float],
-    xtol: float,
-) -> float:
-    """A safe point next to the root of a costly, falling function, which is at most 0 where x is
-    safe: the upper end of a bracket at most `xtol` wide. `low` and `high` are (x, excess) at the
-    unsafe and at the safe end.
+def narrowed(excess: Callable[[float], float], low: Point, high: Point, xtol: float) -> float:
+    """A safe point next to the root of a falling function, which is at most 0 where x is safe: the
+    upper end of a bracket at most `xtol` wide. `low` and `high` are (x, excess) at the unsafe and
+    at the safe end.
     """
     for turn in range(_TURNS):
         width = high[0] - low[0]
@@ -95,12 +89,11 @@ def narrowed(
 def near_guess(
     excess: Callable[[float], float], x: float, slope: float, xtol: float
 ) -> float | None:
-    """A safe point next to the root of a costly, falling function whose root is about x, where it
-    has this slope: an x with excess at most 0, and above 0 at `xtol` below; None if there is no
-    root.
+    """A safe point next to the root of a falling function whose root is about x, where it has this
+    slope: an x with excess at most 0, and above 0 at `xtol` below; None if there is no root.
     """
-    low: tuple[float, float] | None = None  # (x, excess), too little
-    high: tuple[float, float] | None = None  # and enough
+    low: Point | None = None  # too little
+    high: Point | None = None  # and enough
     x += xtol / 4
     for turn in range(_TURNS):
         value = excess(x)
@@ -110,7 +103,8 @@ def near_guess(
             high = (x, value)
         if high and low:
             slope = (high[1] - low[1]) / (high[0] - low[0])
-        if high and _close(low, high, slope, xtol):
+        # the root is within xtol below `high`, as the slope says or as the bracket shows
+        if high and (high[1] >= xtol / 2 * slope or (low and high[0] - low[0] <= xtol)):
             return high[0]
         if low is None or high is None:
             x -= min(max(value / slope, -1.0), 1.0) - xtol / 4
@@ -122,20 +116,9 @@ def near_guess(
     return None
 
 
-def _close(
-    low: tuple[float, float] | None, high: tuple[float, float], slope: float, xtol: float
-) -> bool:
-    """Whether the root is within `xtol` below `high`, as its slope says or as the bracket shows."""
-    if high[1] >= xtol / 2 * slope:
-        return True
-    return low is not None and high[0] - low[0] <= xtol
-
-
 def last(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n from 1 to `most` that fits; 0 if 1 does not.
-
-    If n fits, so do all smaller numbers. Small numbers are tried first, as large ones may cost
-    more.
+    """The largest n from 1 to `most` that fits, as do all smaller numbers then; 0 if 1 does not.
+    Small numbers are tried first, as large ones may cost more.
     """
     low = 0
     high = 1

@@ -182,15 +182,19 @@ def test_a_guarantee_is_made_of_facts_and_what_is_read_back_has_their_words_alon
         Observer.AGGREGATES,
         Observer.UPDATES,
     ]
-    assert hidden.sampling.secret and not known.sampling.secret and not seen.sampling.secret
+    assert [one.sampling.knows for one in (hidden, known, seen)] == [
+        "cohort hidden",
+        "cohort known",
+        "cohort known",
+    ]
     assert hidden.sampling.participations is None
     assert known.sampling.participations == Participations(most=7, gaussians=7, rounds=100)
     read = Guarantee.from_dict(hidden.to_dict())
     assert read == hidden and read.sampling == Scope("fixed size 80 of 1920, cohort hidden")
-    assert not read.sampling.secret and read.observer is Observer.AGGREGATES
-    assert Scope.of_batches(run.sampling).secret != hidden.sampling.secret
-    full = Scope.of_cohorts(Sampling("full", 80, 80))
-    assert full.knows == "" == full.secret
+    assert read.sampling.participations is None and read.observer is Observer.AGGREGATES
+    assert "not who was in the cohorts" in read.detection() == hidden.detection()
+    assert Scope.of_batches(run.sampling).knows == "batch hidden"
+    assert Scope.of_cohorts(Sampling("full", 80, 80)).knows == ""
 
 
 class Halves(SamplingScheme):

@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 
-def _listed() -> dict[str, Accountant]:
-    """In the order of messages and tables: rigorous ones first, formulas last."""
-    members = [cls() for cls in family(__name__, Accountant, name="name").values()]
-    members.sort(key=lambda member: (not member.rigorous, isinstance(member, Formula)))
-    return {member.name: member for member in members}
-
-
-ACCOUNTANTS: dict[str, Accountant] = _listed()
+# In the order of messages and tables: rigorous ones first, formulas last.
+ACCOUNTANTS: dict[str, Accountant] = {
+    cls.name: cls()
+    for cls in sorted(
+        family(__name__, Accountant, name="name").values(),
+        key=lambda cls: (not cls.rigorous, issubclass(cls, Formula)),
+    )
+}
 FORMULAS: dict[str, Formula] = {
     name: member for name, member in ACCOUNTANTS.items() if isinstance(member, Formula)
 }
@@ -53,10 +53,8 @@ FALLBACK = ("rdp", "pld")
 
 
 def named(name: str) -> Accountant:
-    """The accountant of a name that a config may have: one of `ASKED`, or an import path.
-
-    Raises:
-        ConfigError: there is none, or its class lacks what its base leaves to it.
+    """The accountant of a name that a config may have: one of `ASKED`, or an import path. Raises
+    `ConfigError` if there is none, or its class lacks what its base leaves to it.
     """
     if name in ASKED:
         return ACCOUNTANTS[name]
@@ -71,11 +69,9 @@ def _user_defined(path: str) -> Accountant:
     cls = load(path, "accountant")
     fits = isinstance(cls, type) and issubclass(cls, Accountant) and not issubclass(cls, Formula)
     if not fits or cls is Accountant:
-        raise ConfigError(
-            "accountant", path, "a subclass of raydpfl.privacy.accountants.Accountant"
-        )
-    whole = cls.epsilons is not Accountant.epsilons and cls.delta is not Accountant.delta
-    if not whole:
+        expected = "a subclass of raydpfl.privacy.accountants.Accountant"
+        raise ConfigError("accountant", path, expected)
+    if cls.epsilons is Accountant.epsilons or cls.delta is Accountant.delta:
         with renamed(lambda _: "accountant"):
             user_classes.complete(cls, "", path)
     return type(cls.__name__, (_Checked, cls), {"name": path, "__module__": cls.__module__})()
@@ -113,8 +109,5 @@ def resolved(asked: Iterable[str], unit: Unit) -> tuple[str, ...]:
     >>> resolved(("pld", "paper"), "sample")
     ('pld', 'Chen 2024 tCDP', 'Chen 2024 Theorem 5', 'Xu 2026')
     """
-    if unit != "sample":
-        return tuple(asked)
-    return tuple(
-        accountant for name in asked for accountant in (FORMULAS if name == "paper" else (name,))
-    )
+    formulas = tuple(FORMULAS) if unit == "sample" else ("paper",)
+    return tuple(each for name in asked for each in (formulas if name == "paper" else (name,)))

@@ -15,12 +15,10 @@ NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accoun
 
 
 class Accountant:
-    """Base of the accountants.
-
-    A member gives `name`, and `curve` and `delta_of` for the events that it covers. One that is no
-    composition of events gives `epsilons` and `delta` for mechanisms instead. A rigorous member
-    names in `needs` the method of a sampling scheme that it accounts for a secret cohort by
-    (`SamplingScheme.curves` or `SamplingScheme.renyi`).
+    """Base of the accountants. A member gives `name`, and `curve` and `delta_of` for the events
+    that it covers; or, if it is no composition of events, `epsilons` and `delta` for mechanisms. A
+    rigorous one names in `needs` the method of a sampling scheme that it accounts for a secret
+    cohort by (`SamplingScheme.curves` or `SamplingScheme.renyi`).
 
     >>> from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
     >>> class Exact(Accountant):
@@ -43,8 +41,8 @@ class Accountant:
     needs: ClassVar[str] = ""
 
     def covers(self, mechanism: Mechanism, relation: Relation) -> str | None:
-        """Why it does not cover the mechanism under the relation, and the nearest combination that
-        is covered, in words; None: it covers it.
+        """Why it does not cover the mechanism under the relation, and the nearest that is covered,
+        in words; None: it covers it.
         """
         sampling = mechanism.sampling
         scheme = sampling.scheme

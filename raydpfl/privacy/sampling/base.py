@@ -29,13 +29,10 @@ class Sampling:
             - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
             - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
               a client takes part in count, and the mechanism's `rounds` is their number.
-        population: clients (or samples) to draw from.
-        cohort: how many take part; the expected number under `poisson`.
+        population, cohort: clients (or samples) to draw from, and how many take part; the expected
+            number under `poisson`. `ConfigError` if the scheme cannot have these.
         p_max: the largest probability of any client at one draw; None: draws are uniform.
         rule: in words, how the population or a public cohort came about. It is public too.
-
-    Raises:
-        ConfigError: the scheme cannot have these numbers.
     """
 
     kind: str | SamplingScheme
@@ -124,10 +121,6 @@ class SamplingScheme:
     A member gives `kind` and `words`. Where a cohort is a secret it also gives `refuses`, and
     `curves` (for pld) or `renyi` (for rdp). The other defaults are those of a cohort of fixed size
     without replacement, all subsets equally likely.
-
-    If a scheme draws `any_subset`, a run checks how many clients two consecutive cohorts share
-    against independent uniform draws. A scheme that draws clients in groups answers False to that
-    and to `as_in_the_papers`.
     """
 
     kind: ClassVar[str] = ""
@@ -164,8 +157,8 @@ class SamplingScheme:
         return sampling.cohort
 
     def coins(self, sampling: Sampling) -> float | None:
-        """The probability with which a client takes part, independently of the others; the size of
-        a cohort is then a secret too. None where clients are not independent.
+        """The probability with which a client takes part, independently of the others, so that the
+        size of a cohort is a secret too; None where clients are not independent.
         """
         return None
 
@@ -174,8 +167,8 @@ class SamplingScheme:
         return False
 
     def any_subset(self, sampling: Sampling) -> bool:
-        """Whether, for its size, a cohort is a uniform subset, independent of other rounds. The
-        draws of a run are then checked for that.
+        """Whether, for its size, a cohort is a uniform subset, independent of other rounds: a run
+        then checks how many clients two consecutive cohorts share. False for draws in groups.
         """
         return self.as_in_the_papers(sampling)
 
@@ -200,22 +193,17 @@ class SamplingScheme:
         return None
 
     def curves(self, sampling: Sampling, mu: float) -> tuple[CurvePair, ...]:
-        """The privacy curves delta(epsilon), at epsilon >= 0, of one round, for pld (those of
-        `raydpfl.privacy.pld`, or any other); without this method pld does not cover the scheme.
-
-        Args:
-            sampling: population and cohort.
-            mu: sensitivity / std of the Gaussian sum.
-
-        Returns:
-            For all directions that can differ (one under replace_one, which is symmetric; two where
-            a client is removed or added) its curve, and that of the opposite direction.
+        """The privacy curves delta(epsilon), at epsilon >= 0, of one round (those of
+        `raydpfl.privacy.pld`, or any other): for all directions that can differ (one under
+        replace_one, which is symmetric; two where a client is removed or added) its curve, and that
+        of the opposite direction. `mu` is sensitivity / std of the Gaussian sum. Without this
+        method pld does not cover the scheme.
         """
         raise NotImplementedError
 
     def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
-        """Renyi divergences of that round at `raydpfl.privacy.rdp.ORDERS`, float64 [orders], for
-        rdp; without this method rdp does not cover the scheme.
+        """Renyi divergences of that round at `raydpfl.privacy.rdp.ORDERS`, float64 [orders];
+        without this method rdp does not cover the scheme.
         """
         raise NotImplementedError
 
