@@ -1,16 +1,7 @@
 """Members of families: the choices that make an algorithm, each a section of the config.
 
 A family is a dictionary of the members in its package (`family`). A user-defined member is a class
-with the same base, named by import path:
-
->>> class Scale(Member):
-...     kind: str = "scale"
-...     bound: float = 1.0
->>> choose("bounding", {"kind": "scale", "bound": 2}, {"scale": Scale}, Member)
-Scale(kind='scale', bound=2.0)
->>> choose("bounding", {"kind": "scale", "bond": 2}, {"scale": Scale}, Member)  # doctest: +ELLIPSIS
-Traceback (most recent call last):
-raydpfl.errors.ConfigError: bounding.bond = 2: expected one of the keys ...; nearest: bound
+with the same base, named by import path.
 """
 
 from __future__ import annotations

@@ -1,16 +1,6 @@
 """Checks of user-defined classes: methods and constants that are those of the base, used as it uses
-them, and no name that was probably meant to be one of them.
-
->>> class Base:
-...     def factor(self, norm): ...
->>> class Mine(Base):
-...     def factors(self, norm): return 1.0
->>> Base.__module__, Mine.__module__ = "raydpfl.example", "mine"
->>> check(Mine, Base, "a", "m:A")
-Traceback (most recent call last):
-raydpfl.errors.ConfigError: a.kind = 'm:A': expected a class without factors; nearest: factor
-
-Names with an underscore, fields, validators and inner classes are not checked.
+them, and no name that was probably meant to be one of them. Names with an underscore, fields,
+validators and inner classes are not checked.
 """
 
 from __future__ import annotations

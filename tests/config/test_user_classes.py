@@ -18,16 +18,9 @@ from raydpfl.experiment import SECTIONS
 from raydpfl.simulation.resolution import resolve
 
 FAMILIES = {name: (spec.family, spec.base) for name, spec in SECTIONS.items() if spec.family}
-REQUIRED = {
-    "a": [1.0], "b": [1.0], "bands": 2, "bound": 1.0, "clients": 3, "cohort": 1, "epsilon": 1.0,
-    "components": [{"weight": 1, "mean": 1, "std": 1}], "k": 3, "path": "p", "per_client": 2,
-    "period": 2, "pool": 2, "psi": 1.0, "s": 3.0, "train": "t", "window": 1,
-}  # fmt: skip
-ALSO = {
-    "gaussian": {"multiplier": 1.0},
-    "banded_gaussian": {"multiplier": 1.0},
-    "importance": {"power": 1.0},
-}
+
+REQUIRED = {"path": "p", "train": "t", "epsilon": 1.0, "clients": 3, "a": [1.0], "b": [1.0]}
+REQUIRED["components"] = [{"weight": 1, "mean": 1, "std": 1}]
 
 
 @pytest.fixture
@@ -57,18 +50,16 @@ def test_every_member_that_comes_along_can_be_subclassed(section, monkeypatch):
     family, base = FAMILIES[section]
     module = types.ModuleType("subclasses")
     monkeypatch.setitem(sys.modules, "subclasses", module)
-    for kind, cls in family.items():
+    for cls in family.values():
         own = type(f"My{cls.__name__}", (cls,), {"__module__": "subclasses"})
         setattr(module, own.__name__, own)
-        fields = {
-            name: REQUIRED[name] for name, field in cls.model_fields.items() if field.is_required()
-        } | ALSO.get(kind, {})
+        required = [name for name, field in cls.model_fields.items() if field.is_required()]
+        fields = {name: REQUIRED.get(name) for name in required} | next(iter(cls.examples), {})
         found = choose(section, {"kind": f"subclasses:My{cls.__name__}", **fields}, family, base)
         assert type(found) is own and found.kind == f"subclasses:My{cls.__name__}"
         assert choose(section, found.model_dump(mode="json"), family, base) == found
-        assert (
-            choose(section, own(**fields), family, base) == found
-        )  # made in Python, it is named as a config would
+        # made in Python, it is named as a config would
+        assert choose(section, own(**fields), family, base) == found
 
 
 def test_a_subclass_of_a_built_in_computes_what_it_computes(tmp_path, mine):

@@ -1,20 +1,10 @@
 """How often to draw each client when budgets differ: 003 sec. V, Problem 1 (PRIVACY.md sec. 6).
 
 Let p^u be the unbiased probabilities and c_k the cost of drawing client k, a scale times the
-variance of its noise (003: c_k = eta D V_k, V_k =
-`raydpfl.privacy.budget_variance`). The selection probabilities p minimise over the
-simplex
+variance of its noise (003: c_k = eta D V_k, V_k = `raydpfl.privacy.budget_variance`). The selection
+probabilities p minimise over the simplex
 
     f(p) = D + F,   D = ||p - p^u||_1,   F = sqrt(D^2 + sum_k c_k p_k^2).
-
->>> unbiased, cost = np.array([0.5, 0.5]), np.array([64.0, 1.0])
->>> solution = solve(unbiased, cost)
->>> print(np.round(solution.probabilities, 6), np.round(solution.levels, 6))
-[0.084312 0.915688] [0.915688 5.395968]
->>> print(round(solution.objective, 6), round(solution.moved, 6))
-2.24014 0.415688
->>> kkt_residual(solution.probabilities, unbiased, cost) < 1e-14
-True
 
 *Derivation.* f is convex. Where F > 0, F times a subgradient is s_k f + c_k p_k, with s_k in the
 subdifferential of |p_k - p^u_k|. So p is optimal iff some nu equals that wherever p_k > 0, and is
@@ -207,13 +197,10 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     """The probabilities by CVXPY and CLARABEL, float64 [N]: the reference that `solve` is tested
     against. Raises `ConfigError` as `solve` does, and `cvxpy.SolverError`.
 
-    As a second-order cone program at tolerance 1e-10, Problem 1 gives f to 1e-9 but p only to 1e-5,
-    since f is flat. So p is polished. With
-
-        F = min over t > 0 of t / 2 + (D^2 + sum c p^2) / (2 t),
-
-    a fixed t leaves a quadratic program that is not flat. Four of these at 1e-12, each with the
-    last value of t, give p to 1e-7 (1e-5 with public clients).
+    As a second-order cone program, Problem 1 gives p only to 1e-5, since f is flat. So p is
+    polished: with F = min over t > 0 of t / 2 + (D^2 + sum c p^2) / (2 t), a fixed t leaves a
+    quadratic program that is not flat. Four of these, each with the last value of t, give p to 1e-7
+    (1e-5 with public clients).
 
     Args:
         unbiased, cost: as for `solve`; costs up to about 1e6.
