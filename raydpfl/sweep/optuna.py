@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,12 @@ import pyarrow.parquet as pq
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
 from raydpfl.sweep.results import epsilons
-from raydpfl.sweep.spaces import Interval, Space
+from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import SearchSetting, Trial, identity
 
 LONG = 60  # characters of a value that is no number
 log = logging.getLogger("raydpfl")
-Outcome = tuple[str, float | None]  # the state of a trial of Optuna, and its value
 
 
 def optuna(
@@ -89,9 +87,10 @@ def guided(
             else:
                 study.tell(proposal, sweep.sign * mean)
         proposal = study.ask(distributions)
-        values = {
-            key: _value(space, proposal.params[str(k)]) for k, (key, space) in enumerate(spaces)
-        }
+        values = {}
+        for k, (key, space) in enumerate(spaces):
+            drawn = proposal.params[str(k)]
+            values[key] = space.options[drawn] if isinstance(space, Options) else float(drawn)
         name = identity(values)
         if name not in settings:
             settings[name] = add(values)
@@ -106,10 +105,6 @@ def _distribution(space: Space) -> Any:
     if space.ordered:
         return kinds.IntDistribution(0, len(space.options) - 1)
     return kinds.CategoricalDistribution(range(len(space.options)))
-
-
-def _value(space: Space, drawn: Any) -> Any:
-    return float(drawn) if isinstance(space, Interval) else space.options[int(drawn)]
 
 
 class Dashboard:
@@ -136,7 +131,7 @@ class Dashboard:
         self.url = sweep.search.storage
         self._library = optuna("sweep.storage", self.url, "none")
         self._failed = False
-        self._shown: dict[str, Outcome] = {}  # by setting
+        self._shown: dict[str, str] = {}  # its outcome, by setting
         self._axes = {key: self._axis(space) for key, space in sweep.spaces.items()}
         # what a resumed sweep has in common with what it was
         self._mark = identity({"metric": sweep.search.metric, "keys": sorted(sweep.spaces)})
@@ -159,7 +154,7 @@ class Dashboard:
             raise ConfigError("sweep.storage", self.url, expected)
         for trial in self._study.get_trials(deepcopy=False):
             value = trial.value if trial.values else None
-            self._shown[trial.user_attrs.get("setting", "")] = trial.state.name, value
+            self._shown[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
 
     def _create(self) -> None:
         """An empty study."""
@@ -185,25 +180,25 @@ class Dashboard:
             log.warning("sweep.storage: %s; %s", _in_line(error), without)
 
     def _show(self, settings: dict[str, SearchSetting], over: bool) -> None:
-        done = {name: self._outcome(setting) for name, setting in settings.items() if setting.done}
-        others = any(not _same(done[name], self._shown[name]) for name in done.keys() & self._shown)
+        metric = self.sweep.search.metric
+        done = {}
+        for name, setting in settings.items():
+            if setting.done:
+                mean = setting.mean(metric)  # a scheduler's stop is called pruning
+                state = "FAIL" if mean is None else "COMPLETE" if setting.whole else "PRUNED"
+                done[name] = state, mean
+        others = any(_words(*done[name]) != self._shown[name] for name in done.keys() & self._shown)
         if others or (over and self._shown.keys() - settings.keys()):
             what = f"the study {self.name} in {self.url}"
             log.warning("%s does not match the sweep and is replaced", what)
             self._library.delete_study(study_name=self.name, storage=self._storage)
             self._create()
         for name in [name for name in done if name not in self._shown]:
-            self._study.add_trial(self._trial(name, settings[name], done[name]))
-            self._shown[name] = done[name]
+            self._study.add_trial(self._trial(name, settings[name], *done[name]))
+            self._shown[name] = _words(*done[name])
 
-    def _outcome(self, setting: SearchSetting) -> Outcome:
-        """Pruned, where a scheduler stopped it."""
-        mean = setting.mean(self.sweep.search.metric)
-        return "FAIL" if mean is None else "COMPLETE" if setting.whole else "PRUNED", mean
-
-    def _trial(self, name: str, setting: SearchSetting, outcome: Outcome) -> Any:
+    def _trial(self, name: str, setting: SearchSetting, state: str, value: float | None) -> Any:
         """A setting as a trial of Optuna."""
-        state, value = outcome
         facts: dict[str, Any] = {"setting": name, "seeds": [trial.seed for trial in setting.trials]}
         facts["directories"] = [f"trials/{trial.folder.name}" for trial in setting.trials]
         for trial in setting.trials:
@@ -239,10 +234,9 @@ def _text(value: Any) -> str:
     return text if len(text) <= LONG else f"{text[: LONG - 3]}..."
 
 
-def _same(one: Outcome, other: Outcome) -> bool:
-    if one[0] != other[0] or one[1] is None or other[1] is None:
-        return one == other
-    return math.isclose(one[1], other[1], rel_tol=1e-9)
+def _words(state: str, value: float | None) -> str:
+    """An outcome, to the digits that any database keeps."""
+    return state if value is None else f"{state} {value:.6g}"
 
 
 def _curve(trial: Trial, metric: str) -> dict[int, float]:

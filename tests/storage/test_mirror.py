@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
-from test_sweep import tree
+from test_sweep import settings_of, tree
 
 from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep
@@ -26,22 +27,13 @@ def swept(url, accuracies, rates=RATES, **more):
     """
     spaces = {"local": {"lr": {"grid": [*rates]}}, "bounding": {"bound": {"grid": [1.0, 2.0]}}}
     sweep = Sweep.from_dict(tree(**spaces, sweep={"storage": url, **more}))
-    settings = [sweep.setting(values) for values in sweep.listed()]
+    settings = settings_of(sweep, Path(url.removeprefix("sqlite:///")).parent / "out")
     for setting, accuracy in zip(settings, accuracies, strict=False):
-        sweep.add_trials(setting, sweep_folder(url))
         for trial in setting.trials:
             trial.status = "completed"
             spent = [{"accountant": "pld", "epsilon": 3.0}, {"accountant": "rdp", "epsilon": "inf"}]
             trial.summary = {"test_accuracy": accuracy, "guarantees": spent}
-    for setting in settings[len(accuracies) :]:
-        sweep.add_trials(setting, sweep_folder(url))
     return sweep, settings
-
-
-def sweep_folder(url):
-    from pathlib import Path
-
-    return Path(url.removeprefix("sqlite:///")).parent / "out"
 
 
 def study(url):
