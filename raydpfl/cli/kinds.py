@@ -20,6 +20,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from raydpfl import experiment
@@ -104,7 +105,7 @@ def of(name: str | None = None) -> list[KindReference]:
     """
     every = _every()
     if name is None:
-        return every
+        return [*every]
     matches = [kind for kind in every if name in (kind.family, kind.name)]
     matches = matches or [
         kind for kind in every if _ends(kind.family, name) or _ends(kind.name, name)
@@ -126,6 +127,7 @@ def _ends(full: str, name: str) -> bool:
     return full.endswith(f".{name}") or full.endswith(f".{name.removesuffix('s')}")
 
 
+@cache
 def _every() -> list[KindReference]:
     top = config_schema.section(experiment.Experiment)
     top["description"] = "What stands outside of all sections."
