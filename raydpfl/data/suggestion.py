@@ -1,17 +1,16 @@
 """A config that trains on given data files, suggested before anything runs.
 
-Names of columns decide first (`label`, `user`, `image`, ...), then their contents. Notes say what
-was guessed; a field of `data` replaces a guess, as in `data.y=price`.
+Names of columns decide first (`label`, `user`, ...), then their contents. Notes say what was
+guessed; a field of `data` replaces a guess, as in `data.y=price`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from raydpfl.config.registry import choose
 from raydpfl.data.columns import KINDS, READERS, Columns, is_list, is_text, labels, missing
@@ -26,7 +25,7 @@ USERS = (
     "client", "user", "author", "speaker", "who", "owner", "device", "subject", "patient",
     "person", "writer", "customer", "account", "hospital", "site",
 )  # fmt: skip
-ROW_NUMBERS = ("id", "index", "idx", "row", "row_id", "unnamed: 0", "")
+ROW_NUMBERS = ("id", "index", "idx", "row", "unnamed: 0", "")
 SPLITS = ("split", "set", "subset", "partition")
 # fields that say where a source is
 LOCATION = ("kind", "train", "test", "path", "client", "size", "channels")
@@ -54,47 +53,45 @@ class Suggestion:
     def __init__(self, files: list[str], given: Mapping[str, Any], root: Path | None = None):
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        self._root = root
-        self._keys = {**_source(files, root), **given}
-        location = {name: self._keys[name] for name in LOCATION if name in self._keys}
+        keys = {**_source(files, root), **given}
+        location = {name: keys[name] for name in LOCATION if name in keys}
         table = _parse(location).table(root)
         if table is not None:
-            fields = self._columns(table)
-            self._keys = {**({} if "kind" in fields else location), **fields, **given}
-        named = (f"{name}: {self._keys[name]}" for name in LOCATION[:4] if name in self._keys)
+            fields = self._columns(table, keys)
+            keys = {**({} if "kind" in fields else location), **fields, **given}
+        named = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
         self.notes.insert(0, f"data: {', '.join(named)}")
-        split = self._clients()
-        self._describe(split)
-        counts = _parse(self._keys).counted(root)
+        split = self._clients(keys, root)
+        counts = _parse(keys).counted(root)
         self.notes += [f"{name}: {count:,}" for name, count in counts.items()]
         self.notes.append(f"no noise; private for each client with {PRIVATE}")
         self.tree: dict[str, Any] = {
             "seed": 0,
             "rounds": 20,
-            "data": self._keys,
-            "model": _model(split, "tokenizer" in self._keys),
+            "data": keys,
+            "model": _model(split, "tokenizer" in keys),
             "selection": {"kind": "uniform", "cohort": min(10, len(split.sizes))},
             "local": {"kind": "sgd", "steps": 5, "batch": 10, "lr": self._rate(split)},
             "bounding": {"kind": "none"},
             "noise": {"kind": "none"},
         }
 
-    def _columns(self, table: Columns) -> dict[str, Any]:
-        """Which columns are inputs, targets and clients, as fields that are not at their
-        defaults.
-        """
-        keys = self._keys
+    def _columns(self, table: Columns, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Which columns are inputs, targets and clients, as fields."""
         _check_rows(table)
         self.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
         used = {name for key in ("x", "y", "client", "split_by") for name in _list(keys.get(key))}
         free = [name for name in table if name not in used]
-        client = keys.get("client") or _user(free)
-        y = keys.get("y") or _named(free, TARGETS)
+        plain = [name.lower().replace("_", "").replace(" ", "").removesuffix("id") for name in free]
+        client = keys.get("client") or _first(USERS, plain, free)
+        y = keys.get("y") or _first(TARGETS, [name.lower().strip() for name in free], free)
         texts = [name for name in free if name != client and is_text(table[name])]
         if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
             self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
             return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
-        split = keys.get("split_by") or _split_column(table, free)
+        split = keys.get("split_by") or _first(SPLITS, [name.lower() for name in free], free)
+        if split in free and not _says_parts(table[split]):
+            split = None
         free = [name for name in free if name not in (client, split)]
         if not y and free:
             y = free[-1]
@@ -103,9 +100,8 @@ class Suggestion:
         for name in targets:
             if name not in table:
                 raise missing("data.y", name or None, table)
-        free = [name for name in free if name not in targets]
         x = _list(keys.get("x")) or (texts[:1] if "tokenizer" in keys else [])
-        x = x or self._inputs(table, free, targets)
+        x = x or self._inputs(table, [name for name in free if name not in targets], targets)
         fields = {"x": x if len(x) > 1 else x[0], "y": y, "client": client, "split_by": split}
         fields |= {"task": keys["task"]} if "task" in keys else _task(table, targets, x)
         self.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
@@ -117,62 +113,52 @@ class Suggestion:
         return {name: value for name, value in fields.items() if value is not None}
 
     def _inputs(self, table: Columns, names: list[str], targets: list[str]) -> list[str]:
-        """The input columns: one of images, lists or arrays, or all of numbers. Raises
-        `ConfigError` where there is none.
-        """
+        """The input columns: one of images, lists or arrays, or all of numbers."""
         for name in names:
-            if is_list(table[name]) or _is_encoded(table[name]):
+            if is_list(table[name]) or "binary" in _type(table[name]):
                 return [name]
-        excluded = {name: reason for name in names if (reason := _unfit(table[name], name))}
-        taken = [name for name in names if name not in excluded]
-        leaking = _leaking(table, taken, targets)
-        if len(leaking) < len(taken):
-            taken = [name for name in taken if name not in leaking]
-            excluded |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
-        left_out = [f"column {name} is left out: {reason}" for name, reason in excluded.items()]
-        self.warnings += left_out
-        if not taken:
+        left_out = {name: reason for name in names if (reason := _unfit(table[name], name))}
+        fit = [name for name in names if name not in left_out]
+        leaking = [name for name in fit if _leaks(table[name], table, targets)]
+        if len(leaking) < len(fit):
+            left_out |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
+        said = [f"column {name} is left out: {reason}" for name, reason in left_out.items()]
+        self.warnings += said
+        if len(left_out) == len(names):
             expected = f"columns of numbers, lists or images, which {table.name} has not"
-            raise ConfigError("data.x", None, "; ".join([expected, *left_out]))
-        return taken
+            raise ConfigError("data.x", None, "; ".join([expected, *said]))
+        return [name for name in names if name not in left_out]
 
-    def _clients(self) -> Split:
-        """The samples of the clients; adds the partition to the fields. Raises `ConfigError`."""
-        keys = self._keys
+    def _clients(self, keys: dict[str, Any], root: Path | None) -> Split:
+        """The samples of the clients, with notes; adds the partition to `keys`."""
         natural = _parse(keys).knows_clients()
-        if natural:
-            keys.setdefault("partition", {"kind": "natural"})
-        else:
-            keys.setdefault("clients", CLIENTS)
+        keys.setdefault(*("partition", {"kind": "natural"}) if natural else ("clients", CLIENTS))
         try:
-            split = _parse(keys).split(0, self._root)
+            split = _parse(keys).split(0, root)
         except ConfigError:
             if natural or keys["clients"] == 2:
                 raise
-            split = _parse({**keys, "clients": 2}).split(0, self._root)  # of so few rows
+            split = _parse({**keys, "clients": 2}).split(0, root)  # of so few rows
         few = int((split.sizes < 2).sum())
         if natural and few:
             remedy = "data.partition.least=2 leaves them out"
             self.warnings.append(f"{few} of {len(split.sizes)} users have a single row: {remedy}")
-        return split
-
-    def _describe(self, split: Split) -> None:
-        """Notes what a sample, clients and targets are. Raises `ConfigError` for a single class."""
         test_x, _ = split.test()
         tokens = f", whole numbers below {split.tokens}" if split.tokens else ""
         spread = f"{split.sizes.min()} to {split.sizes.max()}, median {np.median(split.sizes):g}"
-        self.notes += [
-            f"a sample: {list(split.shape)}, {test_x.dtype}{tokens}",
-            f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
-        ]
         names = ", ".join([*map(repr, split.names[:20]), *["..."] * (len(split.names) > 20)])
         targets = f"targets: {list(split.targets) or 'one number'}"
         targets = f"{split.classes} classes" if split.classes else targets
-        self.notes.append(f"{targets}: {names}" if names else targets)
+        self.notes += [
+            f"a sample: {list(split.shape)}, {test_x.dtype}{tokens}",
+            f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
+            f"{targets}: {names}" if names else targets,
+        ]
         single = split.classes and not split.targets
         if single and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
             expected = "labels of two classes or more: no classes are left to distinguish"
-            raise ConfigError("data.y", str(self._keys.get("y", "label")), expected)
+            raise ConfigError("data.y", str(keys.get("y", "label")), expected)
+        return split
 
     def _rate(self, split: Split) -> float:
         """A learning rate with which a linear model does not diverge: a step of less than 2 / L,
@@ -234,39 +220,29 @@ def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
 def _check_rows(table: Columns) -> None:
     """Raises `ConfigError` for a table without rows, or with columns of several lengths."""
     rows = {len(column) for column in table.values() if getattr(column, "ndim", 1)}
+    expected = "a table with rows; this one has none"
     if len(rows) > 1:
         lengths = ", ".join(f"{name} {len(column)}" for name, column in table.items())
         expected = f"columns of as many rows each, test rows in a file of their own ({lengths})"
+    if len(rows) > 1 or not max(rows, default=0):
         raise ConfigError(f"data.{table.part}", table.name, expected)
-    if not max(rows, default=0):
-        raise ConfigError(f"data.{table.part}", table.name, "a table with rows; this one has none")
 
 
 def _list(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-def _named(names: Iterable[str], candidates: tuple[str, ...]) -> str | None:
-    """The column with the first of these names, whatever their case."""
-    lower = {name.lower().strip(): name for name in names}
-    return next((lower[name] for name in candidates if name in lower), None)
+def _first(wanted: Sequence[str], spelt: list[str], names: list[str]) -> str | None:
+    """The column with the first of the wanted names, as they are `spelt`."""
+    by_name = dict(zip(spelt, names, strict=True))
+    return next((by_name[name] for name in wanted if name in by_name), None)
 
 
-def _user(names: list[str]) -> str | None:
-    """The column that names users: user, user_id, userId, ..."""
-    plain = {
-        name.lower().replace("_", "").replace(" ", "").removesuffix("id"): name for name in names
-    }
-    return next((plain[name] for name in USERS if name in plain), None)
-
-
-def _split_column(table: Columns, names: list[str]) -> str | None:
-    """The column that says which rows are for training, and which for testing."""
-    name = _named(names, SPLITS)
-    if name is None or is_list(table[name]):
-        return None
-    values = {str(value).lower() for value in np.unique(np.asarray(table[name]).astype(str))}
-    return name if {"train", "test"} <= values else None
+def _says_parts(column: Any) -> bool:
+    """Whether a column says which rows are for training, and which for testing."""
+    if is_list(column):
+        return False
+    return {"train", "test"} <= {str(value).lower() for value in set(np.asarray(column).tolist())}
 
 
 def _type(column: Any) -> str:
@@ -275,43 +251,33 @@ def _type(column: Any) -> str:
     return f"{column.type}, {column.null_count} gaps" if column.null_count else str(column.type)
 
 
-def _is_encoded(column: Any) -> bool:
-    """Whether these are encoded images."""
-    if isinstance(column, np.ndarray):
-        return False
-    kind = column.type
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind)
-
-
 def _unfit(column: Any, name: str) -> str | None:
     """Why a column of single values is no input; None: it is one."""
+    remedy = "fill them, or leave out these rows"
     if not isinstance(column, np.ndarray) and column.null_count:
-        return f"{column.null_count} gaps (fill them, or leave out these rows)"
+        return f"{column.null_count} gaps ({remedy})"
     try:
         values = inputs(column, name)
     except ConfigError:
         return f"no numbers but {_type(column)} (encode it as numbers, or as text: data.tokenizer)"
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        return "numbers that are not finite (fill them, or leave out these rows)"
+    if not np.isfinite(values).all():
+        return f"numbers that are not finite ({remedy})"
     if name.lower().strip() in ROW_NUMBERS and len(np.unique(values)) == len(values):
         return "it numbers the rows"
     return None
 
 
-def _leaking(table: Columns, names: list[str], targets: list[str]) -> list[str]:
-    """The columns of numbers that say what the only target is."""
+def _leaks(column: Any, table: Columns, targets: list[str]) -> bool:
+    """Whether numbers say what the only target is."""
     target = table[targets[0]]
+    if len(targets) > 1 or is_list(target):
+        return False
     y = np.asarray(target)
-    if len(targets) > 1 or is_list(target) or (y.dtype == object and not isinstance(y[0], str)):
-        return []
     if y.dtype.kind not in "biuf":
         y = np.unique(y.astype(str), return_inverse=True)[1]
     with np.errstate(invalid="ignore"):  # of constant columns
-        return [
-            name
-            for name in names
-            if abs(np.corrcoef(np.asarray(table[name]).astype(float), y.astype(float))[0, 1]) > LEAK
-        ]
+        values = np.asarray(column).astype(float)
+        return bool(abs(np.corrcoef(values, y.astype(float))[0, 1]) > LEAK)
 
 
 def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:

@@ -186,14 +186,6 @@ def test_overlapping_clients_hold_the_share_of_dominant_classes(per_client, clas
         assert counts[:classes].sum() >= dominant  # the rest may be as many in a class
 
 
-def test_the_rest_of_an_overlapping_client_comes_from_all_other_classes_alike():
-    labels = np.repeat(np.arange(10), 100)
-    rows = deal("overlapping", labels, 2000, per_client=10, classes=2, share=0.8)
-    counts = np.array([np.bincount(labels[own], minlength=10) for own in rows])
-    # 2 of each client's 10 are single ones from 8 classes: 400 of each class, std 18
-    assert np.abs((counts == 1).sum(0) - 400).max() < 100
-
-
 def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same():
     rows = deal("overlapping", EVEN, 50, per_client=500)
     assert all(len(np.unique(own)) == 500 and (np.bincount(EVEN[own]) == 50).all() for own in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -21,10 +20,6 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import embedded
 from raydpfl.data.sources.torchvision import Mnist
 from raydpfl.errors import ConfigError
-
-needs_data = pytest.mark.skipif(
-    not os.environ.get("RAYDPFL_DATA"), reason="RAYDPFL_DATA is not set"
-)
 
 
 def table(**keys):
@@ -140,16 +135,6 @@ def test_cifar10_as_jpeg_images_is_read_from_its_folder_under_the_root(tmp_path)
     assert np.array_equal(found.y, np.arange(10)) and len(described.identity(tmp_path)) == 2
     (row,) = data.catalogue(tmp_path, ["cifar10_jpeg"])
     assert row["where"] == str(tmp_path / "cifar10_jpeg")
-
-
-@pytest.mark.slow
-@needs_data
-def test_cifar10_as_jpeg_images_has_the_published_mean_and_deviation():
-    described = data.parse({"kind": "cifar10_jpeg", "clients": 2, "normalize": True})
-    if "not under" in type(described).located(Path(os.environ["RAYDPFL_DATA"])):
-        pytest.skip("not under RAYDPFL_DATA")
-    found = described.samples(0, None)
-    assert found.x.shape == (50000, 3, 32, 32) and (np.bincount(found.y) == 5000).all()
 
 
 def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
@@ -450,15 +435,7 @@ def test_large_images_of_flat_colour_and_progressive_ones_are_taken(tmp_path):
         assert (table(train="t.parquet", test="t.parquet").samples(0, tmp_path).x == 7).all()
 
 
-LISTS = [
-    pa.list_(pa.float32()),
-    pa.list_(pa.float32(), 3),
-    pa.large_list(pa.float32()),
-    pa.binary(),
-    pa.float32(),
-    pa.struct([("bytes", pa.binary())]),
-    pa.list_(pa.list_(pa.float32())),
-]
+LISTS = [pa.list_(pa.float32()), pa.binary(), pa.float32(), pa.struct([("bytes", pa.binary())])]
 
 
 @pytest.mark.parametrize("kind", LISTS, ids=str)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
-from raydpfl import data, report, run
+from raydpfl import data, run
 from raydpfl.cli import app
 from raydpfl.config.yaml import parse_yaml
 from raydpfl.data import Shards
@@ -230,19 +230,6 @@ def test_names_of_classes_are_those_that_the_file_gives(tmp_path):
     assert shards.target.names == ("cat", "dog", "bird")
     with pytest.raises(ConfigError, match=r"data.test = 'dev': expected a split of set"):
         data.parse({**keys, "test": "dev"}).split(0, tmp_path)
-
-
-@pytest.mark.slow
-def test_names_of_classes_are_in_the_summary_and_on_the_page(tmp_path):
-    csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES})
-    tree = data.Suggestion(["a.csv"], {}, tmp_path).tree
-    tree |= {"rounds": 1, "client": {"actors": 0}, "measure": []}
-    found = run(Experiment.from_dict(tree), out=tmp_path / "out", data_root=tmp_path)
-    assert found.summary["class_names"] == ["bird", "cat", "dog"]
-    about = data.describe(Experiment.from_dict(tree).data, root=tmp_path)
-    assert about["class_names"] == ["bird", "cat", "dog"]
-    page = report.write([tmp_path / "out"], tmp_path / "page") / "index.html"
-    assert "3 classes (bird, cat, dog)" in page.read_text()
 
 
 def test_images_are_scaled_and_held_by_whom_folders_name(tmp_path):

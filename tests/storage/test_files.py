@@ -245,34 +245,32 @@ def _other_owner(path):
     os.chown(path, 12345, -1, follow_symlinks=False)
 
 
-def _opened_up(how, root):
-    """Leaves the cache `root` as one that another user can, or could, write to."""
-    (root / "features").mkdir(mode=0o700, parents=True)
-    if how == "for all":
-        root.chmod(0o777)
-    elif how == "for all, sticky":
-        root.chmod(0o1777)
-    elif how == "for the group":
-        root.chmod(0o770)
-    elif how == "of another":
-        _other_owner(root)
-    elif how == "a folder for all":
-        (root / "features").chmod(0o777)
-    elif how == "a folder of another":
-        _other_owner(root / "features")
-    else:
-        (root / "features").rename(root.parent / "features")
-        (root / "features").symlink_to(root.parent / "features")
-        if how == "a link to a folder for all":
-            (root.parent / "features").chmod(0o777)
-        else:
-            _other_owner(root / "features")
+def _link(features):
+    features.rename(features.parent.parent / "features")
+    features.symlink_to(features.parent.parent / "features")
 
 
-OPENED_UP = [
-    *("for all", "for all, sticky", "for the group", "of another", "a folder for all"),
-    *("a folder of another", "a link to a folder for all", "a link of another"),
-]
+def _link_of_another(features):
+    _link(features)
+    _other_owner(features)
+
+
+def _link_for_all(features):
+    _link(features)
+    features.chmod(0o777)  # what it leads to
+
+
+# what leaves a cache, and its folder `features`, as ones that another user can, or could, write to
+OPENED_UP = {
+    "for all": lambda features: features.parent.chmod(0o777),
+    "for all, sticky": lambda features: features.parent.chmod(0o1777),
+    "for the group": lambda features: features.parent.chmod(0o770),
+    "of another": lambda features: _other_owner(features.parent),
+    "a folder for all": lambda features: features.chmod(0o777),
+    "a folder of another": _other_owner,
+    "a link to a folder for all": _link_for_all,
+    "a link of another": _link_of_another,
+}
 
 
 @pytest.mark.parametrize("how", OPENED_UP)
@@ -281,7 +279,8 @@ def test_a_cache_that_others_can_write_to_is_not_believed(how, tmp_path, monkeyp
     monkeypatch.setenv("RAYDPFL_CACHE", str(root))
     assert files.cache_root() == root
     files.keep_json(root / "noise.json", 1)
-    _opened_up(how, root)
+    (root / "features").mkdir(mode=0o700, parents=True)
+    OPENED_UP[how](root / "features")
     private = files.cache_root()
     assert private != root and private.stat().st_mode & 0o777 == 0o700
     assert not [*private.iterdir()]

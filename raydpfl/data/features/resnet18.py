@@ -44,9 +44,8 @@ class ResNet18Features(Features):
     @model_validator(mode="after")
     def _fits(self) -> ResNet18Features:
         if self.crop > self.resize:
-            raise ConfigError(
-                "data.features.crop", self.crop, f"at most data.features.resize, {self.resize}"
-            )
+            expected = f"at most data.features.resize, {self.resize}"
+            raise ConfigError("data.features.crop", self.crop, expected)
         return self
 
     def files(self) -> dict[str, str]:

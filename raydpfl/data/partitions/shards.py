@@ -37,11 +37,8 @@ class LabelShards(Partition):
             expected = f"from {least} to {most} with {self.per_client} one-class shards each: "
             expected += f"{len(labels)} samples of {len(present)} classes"
             raise ConfigError("data.clients", clients, expected)
-        quotas = 1 + apportion(
-            shards - len(present),
-            np.maximum(counts * (shards / counts.sum()) - 1, 1e-12),
-            counts - 1,
-        )
+        wanted = np.maximum(counts * (shards / counts.sum()) - 1, 1e-12)
+        quotas = 1 + apportion(shards - len(present), wanted, counts - 1)
         rows = generator.permutation(len(labels))
         rows = rows[np.argsort(labels[rows], kind="stable")]
         lengths = np.concatenate(
@@ -49,6 +46,5 @@ class LabelShards(Partition):
         )
         owner = np.empty(shards, np.int64)
         owner[generator.permutation(shards)] = np.arange(shards) // self.per_client
-        return rows[np.argsort(np.repeat(owner, lengths), kind="stable")], np.bincount(
-            owner, lengths, clients
-        ).astype(np.int64)
+        order = np.argsort(np.repeat(owner, lengths), kind="stable")
+        return rows[order], np.bincount(owner, lengths, clients).astype(np.int64)

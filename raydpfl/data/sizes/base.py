@@ -26,12 +26,8 @@ class Sizes(Member):
         `ConfigError` if total < clients.
         """
         if clients > total:
-            raise ConfigError(
-                "data.clients",
-                clients,
-                f"at most the {total} training samples, so that each client has one",
-            )
+            expected = f"at most the {total} training samples, so that each client has one"
+            raise ConfigError("data.clients", clients, expected)
         weights = self.weights(clients, generator)
-        return 1 + apportion(
-            total - clients, np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
-        )
+        wanted = np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
+        return 1 + apportion(total - clients, wanted)

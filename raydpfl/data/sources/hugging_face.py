@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from raydpfl.data.columns import Columns, of_table, read_stream
-from raydpfl.data.sources.table_base import Tabular
+from raydpfl.data.sources.table import Tabular
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import data_root, digest
 

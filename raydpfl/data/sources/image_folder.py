@@ -12,7 +12,7 @@ from pydantic import Field
 
 from raydpfl.data.columns import Columns
 from raydpfl.data.inputs import DEEP, FORMATS
-from raydpfl.data.sources.table_base import Tabular
+from raydpfl.data.sources.table import Tabular
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import digest, find_file
 

@@ -1,4 +1,4 @@
-"""A data set of one's own, as a table in a file.
+"""Samples from the columns of a table: in a file, or wherever else it comes from.
 
 >>> TableFile(train="faces/train.parquet", test="faces/test.parquet", x="image", clients=100).kind
 'table'
@@ -12,12 +12,336 @@ as uint8 and scaled to [0, 1] when read; whole numbers in lists or arrays stay i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from raydpfl.data.columns import Columns, read_columns
-from raydpfl.data.sources.table_base import Tabular
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from raydpfl.config.registry import is_path
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.data.columns import Columns, is_list, labels, missing, plain, read_columns
+from raydpfl.data.inputs import DType, inputs, typed
+from raydpfl.data.sources.base import InMemoryData, Samples
+from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, of_file
+from raydpfl.errors import ConfigError
+from raydpfl.models.tasks import Target, Task
 from raydpfl.storage.files import file_identity
+
+CLASSES = "which classes occur, and so how many outputs the model has (unless data.classes says it)"
+POSITIONS = "how many targets the longest list has"
+DECLARED = (
+    "what data.vocabulary and data.tokenizer were made of: they are taken as public, and no row is "
+    "read for them"
+)
+TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which sizes an embedding"
+
+
+class Tabular(InMemoryData):
+    """Base of the tables: `columns` gives the training rows, or the test rows.
+
+    Where there are no test rows, `split_by` says which rows are for testing (others than train and
+    test are left out), or a `test_fraction` is drawn (but of no client, where `client` names them,
+    its last). With a `tokenizer` the column of `x` is text (see `raydpfl.data.tokens`), and with
+    the same column as `y` and the task sequence the next token is learnt at every position. `mean`,
+    `std`: public constants, for images scaled to [0, 1].
+    """
+
+    newer: ClassVar[frozenset[str]] = InMemoryData.newer | {
+        "classes", "dtype", "split_by", "tokenizer", "vocabulary", "length",
+    }  # fmt: skip
+    named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
+
+    test_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of rows for testing")
+    x: tuple[str, ...] = Field(default=("image",), description="the columns of the input")
+    y: str | tuple[str, ...] = Field(default="label", description="the columns of the target")
+    classes: int | tuple[str, ...] | None = Field(
+        default=None, description="their number, or their labels in order; None: as the data say"
+    )
+    dtype: DType = Field(
+        default="auto", description="of inputs; auto: lists of whole numbers stay such, as tokens"
+    )
+    client: str | None = Field(default=None, description="the column of each row's client")
+    split_by: str | None = Field(default=None, description="the column that says train or test")
+    tokenizer: str | None = Field(
+        default=None,
+        description="words, characters, or a function that gives tokens or ids, by path",
+    )
+    vocabulary: str | tuple[str, ...] | Annotated[int, Field(ge=2, le=LARGEST)] | None = Field(
+        default=None, description="the tokens, or a file with one a line; of ids a number above all"
+    )
+    length: int | None = Field(default=None, ge=1, description="tokens of a text that are taken")
+    mean: tuple[float, ...] = Field(
+        default=(), description="of each channel, in [0, 1], to normalise images by: public"
+    )
+    std: tuple[float, ...] = Field(default=(), description="as `mean`")
+
+    @field_validator("x", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("classes", "vocabulary", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(each if isinstance(each, str) else str(each) for each in value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent_columns(self) -> Tabular:
+        for field, wrong, expected in self._rules():
+            if wrong:
+                raise ConfigError(f"data.{field}", getattr(self, field), expected)
+        if isinstance(self.vocabulary, tuple):
+            check(self.vocabulary, list(self.vocabulary))
+        return self
+
+    def _rules(self) -> Iterator[tuple[str, Any, str]]:
+        """Fields, whether each is wrong, and what is expected of it."""
+        positive = f"positive numbers, one for each of data.mean = {self.mean}"
+        yield "std", len(self.mean) != len(self.std) or min(self.std, default=1) <= 0, positive
+        yield "x", not self.x, "the name of a column, or several"
+        yield "y", not self.y, "the name of a column, or several"
+        yield from (
+            self._rules_of_text()
+            if self.tokenizer is not None
+            else (
+                (name, getattr(self, name) is not None, "none without data.tokenizer")
+                for name in ("vocabulary", "length")
+            )
+        )
+        both = ", ".join(name for name in self.x if name in self.targets)
+        expected = f"columns without {both}, which is data.y: a model would read it off"
+        yield "x", both and not self._next, expected
+        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
+        twice = isinstance(self.classes, tuple) and len(set(self.classes)) < least
+        yield "classes", least < 1 or twice, "a number of classes, or their names"
+
+    def _rules_of_text(self) -> Iterator[tuple[str, Any, str]]:
+        """As `_rules`, where a tokenizer makes tokens of a column."""
+        tokenizer = self.tokenizer
+        expected = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
+        yield "tokenizer", tokenizer not in TOKENIZERS and not is_path(tokenizer), expected
+        numbered = isinstance(self.vocabulary, int) and tokenizer in TOKENIZERS
+        expected = (
+            "a file of tokens, one a line, or the list of them: one that is learnt from the data "
+            "would be a query that no accountant counts"
+        )
+        yield "vocabulary", self.vocabulary is None or numbered, expected
+        expected = "none where the next token is learnt: data.vocabulary says how many"
+        yield "classes", self._next and self.classes is not None, expected
+        yield "length", self.length is None, "how many tokens of a text are taken, the first ones"
+        yield "x", len(self.x) > 1, "one column of text with data.tokenizer"
+        wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
+        for name, present in wrong.items():
+            yield name, present, "none with data.tokenizer, whose token ids stay whole numbers"
+
+    @property
+    def _next(self) -> bool:
+        """Whether the next token is learnt, at every position of a text."""
+        same = self.tokenizer is not None and self.targets == self.x
+        return same and self.task.takes == "positions"
+
+    def _encoder(self, root: Path | None) -> Encoder | None:
+        """The encoder of the column of text; None: no column is text. Raises `ConfigError`."""
+        if self.tokenizer is None:
+            return None
+        assert self.vocabulary is not None and self.length is not None
+        vocabulary = self.vocabulary
+        if isinstance(vocabulary, str):
+            vocabulary = of_file(vocabulary, root)
+        return Encoder(self.tokenizer, vocabulary, self.length + self._next)
+
+    def identity(self, root: Path | None) -> list:
+        encoder = self._encoder(root)
+        declared = [] if encoder is None else [encoder.vocabulary, encoder.code()]
+        return [*super().identity(root), *declared]
+
+    def counted(self, root: Path | None) -> dict[str, int]:
+        encoder = self._encoder(root)
+        return {} if encoder is None else encoder.counted(self._texts(self._train(root)))
+
+    def _texts(self, columns: Columns) -> list[str]:
+        """The column of text. Raises `ConfigError`."""
+        (name,) = self.x
+        if name not in columns:
+            raise missing("data.x", name, columns)
+        texts = plain(columns[name], name, "data.x").tolist()
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("data.x", name, "a column of text with data.tokenizer")
+        return texts
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns of targets."""
+        return (self.y,) if isinstance(self.y, str) else self.y
+
+    @classmethod
+    def gives(cls, task: Task) -> None:
+        """A table takes any task: the task has its targets from the columns."""
+
+    def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return self.mean, self.std
+
+    @property
+    def exclusions(self) -> tuple[str, ...]:
+        """See `Data.exclusions`: what sizes the model and is read off the rows."""
+        exclusions = super().exclusions
+        if self.tokenizer is not None:
+            exclusions += (DECLARED,)
+        if self._next:
+            return exclusions
+        if self.task.takes != "numbers" and self.classes is None:
+            exclusions += (CLASSES,)
+        if self.task.takes == "positions":
+            exclusions += (POSITIONS,)
+        if self.tokenizer is not None:
+            return exclusions
+        # lists of whole numbers stay such by themselves, columns of them where that is asked for
+        whole = self.dtype == "int64" or (self.dtype == "auto" and len(self.x) == 1)
+        return (*exclusions, TOKENS) if whole and not (self.features or self.mean) else exclusions
+
+    def columns(self, part: str, root: Path | None) -> Columns | None:
+        """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
+        `ConfigError`.
+        """
+        raise NotImplementedError
+
+    def _train(self, root: Path | None) -> Columns:
+        columns = self.columns("train", root)
+        assert columns is not None
+        return columns
+
+    def knows_clients(self) -> bool:
+        return self.client is not None
+
+    def table(self, root: Path | None) -> Columns | None:
+        return self._train(root)
+
+    def samples(self, seed: int, root: Path | None) -> Samples:
+        train = self._train(root)
+        encoder = self._encoder(root)
+        x, y, client = self._rows(train, encoder)
+        test = self.columns("test", root)
+        if test is not None:
+            test_x, test_y, _ = self._rows(test, encoder)
+            if test_x.shape[1:] != x.shape[1:]:
+                expected = f"samples like those of {train.name}: {x.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
+        else:
+            kept, held = self._divided(train, len(y), client, seed)
+            test_x, test_y = x[held], y[held]
+            x, y = x[kept], y[kept]
+            client = None if client is None else client[kept]
+        for part, rows in (("train", y), ("test", test_y)):
+            if not len(rows):
+                expected = f"a table that leaves at least one row to {part}"
+                if part == "test" and client is not None:
+                    expected += ", or a file of test rows: each client keeps one row"
+                raise ConfigError(f"data.{part}", getattr(self, part, None), expected)
+        if client is not None:
+            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+        if encoder is None:
+            x, test_x = typed(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
+            self._check_numbers(x, test_x, train.name)
+        if encoder is not None and self._next:
+            target = Target(y.shape[1:], encoder.size)
+        else:
+            y, test_y, target = self._targets(train, y, test_y)
+        return Samples(x, y, test_x, test_y, client, target, encoder.size if encoder else None)
+
+    def _rows(
+        self, columns: Columns, encoder: Encoder | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """x [rows, ...] and y [rows, ...] as the columns have them, of text the token ids; and of
+        training rows, where a column names clients, who holds each.
+        """
+        owner = self.client if columns.part == "train" else None
+        fields = {"x": self.x, "y": self.targets, "client": [owner] if owner else []}
+        wanted = [(field, column) for field, named in fields.items() for column in named]
+        for field, column in wanted:
+            if column not in columns:
+                raise missing(f"data.{field}", column, columns)
+        arrays = [columns[column] for _, column in wanted]
+        part = f"data.{columns.part}"
+        if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
+            raise ConfigError(part, columns.name, "a table with rows; this one has none")
+        x = self._inputs(columns) if encoder is None else encoder.ids(self._texts(columns))
+        if encoder is not None and self._next:
+            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignored())[:, 1:]
+        else:
+            y = labels([columns[name] for name in self.targets], self.targets, "data.y")
+        client = plain(columns[owner], owner, "data.client") if owner else None
+        if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
+            row = np.argmin(np.isfinite(client))
+            expected = f"a column without gaps; row {row} of {columns.name} is one"
+            raise ConfigError("data.client", owner, expected)
+        if len({len(values) for values in (x, y, client) if values is not None}) > 1:
+            raise ConfigError(part, columns.name, "columns of one length")
+        return x, y, client
+
+    def _inputs(self, columns: Columns) -> np.ndarray:
+        """Inputs [rows, *shape], as the columns have them."""
+        parts = [inputs(columns[column], column, columns.rows) for column in self.x]
+        if len(parts) > 1 and any(part.ndim > 1 for part in parts):
+            expected = "one column of images or lists, or several of numbers"
+            raise ConfigError("data.x", self.x, expected)
+        if parts[0].ndim > 1:
+            return parts[0]
+        whole = all(part.dtype.kind in "biu" for part in parts)
+        return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
+
+    def _divided(
+        self, train: Columns, rows: int, client: np.ndarray | None, seed: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows are for training, and which for testing, bool [rows]: as `split_by` says, or
+        drawn. Of each client one row at least is for training.
+        """
+        if self.split_by is None:
+            order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
+            if client is not None:
+                last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
+                order = np.delete(order, last)
+            held = np.zeros(rows, bool)
+            held[order[: max(1, round(self.test_fraction * rows))]] = True
+            return ~held, held
+        if self.split_by not in train:
+            raise missing("data.split_by", self.split_by, train)
+        column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
+        values = np.char.lower(column)
+        kept, held = values == "train", values == "test"
+        if not kept.any() or not held.any():
+            some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
+            expected = f"a column that says train or test of every row; this one says {some}"
+            raise ConfigError("data.split_by", self.split_by, expected)
+        return kept, held
+
+    def _targets(
+        self, train: Columns, y: np.ndarray, test_y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Target]:
+        """Targets of training and test rows, and what they are."""
+        known = train.names.get(self.targets[0], ()) if len(self.targets) == 1 else ()
+        numbered = known and self.classes is None and y.dtype.kind in "iu"
+        classes = len(known) if numbered else self.classes
+        named = ", ".join(self.targets)
+        y, test_y, target = self.task.targets(named, y, test_y, classes)
+        several = self.targets if len(self.targets) > 1 else ()
+        names = target.names or (known if numbered else ()) or several
+        return y, test_y, replace(target, names=tuple(names))
+
+    def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
+        """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
+        for array in (x, test_x):
+            if array.dtype == np.float32 and not np.isfinite(array).all():
+                row = int(np.argwhere(~np.isfinite(array))[0, 0])
+                expected = f"finite numbers; row {row} of {file} has another"
+                raise ConfigError("data.x", self.x, expected)
+        if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):
+            expected = "one number per channel of an image; the samples are"
+            raise ConfigError("data.mean", self.mean, f"{expected} {x.dtype} {x.shape[1:]}")
 
 
 class TableFile(Tabular):
