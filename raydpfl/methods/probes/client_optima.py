@@ -8,12 +8,12 @@ what lies outside of it is 0 at a minimum or does not matter.
 **Without a minimum.** Without an L2 term the cross-entropy has a minimum only where no direction of
 theta makes some row's margin over another class larger and none smaller (Albert and Anderson 1984).
 A client whose classes can be separated, or that lacks a class where there is a bias, has none: it
-is left out of Gamma_s and of the gaps, and counted. The search decides: once a theta puts every row
-into its class there is no minimum; once positive probabilities of all classes in all rows make the
-gradient 0, by a change of those at theta, there is one. Otherwise (some probability at the minimum
-is below 1e-8) a linear program decides, and if that is too large the client is left out. For all
-rows together w* is then where the search ends: f* is its infimum up to `PRECISION`, and f_i(w*) the
-limit.
+is left out of Gamma_s and of the gaps, and counted. Where the search ends decides: if its theta
+puts every row into its class there is no minimum; if positive probabilities of all classes in all
+rows make the gradient 0, by a change of those at theta, there is one. Otherwise (some probability
+at the minimum is tiny) a linear program decides, and if that is too large the client is left out.
+For all rows together w* is then where the search ends: f* is its infimum up to `PRECISION`, and
+f_i(w*) the limit.
 """
 
 from __future__ import annotations
@@ -127,33 +127,14 @@ class LinearLosses:
         if not bounded and (len(scale) == len(x) or self._one_sided(x, y)):
             return None, value
         white = (x @ basis) / scale
-        others = np.arange(self.layer.outputs) != y[:, None]
-        exists: bool | None = bounded or None  # None: undecided
 
         def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
             loss, by_output = _loss(white @ c.T, y, weights)
             total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
             return total, by_output.T @ white + self.decay * c / scale**2
 
-        def decided(c: np.ndarray) -> bool | None:
-            nonlocal exists
-            if exists is None:
-                outputs = white @ c.T
-                by_output = _loss(outputs, y, weights)[1]
-                # with this change of the probabilities the gradient is 0
-                change = CURVATURE * white @ (white.T @ by_output)
-                margins = outputs[np.arange(len(y)), y][:, None] - outputs
-                if (by_output / weights[:, None] - change)[others].min() > 0:
-                    exists = True
-                elif margins[others].min() > 0:
-                    exists = False
-            return exists
-
-        start = (theta @ basis) * scale
-        optimum, _ = _minimum(searched, start, scale, self.decay, decided)
-        if exists is None:
-            exists = _bounded(white, y, self.layer.outputs)
-        return (optimum if exists else None), value
+        optimum, c = _minimum(searched, (theta @ basis) * scale, scale, self.decay)
+        return (optimum if bounded or _exists(white, y, weights, white @ c.T) else None), value
 
     def _one_sided(self, x: np.ndarray, y: np.ndarray) -> bool:
         """Whether one input alone separates a class from all others, but for ties: then there is
@@ -251,20 +232,27 @@ def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[floa
     return value, gradient * weights[:, None]
 
 
-def _bounded(x: np.ndarray, y: np.ndarray, outputs: int) -> bool:
-    """Whether the cross-entropy has a minimum, by a linear program: no theta in [-1, 1] has margins
-    at rows x, float64 [n, k], that are 0 or above, and not all 0. False where it is too large.
+def _exists(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.ndarray) -> bool:
+    """Whether the cross-entropy at white rows x, float64 [n, k], has a minimum, of the `outputs`
+    [n, classes] where the search ended. By a linear program, no theta in [-1, 1] has margins that
+    are 0 or above, and not all 0; False where it is too large.
     """
     from scipy.optimize import linprog
 
-    if len(x) * outputs**2 * x.shape[1] > PROGRAM:
+    by_output = _loss(outputs, y, weights)[1]
+    others = np.arange(outputs.shape[1]) != y[:, None]
+    # with this change of the probabilities the gradient is 0
+    change = CURVATURE * x @ (x.T @ by_output)
+    if (by_output / weights[:, None] - change)[others].min() > 0:
+        return True
+    separated = (outputs[np.arange(len(y)), y][:, None] - outputs)[others].min() > 0
+    if separated or outputs.size * outputs.shape[1] * x.shape[1] > PROGRAM:
         return False
-    others = np.argwhere(np.arange(outputs) != y[:, None])
-    rows, places = others.T
-    margins = np.zeros((len(others), outputs, x.shape[1]))
-    margins[np.arange(len(others)), y[rows]] = x[rows]
-    margins[np.arange(len(others)), places] = -x[rows]
-    flat = margins.reshape(len(others), -1)
+    rows, places = np.nonzero(others)
+    margins = np.zeros((len(rows), outputs.shape[1], x.shape[1]))
+    margins[np.arange(len(rows)), y[rows]] = x[rows]
+    margins[np.arange(len(rows)), places] = -x[rows]
+    flat = margins.reshape(len(rows), -1)
     result = linprog(-flat.sum(0), A_ub=-flat, b_ub=np.zeros(len(flat)), bounds=(-1, 1))
     return result.status == 0 and -float(result.fun) < PRECISION * np.abs(flat).sum()
 
@@ -278,15 +266,10 @@ def least(gradient: np.ndarray, decay: float) -> bool:
 
 
 def _minimum(
-    function: Callable,
-    start: np.ndarray,
-    scale: np.ndarray,
-    decay: float,
-    exists: Callable[[np.ndarray], bool | None] = lambda c: True,
+    function: Callable, start: np.ndarray, scale: np.ndarray, decay: float
 ) -> tuple[float, np.ndarray]:
     """The least value of `function` of [outputs, k], and where it is. `scale` [k] takes its
-    gradient back to that by theta. `exists` says at each step whether there is a minimum: without
-    one the search ends, and where that is unknown (None) it continues below `PRECISION`.
+    gradient back to that by theta.
     """
     from scipy.optimize import minimize  # here, for every coordinator imports this module
 
@@ -298,8 +281,7 @@ def _minimum(
         return value, last.ravel()
 
     def stop(intermediate_result) -> None:  # scipy goes by the name
-        there = exists(intermediate_result.x.reshape(start.shape))
-        if there is False or (there and least(last * scale, decay)):
+        if least(last * scale, decay):
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}
