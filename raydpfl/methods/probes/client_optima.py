@@ -123,8 +123,9 @@ class LinearLosses:
         value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
         basis, scale = self._directions(x, weights)
         bounded = self.decay > 0 or y.dtype.kind == "f"
-        # rows that are independent can all have any outputs
-        if not bounded and (len(scale) == len(x) or self._one_sided(x, y)):
+        lacks = self.layer.bias is not None and len(np.unique(y)) < self.layer.outputs
+        # rows that are independent can all have any outputs; a bias separates a class without rows
+        if not bounded and (len(scale) == len(x) or lacks):
             return None, value
         white = (x @ basis) / scale
 
@@ -135,25 +136,6 @@ class LinearLosses:
 
         optimum, c = _minimum(searched, (theta @ basis) * scale, scale, self.decay)
         return (optimum if bounded or _exists(white, y, weights, white @ c.T) else None), value
-
-    def _one_sided(self, x: np.ndarray, y: np.ndarray) -> bool:
-        """Whether one input alone separates a class from all others, but for ties: then there is
-        no minimum. A class without rows is separated by its bias.
-        """
-        inputs = x[:, : self.layer.inputs]
-        biased = self.layer.bias is not None
-        present = np.unique(y)
-        if biased and len(present) < self.layer.outputs:
-            return True
-        varies = inputs.min(0) < inputs.max(0) if biased else inputs.any(0)
-        for k in present if len(present) > 1 else ():
-            for sign in (1.0, -1.0):
-                low = (sign * inputs[y == k]).min(0)
-                high = (sign * inputs[y != k]).max(0)
-                separates = low >= high if biased else (low >= 0) & (high <= 0)
-                if (separates & varies).any():
-                    return True
-        return False
 
     def _directions(self, x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `_white`, of rows x float64 [n, width] with these weights."""

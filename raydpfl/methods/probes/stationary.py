@@ -39,15 +39,15 @@ class StationaryProbe(Probe):
     kind: str = "stationary"
 
     def check(self, setting: Setting) -> None:
-        changes = setting.adaptive_bound or setting.per_sample_bound is not None
-        refusals = {
-            "noise": setting.drawn_by is not None and "none, as a noisy model is never stationary",
-            "local": not setting.plain_steps and "sgd without momentum, decay or proximal term",
-            "bounding": (changes or "bounding" in setting.stateful)
-            and "one that does the same in every round",
-        }
-        for section, expected in refusals.items():
-            if expected:
+        changes = (
+            setting.adaptive_bound or setting.per_sample_bound or "bounding" in setting.stateful
+        )
+        for section, wrong, expected in (
+            ("noise", setting.drawn_by is not None, "none, as a noisy model is never stationary"),
+            ("local", not setting.plain_steps, "sgd without momentum, decay or proximal term"),
+            ("bounding", changes, "one that does the same in every round"),
+        ):
+            if wrong:
                 raise _refused(f"{section}.kind", setting.kinds[section], expected)
 
     def fits(self, problem: Problem) -> None:
