@@ -88,10 +88,9 @@ def _principal(products: np.ndarray, axes: np.ndarray, onto: int) -> np.ndarray:
     centred = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
     spread = centred[axes] - centred[axes].mean(axis=0, keepdims=True)
     values, vectors = np.linalg.eigh(spread)
+    values, vectors = values[: -1 - onto : -1], vectors[:, : -1 - onto : -1]
+    found = values > 1e-12 * values.max(initial=np.finfo(float).tiny)
     coordinates = np.zeros((len(products), onto))
-    for axis in range(min(onto, len(values))):
-        value = values[-1 - axis]
-        if value > 1e-12 * max(values[-1], 0.0) > 0:
-            coordinates[:, axis] = centred @ vectors[:, -1 - axis] / np.sqrt(value)
+    coordinates[:, : found.sum()] = centred @ vectors[:, found] / np.sqrt(values[found])
     signs = np.sign(coordinates[np.abs(coordinates).argmax(axis=0), np.arange(onto)])
     return coordinates * np.where(signs < 0, -1.0, 1.0)
