@@ -69,30 +69,21 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     cudnn = torch.backends.cudnn
     _undo.append(_state())
     torch.use_deterministic_algorithms(True)
-    _filling(False)
+    # deterministic algorithms would write over all new memory first, which takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cudnn.deterministic = True
     cudnn.benchmark = False
     _float32(tf32)
-    _bound_memory(min(1.0, num_gpus))
-
-
-def _bound_memory(share: float) -> None:
-    """Has this process take at most this share of the device's memory."""
     current = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
     before = current() if current else 1.0
     _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(before))
-    torch.cuda.set_per_process_memory_fraction(share)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
 
 
 def _workspace() -> None:
     value = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if value not in WORKSPACES:
         raise ConfigError(WORKSPACE, value, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
-
-
-def _filling(fills: bool) -> None:
-    """Whether deterministic algorithms write over all new memory first, which takes time."""
-    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _float32(tf32: bool) -> None:
@@ -130,7 +121,7 @@ def _state() -> Callable[[], None]:
 
     def undo() -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        _filling(fills)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         cudnn.deterministic, cudnn.benchmark = of_cudnn
         for backend, allowed in legacy:
             backend.allow_tf32 = allowed

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,23 +52,22 @@ class Chunk:
         memory: dict[str, dict[int, np.ndarray]] = {}
         offset = 0
         for chunk in chunks:
-            for member, rows in chunk.memory.items():
-                states = memory.setdefault(member, {})
-                states |= {offset + slot: vector for slot, vector in rows.items()}
+            for member, states in chunk.memory.items():
+                shifted = {offset + slot: vector for slot, vector in states.items()}
+                memory[member] = memory.get(member, {}) | shifted
             offset += len(chunk.clients)
+        names = first._arrays()
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names
+        }
+        parts = len(chunks) if len({len(chunk.clients) for chunk in chunks}) == 1 else 1
+        rows = max(chunk.rows for chunk in chunks)
+        return cls(**arrays, rows=rows, memory=memory, parts=parts)
 
-        def together(name: str) -> np.ndarray:
-            return np.concatenate([getattr(chunk, name) for chunk in chunks])
-
-        return cls(
-            together("clients"),
-            together("draws"),
-            together("weights"),
-            max(chunk.rows for chunk in chunks),
-            stds=None if first.stds is None else together("stds"),
-            memory=memory,
-            parts=len(chunks) if len({len(chunk.clients) for chunk in chunks}) == 1 else 1,
-        )
+    def _arrays(self) -> dict[str, Any]:
+        """What has a value per client, by name."""
+        arrays = {name: getattr(self, name) for name in ("clients", "draws", "weights", "stds")}
+        return {name: values for name, values in arrays.items() if values is not None}
 
     def alone(self, slot: int) -> Chunk:
         """The chunk for one of its clients, which is an actor by itself."""
@@ -84,15 +83,8 @@ class Chunk:
             name: {slot - start: row for slot, row in rows.items() if start <= slot < end}
             for name, rows in self.memory.items()
         }
-        return replace(
-            self,
-            clients=self.clients[slots],
-            draws=self.draws[slots],
-            weights=self.weights[slots],
-            stds=None if self.stds is None else self.stds[slots],
-            memory=memory,
-            slot=None,
-        )
+        arrays = {name: values[slots] for name, values in self._arrays().items()}
+        return replace(self, **arrays, memory=memory, slot=None)
 
     @property
     def width(self) -> int:

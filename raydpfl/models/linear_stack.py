@@ -133,10 +133,6 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
     """The layers and calls from the module's output back to its input, each taking what the next
     one gives. Raises `NoStack` where they do not lead there.
     """
-    chain = _sequence(module)
-    if chain is not None:
-        yield from reversed(chain)
-        return
     root = nn.Sequential(module)  # wrapped, so that a lone Linear is seen as a layer
     try:
         graph = fx.Tracer().trace(root)
@@ -149,23 +145,6 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
         node = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(node, fx.Node):
         raise NoStack("it is more than layers one after another")
-
-
-def _sequence(module: nn.Module) -> list[nn.Module] | None:
-    """The layers of a plain `nn.Sequential`, in which others may stand: what torch.fx would find,
-    in a hundredth of the time. None: it has to.
-    """
-    if fx.Tracer().is_leaf_module(module, ""):
-        return [module]
-    if type(module) is not nn.Sequential or "forward" in vars(module) or _hooked(module):
-        return None
-    modules: list[nn.Module] = []
-    for child in module:
-        within = _sequence(child)
-        if within is None:
-            return None
-        modules += within
-    return modules
 
 
 def places_of(module: nn.Module) -> dict[int, int]:

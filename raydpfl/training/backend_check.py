@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,15 +55,6 @@ def mismatch(
     return f"its first step is off by {float(errors.max()):.1e} of the loop's"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    x: torch.Tensor  # [3, 6, *shape]
-    y: torch.Tensor  # [3, 6, *target]
-    clip: float | None
-    corrections: torch.Tensor | None  # float32 [3, D]
-    initial: torch.Tensor | None  # float32 [3, D]: where the clients start; None: at the model
-
-
 class FirstSteps:
     """What three clients train to on rows drawn by `seed`: the rows are drawn, and the loop is run,
     once for all backends. Other arguments as for `mismatch`.
@@ -78,8 +68,8 @@ class FirstSteps:
         self.form = form
         self.clip = clip
         self.seed = seed
-        # the rows and the loop's updates, by whether dropout layers are idle
-        self._reference: dict[bool, tuple[_Rows, torch.Tensor]] = {}
+        # the bound, the arguments of a chunk and the loop's updates, by whether dropout is idle
+        self._reference: dict[bool, tuple[float | None, dict[str, Any], torch.Tensor]] = {}
 
     def by(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """By `backend` and by the loop, float32 [3, d] each. Raises whatever the backend does with
@@ -93,32 +83,32 @@ class FirstSteps:
         for layer in dropouts if idle else ():
             layer.p = min(layer.p, 1e-9)  # not 0: where drawing itself fails, that must show
         if idle not in self._reference:
-            rows = self._rows(module)
-            self._reference[idle] = rows, self._updates(module, REFERENCE, rows)
-        rows, theirs = self._reference[idle]
-        return self._updates(module, backend, rows), theirs
+            clip, rows = self._rows(module)
+            self._reference[idle] = clip, rows, self._updates(module, REFERENCE, clip, rows)
+        clip, rows, theirs = self._reference[idle]
+        return self._updates(module, backend, clip, rows), theirs
 
-    def _updates(self, module: nn.Module, backend: str, rows: _Rows) -> torch.Tensor:
+    def _updates(
+        self, module: nn.Module, backend: str, clip: float | None, rows: dict[str, Any]
+    ) -> torch.Tensor:
         """What the three clients have trained to, float32 [3, D]."""
-        trainer = Trainer(
-            *(module, self.local),
-            backend=backend,
-            seed=0,
-            clip=rows.clip,
-            user_defined=True,
-            task=self.form.task,
-        )
+        how: dict[str, Any] = {"backend": backend, "clip": clip, "task": self.form.task}
+        trainer = Trainer(module, self.local, seed=0, user_defined=True, **how)
+        initial = rows["initial"]
         chunk = trainer.chunk(
-            *(models.trained(module), rows.x, rows.y, SIZES),
+            *(models.trained(module), rows["x"], rows["y"], SIZES),
             t=0,
             clients=range(3),
             draws=[0] * 3,
-            corrections=rows.corrections,
-            starts=None if rows.initial is None else Starts.at(rows.initial),
+            corrections=rows["corrections"],
+            starts=None if initial is None else Starts.at(initial),
         )
         return torch.cat([block.updates for block in chunk])
 
-    def _rows(self, module: nn.Module) -> _Rows:
+    def _rows(self, module: nn.Module) -> tuple[float | None, dict[str, Any]]:
+        """The bound on samples' gradients; x [3, 6, *shape], y [3, 6, *target], corrections and
+        initial parameters, float32 [3, D], or None for none.
+        """
         form, clip = self.form, self.clip
         generator = stream(self.seed, Purpose.DATA)
         x = form.inputs(18, generator).view(3, 6, *form.shape)
@@ -133,14 +123,13 @@ class FirstSteps:
                 clip = self._median_norm(module, x[0], y[0])
         parameters = models.trained(module)
         shape = (3, len(parameters))
-        corrections = None
+        corrections = initial = None
         if self.local.corrects:  # of about the norm that gradients have
             corrections = torch.from_numpy(generator.standard_normal(shape) / shape[1] ** 0.5)
-        initial = None
         if models.ParameterSplit.of(module).own:
             factors = 1 + 0.1 * torch.from_numpy(generator.standard_normal(shape)).float()
             initial = parameters * factors
-        return _Rows(x, y, clip, corrections, initial)
+        return clip, {"x": x, "y": y, "corrections": corrections, "initial": initial}
 
     def _median_norm(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
         """The median norm of the samples' gradients."""

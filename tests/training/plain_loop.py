@@ -32,102 +32,82 @@ DRAWS = [0, 0, 1, 0, 0]
 STDS = np.array([0.01, 0.0, 0.02, 0.0, 0.005])
 
 
-class Residual(nn.Module):
-    """No stack of linear layers: a branch, LayerNorm, a parameter outside of its layers."""
+def net(kind: str, forward, **layers: nn.Module | nn.Parameter) -> nn.Module:
+    """A module of a class of its own: its layers by name, and its `forward(self, x)`."""
+    module = type(kind, (nn.Module,), {"forward": forward})()
+    for name, layer in layers.items():
+        setattr(module, name, layer)
+    return module
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(72, 12)
-        self.norm = nn.LayerNorm(12)
-        self.last = nn.Linear(12, CLASSES)
-        self.scale = nn.Parameter(torch.ones(12))
+
+def residual() -> nn.Module:
+    """No stack of linear layers: a branch, LayerNorm, a parameter outside of its layers."""
 
     def forward(self, x):
         h = self.first(x.flatten(1))
         return self.last(h + self.scale * torch.tanh(self.norm(h)))
 
+    layers = {"first": nn.Linear(72, 12), "norm": nn.LayerNorm(12), "last": nn.Linear(12, CLASSES)}
+    return net("Residual", forward, **layers, scale=nn.Parameter(torch.ones(12)))
 
-class Functional(nn.Module):
+
+def functional() -> nn.Module:
     """A stack of linear layers written in functions."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(72, 9)
-        self.b = nn.Linear(9, 7, bias=False)
-        self.c = nn.Linear(7, CLASSES)
 
     def forward(self, x):
         x = F.leaky_relu(self.a(x.view(x.size(0), -1)), 0.2)
         return self.c(torch.sigmoid(F.linear(x, self.b.weight)))
 
+    layers = {"b": nn.Linear(9, 7, bias=False), "c": nn.Linear(7, CLASSES)}
+    return net("Functional", forward, a=nn.Linear(72, 9), **layers)
 
-class Reused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(72, 8)
-        self.square = nn.Linear(8, 8)
-        self.leave = nn.Linear(8, CLASSES)
 
+def reused() -> nn.Module:
     def forward(self, x):
-        return self.leave(
-            torch.tanh(self.square(torch.tanh(self.square(self.enter(x.flatten(1))))))
-        )
+        x = torch.tanh(self.square(self.enter(x.flatten(1))))
+        return self.leave(torch.tanh(self.square(x)))
+
+    layers = {"enter": nn.Linear(72, 8), "square": nn.Linear(8, 8), "leave": nn.Linear(8, CLASSES)}
+    return net("Reused", forward, **layers)
 
 
-class TiedByHand(nn.Module):
+def tied_by_hand() -> nn.Module:
     """Uses a layer's weight a second time, outside of the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(72, CLASSES)
-        self.square = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, x):
         return F.linear(torch.tanh(self.square(self.enter(x.flatten(1)))), self.square.weight)
 
+    square = nn.Linear(CLASSES, CLASSES)
+    return net("TiedByHand", forward, enter=nn.Linear(72, CLASSES), square=square)
 
-class Pooling(nn.Module):
+
+def pooling() -> nn.Module:
     """Convolutions with the functions after them as they are usually written."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv2d(2, 4, 3, padding=1)
-        self.b = nn.Conv2d(4, 5, 3, padding=1)
-        self.c = nn.Linear(45, 8)
-        self.d = nn.Linear(8, CLASSES)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.a(x)), 2)
         x = F.max_pool2d(torch.tanh(self.b(x)), kernel_size=3, stride=1, padding=1)
         return self.d(F.relu(self.c(torch.flatten(x, 1))))
 
+    filters = {"a": nn.Conv2d(2, 4, 3, padding=1), "b": nn.Conv2d(4, 5, 3, padding=1)}
+    return net("Pooling", forward, **filters, c=nn.Linear(45, 8), d=nn.Linear(8, CLASSES))
 
-class Positions(nn.Module):
-    """Linear layers over T x 2 positions, the first with few inputs a position, and a LayerNorm
-    over the last two axes.
+
+def positions(count: int, width: int) -> nn.Module:
+    """Linear layers over `count` x 2 positions, the first with few inputs a position, and a
+    LayerNorm over the last two axes.
     """
 
-    def __init__(self, positions: int, width: int):
-        super().__init__()
-        self.positions = positions
-        self.first = nn.Linear(36 // positions, width)
-        self.norm = nn.LayerNorm((positions, width))
-        self.last = nn.Linear(width, CLASSES, bias=False)
-
     def forward(self, x):
-        h = self.norm(self.first(x.reshape(len(x), 2, self.positions, -1)))
+        h = self.norm(self.first(x.reshape(len(x), 2, count, -1)))
         return self.last(torch.tanh(h)).mean((1, 2))
 
+    layers = {"first": nn.Linear(36 // count, width), "norm": nn.LayerNorm((count, width))}
+    return net("Positions", forward, **layers, last=nn.Linear(width, CLASSES, bias=False))
 
-class InPlace(nn.Module):
+
+def in_place() -> nn.Module:
     """Changes the outputs of its layers in place, and adds to one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv2d(2, 6, 3, padding=1)
-        self.b = nn.Conv2d(6, 6, 3, padding=1)
-        self.norm = nn.GroupNorm(3, 6)
-        self.c = nn.Linear(216, CLASSES)
 
     def forward(self, x):
         a = torch.tanh_(self.a(x))
@@ -135,41 +115,33 @@ class InPlace(nn.Module):
         out += a
         return self.c(F.relu_(out.mul_(2.0)).flatten(1))
 
+    filters = {"a": nn.Conv2d(2, 6, 3, padding=1), "b": nn.Conv2d(6, 6, 3, padding=1)}
+    return net("InPlace", forward, **filters, norm=nn.GroupNorm(3, 6), c=nn.Linear(216, CLASSES))
 
-class Scale(nn.Module):
-    """A layer with a bare parameter, of two inputs."""
 
-    def __init__(self):
-        super().__init__()
-        self.by = nn.Parameter(torch.linspace(0.5, 2, 72))
+def two_inputs() -> nn.Module:
+    """Has a layer with a bare parameter, of two inputs."""
 
-    def forward(self, x, y):
+    def scaled(self, x, y):
         return torch.sin(self.by * x.flatten(1)) + self.by**2 * y.flatten(1)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = Scale()
-        self.last = nn.Linear(72, CLASSES)
 
     def forward(self, x):
         return self.last(self.scale(x, x.tanh()))
 
+    scale = net("Scale", scaled, by=nn.Parameter(torch.linspace(0.5, 2, 72)))
+    return net("TwoInputs", forward, scale=scale, last=nn.Linear(72, CLASSES))
 
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 3)
-        self.last = nn.Linear(3, CLASSES)
 
+def embedded() -> nn.Module:
     def forward(self, x):
         return self.last(self.table((x.flatten(1)[:, :10].abs() * 3).long() % 5).mean(1))
+
+    return net("Embedded", forward, table=nn.Embedding(5, 3), last=nn.Linear(3, CLASSES))
 
 
 def adapted() -> nn.Module:
     """A frozen net with adapters, one of which is not at its start, a trained norm, and a bias."""
-    module = Residual()
+    module = residual()
     asked = models.Lora(rank=2, scale=1.5, targets=("first", "last"), trained=("norm.*", "*.bias"))
     models.adapt(module, asked, lambda: module(torch.zeros(1, *SHAPE)))
     nn.init.normal_(module.first.lora_B.weight, std=0.2)
@@ -213,14 +185,14 @@ STACKS = {
         nn.Linear(9, CLASSES),
     ),
     "leaky mlp": lambda: mlp(nn.Linear(72, 17), nn.LeakyReLU(0.1), nn.Linear(17, CLASSES)),
-    "functional": Functional,
+    "functional": functional,
 }
 CONVOLUTIONAL = {
     "cnn": lambda: nn.Sequential(
         *(nn.Conv2d(2, 5, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(54, CLASSES)),
     ),
-    "cnn of functions": Pooling,
+    "cnn of functions": pooling,
     "cnn of all kinds": lambda: nn.Sequential(
         *(nn.Conv2d(2, 4, (3, 2), stride=(1, 2), padding=(2, 1), bias=False), nn.Tanh()),
         *(nn.MaxPool2d(3, 1, padding=1), nn.Identity()),
@@ -236,8 +208,8 @@ CONVOLUTIONAL = {
     ),
 }
 LAYERS = {
-    "linear, few positions": lambda: Positions(2, 30),
-    "linear, many positions": lambda: Positions(18, 5),
+    "linear, few positions": lambda: positions(2, 30),
+    "linear, many positions": lambda: positions(18, 5),
     "convolution": lambda: ending(nn.Conv2d(2, 5, 3)),
     "of wide patches": lambda: ending(nn.Conv2d(2, 5, 3), nn.Conv2d(5, 3, 3)),
     "of few positions": lambda: ending(nn.Conv2d(2, 20, 5), nn.Conv2d(20, 24, (2, 1), bias=False)),
@@ -274,12 +246,12 @@ LAYERS = {
     ),
     "instance norm": lambda: ending(nn.Conv2d(2, 6, 3), nn.InstanceNorm2d(6, affine=True)),
     "rms norm": lambda: ending(nn.Conv2d(2, 6, 3), nn.RMSNorm((4, 4))),
-    "embedding": Embedded,
-    "two inputs": TwoInputs,
-    "in place": InPlace,
+    "embedding": embedded,
+    "two inputs": two_inputs,
+    "in place": in_place,
     "frozen": frozen,
 }
-OTHERS = {"residual": Residual, "reused": Reused, "tied": tied, "tied by hand": TiedByHand}
+OTHERS = {"residual": residual, "reused": reused, "tied": tied, "tied by hand": tied_by_hand}
 MODULES = {**STACKS, **CONVOLUTIONAL, **LAYERS, **OTHERS, "adapters": adapted}
 
 
@@ -308,6 +280,12 @@ def corrected(sizes, d: int, seed=3) -> torch.Tensor:
     corrections = torch.randn(len(sizes), d, generator=torch.Generator().manual_seed(seed)) / d**0.5
     corrections[np.equal(sizes, 0)] = float("nan")
     return corrections
+
+
+def alone(slot: int) -> dict[str, np.ndarray]:
+    """The sizes and the clients of a chunk in which one of them trains."""
+    keep = np.arange(5) == slot
+    return {"sizes": np.where(keep, SIZES, 0), "clients": np.where(keep, CLIENTS, -1)}
 
 
 def clients_of(blocks):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from plain_loop import (
     drawn,
     made,
     mlp,
+    net,
     plain_loop,
     rows,
     train,
@@ -36,7 +36,6 @@ from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, validation
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, convolutional, fused, ghost_clipping, vmap
-from raydpfl.training.backends.convolutional import links
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
 from raydpfl.training.trainer import Trainer
 
@@ -80,12 +79,6 @@ def test_what_changes_nothing_does_not_hide_a_stack():
         torch.testing.assert_close(by_hand(module, x), module(x))
 
 
-def of_its_own_forward() -> nn.Module:
-    module = mlp(nn.Linear(72, 4))
-    module.forward = lambda x: module[1](module[0](x)) * 2
-    return module
-
-
 OTHERS = {
     "reused": lambda: made("reused"),
     "tied weights": lambda: made("tied"),
@@ -103,37 +96,6 @@ OTHERS = {
     "softplus": lambda: mlp(nn.Linear(72, 8), nn.Softplus(), nn.Linear(8, 4)),
     "negative slope": lambda: mlp(nn.Linear(72, 8), nn.LeakyReLU(-0.1), nn.Linear(8, 4)),
 }
-NESTED = {
-    "nested": lambda: mlp(
-        nn.Sequential(nn.Linear(72, 5), nn.Sequential(nn.ReLU())), nn.Linear(5, 4)
-    ),
-    "hook around": lambda: hooked(nn.Sequential(mlp(nn.Linear(72, 4))), 0),
-    "own forward": of_its_own_forward,
-}
-
-
-def found_in(module: nn.Module) -> list[str]:
-    """What is found of a module by those who take it apart, or why nothing is."""
-    found = []
-    for look in (stack, links):
-        try:
-            found.append(repr(look(module)))
-        except NoStack as error:
-            found.append(f"nothing: {error}")
-    return found
-
-
-@pytest.mark.parametrize("name", [*OTHERS, *NESTED, *MODULES])
-def test_layers_one_after_another_are_found_as_torch_fx_finds_them(name, monkeypatch):
-    module = {**OTHERS, **NESTED}.get(name, lambda: made(name))()
-    found = found_in(module)
-    monkeypatch.setattr(
-        sys.modules["raydpfl.models.linear_stack"], "_sequence", lambda module: None
-    )
-    assert found == found_in(module)
-    assert name not in ("hook around", "own forward") or all(
-        isinstance(each, str) for each in found
-    )
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight_norm
@@ -151,20 +113,114 @@ def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):
             assert (delta - update).norm() <= 2e-5 * update.norm()
 
 
-class Mixing(nn.Module):
-    """Looks like a flatten and a linear layer, but its view cuts each sample in two."""
+def last(inputs: int) -> nn.Linear:
+    return nn.Linear(inputs, CLASSES)
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(36, 2)
+
+def mixing() -> nn.Module:
+    """Looks like a flatten and a linear layer, but its view cuts each sample in two."""
+    forward = lambda self, x: self.last(x.view(-1, 36)).view(-1, 4)  # noqa: E731
+    return net("Mixing", forward, last=nn.Linear(36, 2))
+
+
+def scanned() -> nn.Module:
+    """A recurrent layer over the rows of an image."""
+    forward = lambda self, x: self.cells(x.flatten(1, 2))[0][:, -1]  # noqa: E731
+    return net("Scanned", forward, cells=nn.LSTM(6, 4, batch_first=True))
+
+
+def branched() -> nn.Module:
+    """A residual of convolutions."""
+    forward = lambda self, x: self.last((x + self.first(x)).flatten(1))  # noqa: E731
+    return net("Branched", forward, first=nn.Conv2d(2, 2, 3, padding=1), last=last(72))
+
+
+def drawn_by_numpy() -> nn.Module:
+    forward = lambda self, x: self.last(x.flatten(1)) + float(np.random.normal())  # noqa: E731
+    return net("Noised", forward, last=last(72))
+
+
+def normed() -> nn.Module:
+    """BatchNorm whose statistics are each client's own."""
+    forward = lambda self, x: self.last(self.norm(x).flatten(1))  # noqa: E731
+    module = net("Normed", forward, norm=nn.BatchNorm2d(2), last=last(72))
+    models.shared_and_local.set_local(module, {"norm.running_mean", "norm.running_var"})
+    return module
+
+
+def overwriting() -> nn.Module:
+    """Changes a layer's input after the layer has seen it, and made a padded copy."""
 
     def forward(self, x):
-        return self.linear(x.view(-1, 36)).view(-1, 4)
+        x = x + 0
+        return self.last((self.first(x) + x.mul_(3)).flatten(1))
+
+    first = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+    return net("Overwriting", forward, first=first, last=last(72))
+
+
+def samples_second() -> nn.Module:
+    """A layer whose first axis is not the samples'."""
+
+    def forward(self, x):
+        rows = self.first(x.transpose(0, 1).reshape(12, -1, 6))
+        return self.last(rows.transpose(0, 1).reshape(len(x), -1))
+
+    return net("SamplesSecond", forward, first=nn.Linear(6, 5), last=last(60))
+
+
+def unused() -> nn.Module:
+    forward = lambda self, x: self.last(x.flatten(1))  # noqa: E731
+    return net("Unused", forward, spare=nn.Linear(3, 3), last=last(72))
+
+
+def drawing() -> nn.Module:
+    """A layer with a parameter and a dropout of its own."""
+    forward = lambda self, x: self.dropout(x.flatten(1) * self.weight)  # noqa: E731
+    weight = nn.Parameter(torch.ones(72))
+    return net("Drawing", forward, weight=weight, dropout=nn.Dropout(0.5))
+
+
+def shrinking() -> nn.Module:
+    """Writes to its parameter while it is run."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight[:, x.flatten(1).mean(0) > 0] *= 0.9
+        return self.linear(x.flatten(1))
+
+    return net("Shrinking", forward, linear=last(72))
+
+
+def centred() -> nn.Module:
+    """Subtracts the mean of the batch, so that a gradient is no sum over samples."""
+    forward = lambda self, x: self.last((x - x.mean(0) / 2).flatten(1))  # noqa: E731
+    return net("Centred", forward, last=last(72))
+
+
+def counting() -> nn.Module:
+    """Keeps a running mean of what it is given."""
+
+    def forward(self, x):
+        x = x.flatten(1)
+        self.mean.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
+        return self.last(x - self.mean)
+
+    module = net("Counting", forward, last=last(72))
+    module.register_buffer("mean", torch.zeros(72))
+    return module
+
+
+class Trained(Sgd):
+    """Trains a client whole."""
+
+    def train(self, *given):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
     "module,backend",
-    [(Mixing(), "compiled"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
+    [(mixing(), "compiled"), (OTHERS["dropout"](), "vmap"), (OTHERS["batch norm"](), "vmap")],
 )
 def test_a_backend_that_would_train_a_module_wrongly_gives_way_to_the_loop_and_says_so(
     module, backend, caplog
@@ -174,7 +230,7 @@ def test_a_backend_that_would_train_a_module_wrongly_gives_way_to_the_loop_and_s
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
         f"clients are trained by the loop, one at a time, which is slow: {backend} does not fit"
     )
-    for name in {backend, "fused" if isinstance(module, Mixing) else backend}:
+    for name in {backend, "fused" if backend == "compiled" else backend}:
         with pytest.raises(
             ConfigError, match=rf"client\.backend = '{name}': expected auto or loop"
         ):
@@ -222,74 +278,26 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, fault, monkeypatch):
     assert choose_backend(module, local, of) == "loop"
 
 
-class Scanned(nn.Module):
-    """A recurrent layer over the rows of an image."""
-
-    def __init__(self):
-        super().__init__()
-        self.cells = nn.LSTM(6, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.cells(x.flatten(1, 2))[0][:, -1]
-
-
-class Twice(nn.Module):
-    """A residual of convolutions."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(2, 2, 3, padding=1)
-        self.last = nn.Linear(72, 4)
-
-    def forward(self, x):
-        return self.last((x + self.first(x)).flatten(1))
-
-
-class Noised(nn.Module):
-    """Adds what NumPy draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(72, 4)
-
-    def forward(self, x):
-        return self.last(x.flatten(1)) + float(np.random.normal())
-
-
-class Trained(Sgd):
-    """Trains a client whole."""
-
-    def train(self, *given):
-        raise NotImplementedError
-
-
-class Normed(nn.Module):
-    """BatchNorm whose statistics are each client's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(2)
-        self.last = nn.Linear(72, 4)
-        models.shared_and_local.set_local(self, {"norm.running_mean", "norm.running_var"})
-
-    def forward(self, x):
-        return self.last(self.norm(x).flatten(1))
-
-
 @pytest.mark.parametrize(
     "module,local,backend,why,faster",
     [
         (OTHERS["dropout"], Sgd(), "auto", "vmap does not fit", "a model without dropout"),
-        (Scanned, Sgd(), "auto", "LSTM is recurrent", "a model without recurrent layers"),
-        (Scanned, Sgd(), "loop", "LSTM is recurrent", "a model without recurrent layers"),
+        (scanned, Sgd(), "auto", "LSTM is recurrent", "a model without recurrent layers"),
+        (scanned, Sgd(), "loop", "LSTM is recurrent", "a model without recurrent layers"),
         (
-            Twice,
+            branched,
             Sgd(),
             "auto",
             "convolutional does not fit the model: ",
             "convolutions, activ.*GPU",
         ),
-        (Noised, Sgd(), "auto", "the module draws from np.random", "a module that draws nothing"),
+        (
+            drawn_by_numpy,
+            Sgd(),
+            "auto",
+            "the module draws from np.random",
+            "a module that draws nothing",
+        ),
         (lambda: made("mlp"), Trained(), "auto", "a user-defined train", "a step in its place"),
         (
             lambda: made("mlp"),
@@ -298,7 +306,7 @@ class Normed(nn.Module):
             "client.backend asks for it",
             "client.backend=auto, which tr",
         ),
-        (Normed, Sgd(), "auto", "buffers of the model are clients' own", "without BatchNorm"),
+        (normed, Sgd(), "auto", "buffers of the model are clients' own", "without BatchNorm"),
     ],
 )
 def test_a_loop_that_is_slow_says_why_and_what_would_be_faster(
@@ -441,51 +449,14 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
         choose_backend(made(name), Sgd(), form(SHAPE), "layerwise", clip=1.0)
 
 
-class Overwrites(nn.Module):
-    """Changes a layer's input after the layer has seen it, and made a padded copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
-        self.last = nn.Linear(72, CLASSES)
-
-    def forward(self, x):
-        x = x + 0
-        return self.last((self.first(x) + x.mul_(3)).flatten(1))
-
-
-class SamplesSecond(nn.Module):
-    """A layer whose first axis is not the samples'."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 5)
-        self.last = nn.Linear(60, CLASSES)
-
-    def forward(self, x):
-        return self.last(
-            self.first(x.transpose(0, 1).reshape(12, -1, 6)).transpose(0, 1).reshape(len(x), -1)
-        )
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(3, 3)
-        self.last = nn.Linear(72, CLASSES)
-
-    def forward(self, x):
-        return self.last(x.flatten(1))
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     "kind,reason",
     [
-        (Scanned, "LSTM takes or gives more than tensors"),
-        (Overwrites, "the input of Conv2d is changed in place after it"),
-        (SamplesSecond, "the first axis of Linear's input is not that of the samples"),
-        (Unused, "Linear is not called"),
+        (scanned, "LSTM takes or gives more than tensors"),
+        (overwriting, "the input of Conv2d is changed in place after it"),
+        (samples_second, "the first axis of Linear's input is not that of the samples"),
+        (unused, "Linear is not called"),
     ],
 )
 def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
@@ -494,20 +465,8 @@ def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, rea
     assert reason in caplog.messages[0]
 
 
-class Drawing(nn.Module):
-    """A layer with a parameter and a dropout of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(72))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(x.flatten(1) * self.weight)
-
-
 def test_a_layer_that_cannot_be_drawn_sample_by_sample_is_left_to_the_loop():
-    module = nn.Sequential(Drawing(), nn.Linear(72, CLASSES))
+    module = nn.Sequential(drawing(), nn.Linear(72, CLASSES))
     assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
     module[0].dropout.p = 0.0
     assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
@@ -518,65 +477,27 @@ def test_linear_layers_over_positions_are_no_stack_of_matrices_but_trained_layer
     assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "layerwise"
 
 
-class Shrinking(nn.Module):
-    """Writes to its parameter while it is run."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(72, CLASSES)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.linear.weight[:, x.flatten(1).mean(0) > 0] *= 0.9
-        return self.linear(x.flatten(1))
-
-
 def test_a_module_that_writes_to_its_own_parameters_is_refused_as_no_noise_hides_that():
     with pytest.raises(
         ConfigError,
         match=r"model = 'Shrinking': expected a module that mixes no samples.*its parameter "
         r"linear.weight changes",
     ):
-        choose_backend(Shrinking(), Sgd(), form(SHAPE), clip=1.0)
+        choose_backend(shrinking(), Sgd(), form(SHAPE), clip=1.0)
     table = nn.Sequential(nn.Flatten(), nn.EmbeddingBag(5, CLASSES, max_norm=1e9))
     with pytest.raises(ConfigError, match=r"1 is a EmbeddingBag with max_norm"):
         choose_backend(table, Sgd(), form(SHAPE), clip=1.0)
 
 
-class Centred(nn.Module):
-    """Subtracts the mean of the batch, so that a gradient is no sum over samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(72, CLASSES)
-
-    def forward(self, x):
-        return self.linear((x - x.mean(0) / 2).flatten(1))
-
-
-class Counting(nn.Module):
-    """Keeps a running mean of what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(72, CLASSES)
-        self.register_buffer("mean", torch.zeros(72))
-
-    def forward(self, x):
-        x = x.flatten(1)
-        self.mean.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
-        return self.linear(x - self.mean)
-
-
 def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused():
-    assert choose_backend(Centred(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
+    assert choose_backend(centred(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     with pytest.raises(
         ConfigError,
         match=r"model = 'Counting': expected a module that mixes no samples.*its buffer "
         r"mean changes",
     ):
-        choose_backend(Counting(), Sgd(), form(SHAPE), clip=1.0)
-    normed = nn.Sequential(
+        choose_backend(counting(), Sgd(), form(SHAPE), clip=1.0)
+    batch_normed = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, CLASSES)
     )
     for backend in ("auto", "layerwise", "vmap", "loop"):
@@ -586,10 +507,10 @@ def test_a_module_that_mixes_samples_is_clipped_one_sample_at_a_time_or_refused(
             r"BatchNorm2d "
             r".*group_norm",
         ):
-            choose_backend(normed, Sgd(), form(SHAPE), backend, clip=1.0)
+            choose_backend(batch_normed, Sgd(), form(SHAPE), backend, clip=1.0)
     with pytest.raises(NotLayerwise, match="BatchNorm2d mixes the samples of a batch"):
-        Layerwise(normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
-    assert choose_backend(normed, Sgd(), form(SHAPE)) == "loop"
+        Layerwise(batch_normed, Sgd(), torch.device("cpu"), form(SHAPE).task)
+    assert choose_backend(batch_normed, Sgd(), form(SHAPE)) == "loop"
 
 
 @pytest.mark.parametrize(

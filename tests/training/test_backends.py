@@ -21,6 +21,7 @@ from plain_loop import (
     STACKS,
     STDS,
     USER_DEFINED,
+    alone,
     bound,
     corrected,
     drawn,
@@ -187,16 +188,12 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(backend, name, meth
             theirs["corrections"] = torch.where(kept, more["corrections"], theirs["corrections"])
         if "stds" in more:
             theirs["stds"] = np.where(keep, more["stds"], 3.0)
-        alone = train(
-            *(backend, module, local, *put((x, y), zeros, slot)),
-            *(np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1)),
-            **more,
-        )
+        single = train(backend, module, local, *put((x, y), zeros, slot), **alone(slot), **more)
         among = train(
             *(backend, module, local, *put((x, y), others, slot)),
             *(np.where(keep, SIZES, sizes), np.where(keep, CLIENTS, np.arange(40, 45)), DRAWS),
             **theirs,
         )
-        assert list(alone) == [slot]
-        for other_delta, other_loss in (alone[slot], among[slot]):
+        assert list(single) == [slot]
+        for other_delta, other_loss in (single[slot], among[slot]):
             assert torch.equal(delta, other_delta) and loss == other_loss

@@ -18,6 +18,7 @@ from plain_loop import (
     DRAWS,
     METHODS,
     SIZES,
+    alone,
     clients_of,
     corrected,
     made,
@@ -52,23 +53,19 @@ def test_bits_hold_at_the_sizes_of_the_papers_and_wherever_the_rows_lie_in_memor
     sizes = [n, n, n - 3, n, 5, n, n, n]
     y = generator.integers(0, 10, (8, n))
     bits: dict[int, set[bytes]] = {slot: set() for slot in range(8)}
+
+    def note(*given) -> None:
+        for slot, (delta, _) in train(backend, module, local, *given, [0] * 8).items():
+            bits[slot].add(delta.numpy().tobytes())
+
     memory = np.empty(8 * n * 784 + 16, np.float32)
     for shift in (0, 1, 5, 12):
         x = memory[shift : shift + 8 * n * 784].reshape(8, n, 1, 28, 28)
         x[:] = np.random.default_rng(1).random(x.shape, dtype=np.float32)
-        for slot, (delta, _) in train(
-            backend, module, local, x, y, sizes, range(8), [0] * 8
-        ).items():
-            bits[slot].add(delta.numpy().tobytes())
+        note(x, y, sizes, range(8))
     for slot in (0, 2, 7):
         clients = np.where(np.arange(8) == slot, np.arange(8), -1)
-        bits[slot].add(
-            train(backend, module, local, x, y, np.where(clients < 0, 0, sizes), clients, [0] * 8)[
-                slot
-            ][0]
-            .numpy()
-            .tobytes()
-        )
+        note(x, y, np.where(clients < 0, 0, sizes), clients)
     assert all(len(each) == 1 for each in bits.values())
 
 
@@ -97,16 +94,7 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     assert torch.equal(torch.get_rng_state(), state) and module.calls == 0
     torch.manual_seed(1)
     for slot, (delta, _) in together.items():
-        alone = train(
-            "loop",
-            module,
-            local,
-            x,
-            y,
-            np.where(np.arange(5) == slot, SIZES, 0),
-            np.where(np.arange(5) == slot, CLIENTS, -1),
-        )
-        assert torch.equal(alone[slot][0], delta)
+        assert torch.equal(train("loop", module, local, x, y, **alone(slot))[slot][0], delta)
     index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     with torch.random.fork_rng():
         torch.set_rng_state(torch_stream(4, Purpose.MODULE, t=2, client=5, draw=1).get_state())

@@ -13,7 +13,7 @@ from plain_loop import (
     ROUND,
     SEED,
     SHAPE,
-    SIZES,
+    alone,
     bound,
     drawn,
     ending,
@@ -281,9 +281,7 @@ def test_dropout_is_drawn_for_each_sample_and_keyed_by_the_client():
     together = clipping(*given)
     torch.manual_seed(1)
     for slot, (delta, _) in together.items():
-        keep = np.arange(5) == slot
-        alone = clipping(*given, np.where(keep, SIZES, 0), np.where(keep, CLIENTS, -1))
-        assert torch.equal(alone[slot][0], delta)
+        assert torch.equal(clipping(*given, **alone(slot))[slot][0], delta)
     same = x[:1, :1].expand(5, 7, -1, -1, -1), y[:1, :1].expand(5, 7)
     who = ([7] * 5, [1, 2, 3, 3, 4], [0, 0, 0, 1, 0])
     dropped = clipping("layerwise", module, Sgd(steps=1, batch=7), 1.0, *same, *who)

@@ -16,18 +16,16 @@ from plain_loop import (
     SHAPE,
     USER_DEFINED,
     Nesterov,
-    clients_of,
     made,
     rows,
     train,
 )
 
-from raydpfl import models, run
+from raydpfl import run
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import LinearRule, Local, Scaffold, Sgd, Step
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends.base import Rule, take
-from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,31 +54,6 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
     some = train(backend, module, rule, *rows(sizes), *who, planned=planned)
     assert taken[::each] == [4, 3, 3, 1]
     assert all(torch.equal(some[slot][0], whole[slot][0]) for slot in (0, 2))
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("model", ["mlp", "reused"])
-def test_the_last_clients_of_a_chunk_that_vmap_leaves_have_one_set_of_bits(model, clip):
-    module = made(model)
-    rule = Sgd(epochs=3, batch=3, lr=0.1, momentum=0.5)
-    sizes = np.array([13, 9, 4, 2])
-    planned = rule.step_counts(sizes)
-    assert planned.tolist() == [13, 9, 4, 3]  # two of them, and then one, go on
-
-    def chunk(backend: str, held: list[int]) -> dict:
-        some = np.where(np.isin(range(4), held), range(4), -1)
-        stds = None if clip is None else np.full(4, 0.1)
-        trainer = Trainer(module, rule, backend=backend, seed=4, clip=clip)
-        given = (models.flatten(module), *rows(sizes), sizes)
-        who = {"t": 2, "clients": some, "draws": [0] * 4}
-        blocks = trainer.chunk(*given, **who, planned=planned, stds=stds)
-        return {slot: delta for slot, delta, _ in clients_of(blocks)}
-
-    whole = chunk("vmap", [0, 1, 2, 3])
-    theirs = chunk("loop", [0, 1, 2, 3])
-    for slot, delta in whole.items():
-        assert torch.equal(chunk("vmap", [slot])[slot], delta)
-        torch.testing.assert_close(delta, theirs[slot], rtol=1e-4, atol=1e-5)
 
 
 def test_sgds_own_step_is_what_its_coefficients_say():
@@ -151,50 +124,24 @@ def test_a_backend_that_forgets_the_state_of_a_rule_is_noticed(monkeypatch, capl
     assert "fused does not fit the model" in caplog.text
 
 
-class InPlace(Local):
-    def step(self, x, gradient, state, at):
-        return x.sub_(gradient, alpha=at.lr), state
-
-
-class OverAll(Local):
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient / gradient.norm(), state
-
-
-class Random(Local):
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient * torch.rand_like(x), state
-
-
-class Short(Local):
-    def step(self, x, gradient, state, at):
-        return (x - at.lr * gradient)[..., :-1], state
-
-
-class Wide(Local):
-    def step(self, x, gradient, state, at):
-        return x.double() - at.lr * gradient, state
-
-
-class Failing(Local):
-    def step(self, x, gradient, state, at):
-        return x - at.lr * gradient / state["norm"], state
-
-
 @pytest.mark.parametrize(
-    "kind,reason",
+    "step,reason",
     [
-        (InPlace, "changes what it is given in place"),
-        (OverAll, "whose step for clients [C, P] is that for each of them"),
-        (Random, "whose step for clients [C, P] is that for each of them"),
-        (Short, "from x [3, 7] it gives torch.float32 [3, 6]"),
-        (Wide, "it gives torch.float64 [3, 7]"),
-        (Failing, "it raised TypeError: 'NoneType' object is not subscriptable"),
+        (lambda x, g, state: x.sub_(g), "changes what it is given in place"),
+        (lambda x, g, state: x - g / g.norm(), "whose step for clients [C, P] is that for each"),
+        (lambda x, g, state: x - g * torch.rand_like(x), "whose step for clients [C, P] is that"),
+        (lambda x, g, state: (x - g)[..., :-1], "from x [3, 7] it gives torch.float32 [3, 6]"),
+        (lambda x, g, state: x.double() - g, "it gives torch.float64 [3, 7]"),
+        (lambda x, g, state: x - g / state["norm"], "it raised TypeError: 'NoneType' object is"),
     ],
 )
-def test_a_rule_that_is_none_is_refused_before_the_run(kind, reason):
+def test_a_rule_that_is_none_is_refused_before_the_run(step, reason):
+    class Wrong(Local):
+        def step(self, x, gradient, state, at):
+            return step(x, gradient, state), state
+
     with pytest.raises(ConfigError) as error:
-        choose_backend(made("mlp"), kind(), form(SHAPE))
+        choose_backend(made("mlp"), Wrong(), form(SHAPE))
     assert error.value.field == "local.kind" and reason in str(error.value)
 
 

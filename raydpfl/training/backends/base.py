@@ -270,32 +270,19 @@ class ChunkData:
         clients, n = self.y.shape[:2]
         steps, width = self.index.shape[1:]
         real = np.arange(width) < self.batch_sizes[:, None]
-        means = real / np.maximum(self.batch_sizes, 1)[:, None]
-        shares = torch.from_numpy(means.astype(np.float32))[:, None]
-        index = torch.from_numpy(self.index)
-        # float32 [Q, C, 1]: 1 where a client makes the step
         making = np.arange(steps)[:, None, None] < self.steps[:, None]
-        going = torch.from_numpy(making.astype(np.float32))
-        still = any(map(len, self._done))
+        means = making * (real / np.maximum(self.batch_sizes, 1)[:, None])
+        shares = torch.from_numpy(means.astype(np.float32))  # [Q, C, B]
+        index = torch.from_numpy(self.index).transpose(0, 1)
+        rows: list[torch.Tensor | None] = [None] * steps
         if self._whole:
-            placed = torch.zeros(clients, steps, n)
-            placed.scatter_add_(2, index, shares.expand(clients, steps, width))
-            placed = placed.transpose(0, 1).contiguous()
-            if still:
-                placed *= going
-            every = self._on_device(placed[:, :, None]).unbind()
-            return [(None, part[:count]) for part, count in zip(every, self._active, strict=True)]
-        rows = (index + torch.arange(0, clients * n, n)[:, None, None]).transpose(0, 1).flatten(1)
-        shares = self._on_device(shares)
-        cut = [
-            part[: count * width]
-            for part, count in zip(self._on_device(rows), self._active, strict=True)
-        ]
-        if still:
-            by_step = (self._on_device(going)[..., None] * shares).unbind()
-            return [(part, by_step[k][: self.active(k)]) for k, part in enumerate(cut)]
-        first = {count: shares[:count] for count in set(self._active)}
-        return [(part, first[self.active(k)]) for k, part in enumerate(cut)]
+            shares = torch.zeros(steps, clients, n).scatter_add_(2, index, shares)
+        else:
+            places = (index + torch.arange(0, clients * n, n)[:, None]).flatten(1)
+            pairs = zip(self._on_device(places), self._active, strict=True)
+            rows = [part[: count * width] for part, count in pairs]
+        by_step = zip(self._on_device(shares[:, :, None]), self._active, strict=True)
+        return list(zip(rows, (part[:count] for part, count in by_step), strict=True))
 
     def means(self, sums: torch.Tensor) -> np.ndarray:
         """The clients' mean losses, float64 [C], from the sums over their steps, float32 [C]."""

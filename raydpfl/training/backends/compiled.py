@@ -131,7 +131,6 @@ class Compiled(Backend):
         )
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Backend`."""
         first = self.layers[0]
         _check(chunk, first.inputs, self.layers[-1].outputs, self.squares)
         columns = np.zeros((first.inputs + 1, -(-first.outputs // CHUNKS) * CHUNKS), np.float32)
@@ -167,7 +166,6 @@ class Compiled(Backend):
         yield from training.separate() if chunk.into is None else training.added(chunk.into)
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
-        """See `raydpfl.training.backends.base.Backend`."""
         answers = responses(self.linear, lr, steps)[1]
         batch = self.local.batch_size(len(x))
         return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)

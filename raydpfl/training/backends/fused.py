@@ -195,7 +195,6 @@ class _Loss:
         self.strides = (batch, 1, padded)
         self.outputs, self.wanted, self.total = self.target.new_zeros(3, outputs, padded).unbind()
         self.shares = self.target.new_zeros(padded)
-        self.of_shares: torch.Tensor | None = None  # the shares that `shares` are
         self.seen = self._rows_of(self.outputs)
         if rows is None:
             self.wanted[:, : self.columns] = self.target[:, : self.columns]
@@ -220,9 +219,7 @@ class _Loss:
         if rows is not None:  # past the last column any row, of share 0
             picked = F.pad(rows, (0, self.shares.numel() - self.columns))
             self.wanted = self.target.index_select(1, picked)
-        if shares is not self.of_shares:
-            self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
-            self.of_shares = shares
+        self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
         if self.squares:
             off = self.outputs + self.wanted
             g = off / len(off) if len(off) > 1 else off
@@ -352,7 +349,6 @@ class Fused(Backend):
         self.closed = closed_form(task)
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Backend`."""
         with torch.inference_mode():
             training = _Training(self, parameters, chunk)
             losses = training.train()

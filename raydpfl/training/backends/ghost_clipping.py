@@ -309,7 +309,6 @@ class Layerwise(Loop):
         self.leaves = [_Leaf(layer, parameters) for layer, parameters in trained if parameters]
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Backend`."""
         if self.samples is None:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -69,7 +69,6 @@ class OneByOne(Backend):
         raise NotImplementedError
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Backend`."""
         for slot in chunk.slots:
             update, loss = self._client(parameters, chunk, slot)
             yield Block(np.array([slot]), update[None], np.array([loss]))

@@ -256,7 +256,6 @@ class Vmap(Backend):
         return gradients_of
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        """See `raydpfl.training.backends.base.Backend`."""
         x, y = chunk.rows()
         linear = self.local.linear()
         rule: _Linear | _General
