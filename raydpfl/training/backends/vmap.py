@@ -20,7 +20,7 @@ from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from raydpfl.core.device import index
-from raydpfl.methods.local.base import LinearRule, Local
+from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
 
@@ -67,14 +67,22 @@ class _Forward:
                 held[name] = own
 
 
-class _Linear:
-    """A linear rule, on `now`: every parameter, [c, *its shape], of the slots that a step takes."""
+class _Steps:
+    """The steps of a chunk on `now`: every parameter, [c, *its shape], of the slots that a step
+    takes. Any rule but a linear one takes the parameters of a client as one vector.
+    """
 
-    def __init__(
-        self, linear: LinearRule, parts: Parts, parameters: torch.Tensor, chunk: ChunkData
-    ):
-        self.linear = linear
+    def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
+        self.parts = parts
         self.chunk = chunk
+        self.linear = local.linear()
+        self.velocity: list[torch.Tensor] = []
+        self.corrections: list[torch.Tensor] = []
+        self.model: list[torch.Tensor] = []
+        if self.linear is None:
+            self.rule = Rule.of_chunk(local, parameters, chunk)
+            self.now = parts(self.rule.x)
+            return
         self.model = parts(parameters)
         if chunk.starts is None:
             clients = len(chunk.sizes)
@@ -84,8 +92,7 @@ class _Linear:
             self.now = [part.clone() for part in initial]
             self.model = self.model if chunk.starts.to_model else initial
         self.whole = self.now
-        self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
-        self.corrections: list[torch.Tensor] = []
+        self.velocity = [torch.zeros_like(part) for part in self.now if self.linear.momentum]
         if chunk.corrections is not None:
             self.corrections = [part.contiguous() for part in parts(chunk.corrections)]
 
@@ -99,9 +106,13 @@ class _Linear:
 
     def final(self) -> list[torch.Tensor]:
         """Each parameter of all slots, [C, *its shape]."""
-        return self.whole
+        return self.parts(self.rule.final()) if self.linear is None else self.whole
 
-    def step(self, gradients: list[torch.Tensor], k: int) -> None:
+    def make(self, gradients: list[torch.Tensor], k: int) -> None:
+        """The k-th step."""
+        if self.linear is None:
+            self.now = self.parts(self.rule.step(_flat(gradients), k))
+            return
         done = self.chunk.done(k)
         before = [] if done is None else [part[done] for part in self.now]
         lr = self.chunk.lr
@@ -109,26 +120,8 @@ class _Linear:
         for part, still in zip(self.now, before, strict=False):
             part[done] = still
 
-
-class _General:
-    """Any rule, which takes the parameters of a client as one vector."""
-
-    def __init__(self, local: Local, parts: Parts, parameters: torch.Tensor, chunk: ChunkData):
-        self.parts = parts
-        self.rule = Rule.of_chunk(local, parameters, chunk)
-        self.now = parts(self.rule.x)
-
-    def narrow(self, count: int) -> None:
-        self.now = [part[:count] for part in self.now]
-
-    def final(self) -> list[torch.Tensor]:
-        return self.parts(self.rule.final())
-
-    def step(self, gradients: list[torch.Tensor], k: int) -> None:
-        self.now = self.parts(self.rule.step(_flat(gradients), k))
-
     def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
-        """Where the gradients of the k-th step are to be taken."""
+        """Where the gradients of the k-th step are to be taken, of a rule that perturbs."""
         return self.parts(self.rule.perturbed(_flat(gradients), k))
 
 
@@ -257,12 +250,7 @@ class Vmap(Backend):
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         x, y = chunk.rows()
-        linear = self.local.linear()
-        rule: _Linear | _General
-        if linear is None:
-            rule = _General(self.local, self._parts, parameters, chunk)
-        else:
-            rule = _Linear(linear, self._parts, parameters, chunk)
+        steps = _Steps(self.local, self._parts, parameters, chunk)
         losses = parameters.new_zeros(len(chunk.sizes))
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(chunk)
@@ -271,24 +259,24 @@ class Vmap(Backend):
             count = len(shares)
             if count <= few:
                 gradients_of = self._client_by_client(chunk.clip)
-            if count < len(rule.now[0]):
-                rule.narrow(count)
+            if count < len(steps.now[0]):
+                steps.narrow(count)
             batch = take(x[:count], rows), take(y[:count], rows), shares[:, 0]
             clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *clipping = gradients_of(self._named(rule.now), *batch)
+            gradients, loss, *clipping = gradients_of(self._named(steps.now), *batch)
             factors += clipping
             losses[:count] += loss
             direction = list(gradients.values())
-            if isinstance(rule, _General) and self.local.perturbs:
-                moved = self._named(rule.perturbed(direction, step))
+            if self.local.perturbs and steps.linear is None:
+                moved = self._named(steps.perturbed(direction, step))
                 direction = list(gradients_of(moved, *batch)[0].values())
             noise = chunk.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
-            rule.step(direction, step)
+            steps.make(direction, step)
         chunk.count_clipped(factors)
         means = chunk.means(losses)
-        final = rule.final()
+        final = steps.final()
         d = len(parameters)
         for _, trained in chunk.blocks(d):
             slots = index(trained, parameters.device)
