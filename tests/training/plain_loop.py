@@ -294,10 +294,21 @@ def clients_of(blocks):
 
 
 def train(
-    backend, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, clip=None, **more
+    backend,
+    module,
+    local,
+    x,
+    y,
+    sizes=SIZES,
+    clients=CLIENTS,
+    draws=DRAWS,
+    clip=None,
+    precision="float32",
+    **more,
 ):
     """(update, loss) by slot."""
-    trainer = Trainer(module, local, backend=backend, seed=SEED, clip=clip, task=task_of(y))
+    how = {"clip": clip, "task": task_of(y), "precision": precision}
+    trainer = Trainer(module, local, backend=backend, seed=SEED, **how)
     who = {"t": ROUND, "clients": clients, "draws": draws}
     chunk = trainer.chunk(models.flatten(module), x, y, sizes, **who, **more)
     return {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
@@ -434,7 +445,7 @@ def cosine_of(optimizer: Any) -> Any:
 
 def losses_of(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if y.is_floating_point():
-        return (outputs[:, 0] - y) ** 2 / 2
+        return (outputs - y.view_as(outputs)).square().mean(1) / 2
     return F.cross_entropy(outputs, y, reduction="none")
 
 

@@ -4,85 +4,52 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from conftest import experiment, form
-from torch import nn
+from plain_loop import SHAPE, alone, made, rows, train
+from torch.nn import functional as F
 
 from raydpfl import models, run
 from raydpfl.core import hardware
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Local, Sgd
 from raydpfl.methods.local.adam import Adam
-from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.simulation import provenance
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.trainer import Trainer
 
-FORM = Form((1, 8, 8), Target(classes=4), Classification())
-SIZES = [9, 5, 9]
+BACKENDS = [("convolutional", "pooled"), ("loop", "pooled"), ("loop", "mlp"), ("vmap", "mlp")]
 
 
-def net() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        layers = (nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-        return nn.Sequential(*layers, nn.Linear(96, 20), nn.ReLU(), nn.Linear(20, 4))
-
-
-def mlp() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 4))
-
-
-BACKENDS = [("convolutional", net), ("loop", net), ("loop", mlp), ("vmap", mlp)]
-
-
-def updates(backend, module, local, precision, members=(0, 1, 2)) -> torch.Tensor:
-    """Float32 [3, d]; of the members alone."""
-    generator = np.random.default_rng(0)
-    x = generator.random((3, 9, 1, 8, 8), dtype=np.float32)
-    y = generator.integers(4, size=(3, 9))
-    here = np.isin(np.arange(3), members)
-    trainer = Trainer(module, local, backend=backend, seed=0, precision=precision)
-    who = {"t": 0, "clients": np.where(here, [7, 8, 9], -1), "draws": [0, 0, 0]}
-    blocks = trainer.chunk(models.flatten(module), x, y, np.where(here, SIZES, 0), **who)
-    found = torch.zeros(3, models.parameter_count(module))
-    for block in blocks:
-        found[torch.from_numpy(block.slots)] = block.updates
-    return found
-
-
-@pytest.mark.parametrize("backend,made", BACKENDS)
+@pytest.mark.parametrize("backend,name", BACKENDS)
 @pytest.mark.parametrize("local", [Sgd(steps=1, batch=4, lr=1e-4), Adam(steps=1, batch=4, lr=1e-4)])
-def test_products_alone_are_in_bfloat16_and_small_steps_are_not_lost(backend, made, local):
-    module = made()
-    exact, low = (updates(backend, module, local, each) for each in ("float32", "bfloat16"))
-    assert low.dtype == torch.float32 and not torch.equal(exact, low)
-    # parameters of 0.1 in bfloat16 would have steps of 4e-4, and not move at all
-    alike = torch.nn.functional.cosine_similarity(exact, low, dim=1)
-    assert (alike > (0.98 if isinstance(local, Sgd) else 0.8)).all(), alike
+def test_products_alone_are_in_bfloat16_and_small_steps_are_not_lost(backend, name, local):
+    given = (backend, made(name), local, *rows())
+    exact, low = (train(*given, precision=each) for each in ("float32", "bfloat16"))
+    for slot, (update, _) in low.items():
+        assert update.dtype == torch.float32 and not torch.equal(exact[slot][0], update)
+        # parameters of 0.1 in bfloat16 would have steps of 4e-4, and not move at all
+        alike = F.cosine_similarity(exact[slot][0], update, dim=0)
+        assert alike > (0.98 if isinstance(local, Sgd) else 0.8)
 
 
-@pytest.mark.parametrize("backend,made", BACKENDS)
+@pytest.mark.parametrize("backend,name", BACKENDS)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, made, momentum):
-    module = made()
+def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, name, momentum):
     local = Sgd(steps=3, batch=4, lr=0.1, momentum=momentum, weight_decay=0.01)
-    together = updates(backend, module, local, "bfloat16")
-    for member in range(3):
-        alone = updates(backend, module, local, "bfloat16", (member,))
-        assert torch.equal(alone[member], together[member])
+    given = (backend, made(name), local, *rows())
+    for slot, (update, _) in train(*given, precision="bfloat16").items():
+        single = train(*given, **alone(slot), precision="bfloat16")
+        assert torch.equal(single[slot][0], update)
 
 
 def test_the_backend_is_one_that_has_bfloat16_and_the_log_names_another(caplog):
     local = Sgd(steps=20, batch=4)
-    assert choose_backend(net(), local, FORM, precision="bfloat16") == "convolutional"
+    low = {"form": form(SHAPE), "precision": "bfloat16"}
+    assert choose_backend(made("cnn"), local, **low) == "convolutional"
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert choose_backend(mlp(), local, FORM, precision="bfloat16") == "vmap"
+        assert choose_backend(made("relu mlp"), local, **low) == "vmap"
     assert "cannot do products in bfloat16" in caplog.text
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import task_of
+from plain_loop import CLASSES, CLIENTS, DRAWS, ROUND, SEED, plain_loop
 from test_noise_distribution import check_distribution
 from torch import nn
 
 from raydpfl import models
-from raydpfl.audit.local_step_canaries import SampleGradients
 from raydpfl.core import native
 from raydpfl.methods.local import Sgd
 from raydpfl.training.minibatches import batches
@@ -24,11 +24,6 @@ from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 
-SEED = 4
-ROUND = 2
-CLASSES = 4
-CLIENTS = [2, 5, 5, -1, 30]
-DRAWS = [0, 0, 1, 0, 0]
 SIZES = [7, 5, 6, 0, 7]
 ALL_TERMS = {"momentum": 0.7, "weight_decay": 0.1, "proximal": 0.3}
 LOCALS = {
@@ -78,22 +73,13 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return module, x, y
 
 
+def plainly(module: nn.Module, local: Sgd, x, y, index, clip, noises) -> torch.Tensor:
+    """A client's update by the noises of its steps, in float64."""
+    return plain_loop(module, local, x, y, index, clip, torch.from_numpy(noises))[0]
+
+
 def trainer_of(module: nn.Module, local: Sgd, y: torch.Tensor, clip: float) -> Trainer:
     return Trainer(module, local, backend="compiled", seed=SEED, clip=clip, task=task_of(y))
-
-
-def plainly(gradients: SampleGradients, start, local: Sgd, x, y, index, noises) -> torch.Tensor:
-    """A client's update by its noises, step by step, in float64."""
-    start = start.double()
-    now = start.clone()
-    velocity = torch.zeros_like(start)
-    lr = local.learning_rate(ROUND)
-    for batch, noise in zip(index, noises, strict=True):
-        g = gradients(now.float(), x[batch], y[batch]).mean(0).double() + torch.from_numpy(noise)
-        g += local.weight_decay * now + local.proximal * (now - start)
-        velocity = local.momentum * velocity + g
-        now = now - lr * velocity
-    return now - start
 
 
 @pytest.mark.parametrize("method", LOCALS)
@@ -106,14 +92,13 @@ def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method
     keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS}
     chunk = trainer.chunk(start, x, y, SIZES, **keyed, stds=STDS)
     index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    gradients = SampleGradients(module, task_of(y), CLIP)
     for slot, update, _ in (each for block in chunk for each in block.clients()):
         own = int(local.step_counts(np.array(SIZES))[slot])
         who = {"client": CLIENTS[slot], "draw": DRAWS[slot], "std": STDS[slot], "steps": own}
         rows = x[slot, : SIZES[slot]]
         noises = trainer.noises(rows.numpy(), d=len(start), t=ROUND, **who)
         steps = index[slot, :own, : taken[slot]]
-        expected = plainly(gradients, start, local, x[slot], y[slot], steps, noises)
+        expected = plainly(module, local, x[slot], y[slot], steps, CLIP, noises)
         assert (update - expected).norm() <= 2e-6 * expected.norm()
 
 
@@ -135,9 +120,7 @@ def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     index, _ = batches(SEED, ROUND, [3], [0], [rows], local)
     who = {"client": 3, "draw": 0, "std": 1.0, "steps": 70}
     noises = trainer.noises(x[0].numpy(), d=len(start), t=ROUND, **who)
-    expected = plainly(
-        SampleGradients(module, task_of(y), CLIP), start, local, x[0], y[0], index[0], noises
-    )
+    expected = plainly(module, local, x[0], y[0], index[0], CLIP, noises)
     assert (update - expected).norm() <= 2e-6 * expected.norm()
 
 
@@ -219,10 +202,9 @@ def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     start = models.flatten(module)
     d = len(start)
     index, _ = batches(SEED, ROUND, [7], [0], [4], local)
-    gradients = SampleGradients(module, task_of(y), 1e6)
 
     def loop(z: np.ndarray) -> np.ndarray:
-        return plainly(gradients, start, local, x, y, index[0], z).numpy()
+        return plainly(module, local, x, y, index[0], 1e6, z).numpy()
 
     mean = loop(np.zeros((steps, d)))
     columns = []
