@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -161,7 +160,7 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     process = subprocess.Popen(
         command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL
     )
-    done = cut_short(process, out, 4, signal.SIGKILL)
+    done = cut_short(process, out, 4)
     resume = command(config, out, "--resume", *there)
     last = processes.run(resume, timeout=600, env=cluster[1])
     assert last.returncode == 0, last.stderr[-3000:]
