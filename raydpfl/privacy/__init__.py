@@ -43,9 +43,9 @@ from raydpfl.privacy.accounting import (
 from raydpfl.privacy.calibration import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
-from raydpfl.privacy.local_steps import LocalSteps
+from raydpfl.privacy.local_steps import LocalSteps, Release
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
-from raydpfl.privacy.mechanism import Event, Mechanism, Query, Release, Survey
+from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 from raydpfl.privacy.release_report import ReleaseReport, report_of
 from raydpfl.privacy.sampling import Sampling, SamplingScheme

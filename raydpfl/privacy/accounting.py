@@ -1,15 +1,5 @@
 """What a mechanism costs, by every accountant, and what it guarantees against whom.
 
->>> from raydpfl.privacy.mechanism import Query
->>> from raydpfl.privacy.sampling import Sampling
->>> query = Query("update", bound=1.0, std=4.0)
->>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
->>> [round(epsilon(mechanism, "replace_one", 1e-5, accountant=name), 3) for name in ("pld", "rdp")]
-[0.984, 2.044]
->>> print(covers("rdp", mechanism, "add_remove"))  # doctest: +NORMALIZE_WHITESPACE
-a cohort of fixed size is covered under replace_one only;
-nearest: selection poisson with add_remove
-
 Sampling amplifies privacy only against an observer who does not see who was sampled. With the
 cohort known, a client spends in the rounds that it takes part in, and these compose without
 amplification: the largest number of any client as it occurred, or every round, since a server that

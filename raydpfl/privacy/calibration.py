@@ -1,13 +1,5 @@
-"""Calibration: how much noise a budget needs, and how many rounds a noise allows.
-
->>> from raydpfl.privacy.mechanism import Mechanism, Query, Sampling
->>> query = Query("update", bound=1.0, std=0.0)
->>> mechanism = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100)
->>> z = noise_for(1.5, mechanism, "replace_one", 1e-5)
->>> round(z, 2), rounds_for(1.5, mechanism.with_noise(z), "replace_one", 1e-5)
-(3.02, 100)
-
-The epsilon of what is returned is at most the target, after about ten evaluations.
+"""Calibration: how much noise a budget needs, and how many rounds a noise allows. The epsilon of
+what is returned is at most the target.
 """
 
 from __future__ import annotations

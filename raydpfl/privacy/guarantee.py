@@ -1,14 +1,5 @@
-"""A guarantee: an epsilon, with everything that gives it a meaning (PRIVACY.md sec. 1).
-
->>> seen = Scope.of_cohorts(Sampling("fixed", population=1920, cohort=80))
->>> guarantee = Guarantee(
-...     "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, seen, 1.5, delta=1e-5)
->>> print(guarantee.sentence())  # doctest: +NORMALIZE_WHITESPACE
-epsilon 1.5 at delta 1e-05 for one client, which may be replaced by another,
-against an observer of every aggregate (fixed size 80 of 1920, cohort hidden): rigorous, by pld.
->>> guarantee < guarantee  # numbers of different kinds are never compared or added
-Traceback (most recent call last):
-TypeError: '<' not supported between instances of 'Guarantee' and 'Guarantee'
+"""A guarantee: an epsilon, with everything that gives it a meaning (PRIVACY.md sec. 1). Numbers of
+different kinds are never compared or added, so guarantees have no order.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants.xu_2026 import budget_variance
-from raydpfl.privacy.mechanism import Event, Query, Release
+from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Unit, one_of
 
@@ -39,7 +39,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalSteps(Release):
+class LocalSteps:
     """What N clients release, and what they were promised; `ConfigError` for a field out of range.
 
     Args:
@@ -72,7 +72,15 @@ class LocalSteps(Release):
     calibration: Calibration | None = None
     exclusions: tuple[str, ...] = ()
     side_query: Query | None = None
-    unit: Unit = field(default="sample", init=False, repr=False)
+
+    # what a `Mechanism` has otherwise
+    by_draws: ClassVar[bool] = True  # spending is counted client by client, by the rounds drawn in
+    unit: ClassVar[Unit] = "sample"
+    cohorts: ClassVar[Sampling | None] = None
+    survey: ClassVar[Survey | None] = None
+    noise_multiplier: ClassVar[float | None] = None
+    unproved: ClassVar[str | None] = None
+    hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         one_of("sampling", self.sampling, Literal["fresh", "epochs"])
@@ -88,7 +96,12 @@ class LocalSteps(Release):
             raise ConfigError("stds", self.stds, "finite numbers, zero or above, one per client")
         object.__setattr__(self, "stds", np.array(stds))
         if self.claims is not None:
-            object.__setattr__(self, "claims", check_budgets(self.claims, len(self.samples)))
+            claims = np.array(np.broadcast_to(self.claims, self.samples.shape), np.float64)
+            wrong = np.flatnonzero(~(claims > 0))
+            if len(wrong):
+                expected = "positive numbers, infinity for a public client; this is client "
+                raise ConfigError("budgets", claims[wrong[0]].item(), f"{expected}{wrong[0]}'s")
+            object.__setattr__(self, "claims", claims)
 
     def _check_counts(self, name: str, counts: int | np.ndarray | None) -> None:
         """Raises `ConfigError` for what is no number of samples or steps, nor one per client."""
@@ -189,9 +202,16 @@ class LocalSteps(Release):
 
     @property
     def step_stds(self) -> np.ndarray:
+        """The `stds`, which are part of the digest that noise is keyed by."""
         return self.stds
 
+    def sum_stds(self, cohort: int) -> Mapping[str, float]:
+        return {}
+
     def of_clients(self) -> Mapping[str, np.ndarray]:
+        """What is public of a client's privacy, float64 [N] by name: `budget`, the epsilon it
+        was promised, infinite for a public client; `noise_std`; `variance`, V_k of 003.
+        """
         if self.claims is None:
             return {"noise_std": self.stds}
         samples = np.maximum(self.samples, 1)  # a client without samples never takes part
@@ -224,15 +244,11 @@ class LocalSteps(Release):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
+    def round_digest(self) -> str:
+        return self.digest()
 
-def check_budgets(values: ArrayLike, clients: int) -> np.ndarray:
-    """The budgets, float64 [clients]. Raises `ConfigError` for one that is not above 0."""
-    budgets = np.array(np.broadcast_to(np.asarray(values, np.float64), clients))
-    if not (budgets > 0).all():
-        bad = int(np.flatnonzero(~(budgets > 0))[0])
-        expected = f"positive numbers, infinity for a public client; this is client {bad}'s"
-        raise ConfigError("budgets", float(budgets[bad]), expected)
-    return budgets
+
+Release = Mechanism | LocalSteps
 
 
 def client_list(clients: list[int]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,7 +35,6 @@ from raydpfl.privacy.local_steps import (
     LocalSteps,
     Method,
     Participations,
-    check_budgets,
     client_list,
 )
 from raydpfl.privacy.mechanism import Event, Query
@@ -50,21 +49,14 @@ _MARGIN = 1e-6  # relative, below the budget
 
 def calibrate_local_steps(
     *,
-    samples: ArrayLike,
-    batch: int | np.ndarray | None,
-    steps: int | np.ndarray,
-    bound: float,
-    delta: float,
     participations: Participations,
     budgets: ArrayLike,
     calibration: Method = "rigorous",
     accountant: str = "pld",
-    sampling: Literal["fresh", "epochs"] = "fresh",
-    exclusions: Sequence[str] = (),
-    side_query: Query | None = None,
+    **release: Any,
 ) -> LocalSteps:
     """The noise with which clients spend their budgets over the whole run; none for public clients
-    and those that never take part. Other arguments as of `LocalSteps`.
+    and those that never take part.
 
     Args:
         participations: how often clients take part, by id or int64 [N].
@@ -73,27 +65,27 @@ def calibrate_local_steps(
             sigma_k of 003 eq. 6; `tcdp` the usable form of 002 Theorem 5 (PRIVACY.md sec. 4), and
             the rigorous noise for the clients for whom a condition of it fails.
         accountant: pld or rdp, for `rigorous`.
+        release: the other fields of `LocalSteps`.
 
     Raises:
         ConfigError: no noise reaches some budget, or the `side_query` leaves less than 1 % to the
             steps.
     """
     one_of("calibration", calibration, Method)
-    sizes = np.asarray(samples, np.int64)
+    claims = np.asarray(budgets, np.float64)
     silent = LocalSteps(
-        sizes, batch, steps, bound, delta, np.zeros(len(sizes)), sampling,
-        check_budgets(budgets, len(sizes)), Calibration(calibration), tuple(exclusions), side_query,
-    )  # fmt: skip
+        **release, stds=np.zeros(()), claims=claims, calibration=Calibration(calibration)
+    )
     counts = silent.counts(participations)
     budgets = cast(np.ndarray, silent.claims)
-    clients = np.flatnonzero((counts > 0) & (sizes > 0) & np.isfinite(budgets))
+    clients = np.flatnonzero((counts > 0) & (silent.samples > 0) & np.isfinite(budgets))
     stds = np.zeros(len(counts))
     unfit: dict[int, tuple[str, ...]] = {}
     if calibration != "rigorous":
         formula = formula_of(calibration)
         for k in clients.tolist():
             arguments = silent.formula_arguments(k, int(counts[k]))
-            noise = formula.noise(float(budgets[k]), delta, **arguments)
+            noise = formula.noise(float(budgets[k]), silent.delta, **arguments)
             stds[k] = noise.value
             reasons = formula.refused(noise.conditions_failed + silent.unmet_conditions())
             if reasons:

@@ -24,6 +24,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -123,73 +124,8 @@ class Event:
         return np.sqrt(np.asarray(counts) * square + self.once**2)
 
 
-class Release:
-    """Base of the descriptions of what a run releases; defaults are those of sums over cohorts."""
-
-    unit: Unit
-    survey: Survey | None = None  # what all clients also answer; None: nothing
-
-    def digest(self) -> str:
-        """Its name in the ledger and in the cache: a SHA-256, in hexadecimal."""
-        raise NotImplementedError
-
-    def round_digest(self) -> str:
-        """The digest of one round, the same for runs that differ in their number of rounds."""
-        return self.digest()
-
-    @property
-    def noise_multiplier(self) -> float | None:
-        """Std of the noise on the sum / bound; None where clients draw local noise."""
-        return None
-
-    @property
-    def largest(self) -> int:
-        """The largest number of units protected together; delta should be below its inverse."""
-        raise NotImplementedError
-
-    @property
-    def cohorts(self) -> Sampling | None:
-        """The sampling that accountants rely on; None if they count the draws of clients."""
-        return None
-
-    @property
-    def by_draws(self) -> bool:
-        """Whether spending is counted client by client, from the rounds of its draws."""
-        return self.cohorts is None
-
-    @property
-    def hidden(self) -> bool:
-        """Whether accountants rely on the cohort being a secret."""
-        return self.cohorts is not None and self.cohorts.hidden
-
-    @property
-    def unproved(self) -> str | None:
-        """Why its guarantees are not proved, in words; None: they are."""
-        return None
-
-    def sum_stds(self, cohort: int) -> Mapping[str, float]:
-        """Std of the noise on a round's sum / bound, by query, where `cohort` clients run (the
-        nominal number differs under a virtual cohort); empty where sums have no noise.
-        """
-        return {}
-
-    @property
-    def step_stds(self) -> np.ndarray | None:
-        """Std of the noise on the mean gradient of a client's steps, float64 [N]; part of the
-        digest that noise is keyed by; None: steps have no noise.
-        """
-        return None
-
-    def of_clients(self) -> Mapping[str, np.ndarray]:
-        """What is public of a client's privacy, float64 [N] by name: `budget`, the epsilon it
-        was promised, infinite for a public client; `noise_std`, as `step_stds`; `variance`, V_k of
-        003. Empty where clients have none of it.
-        """
-        return {}
-
-
 @dataclass(frozen=True)
-class Mechanism(Release):
+class Mechanism:
     """`rounds` times: sample, bound, sum, add noise, release. Accountants read this and nothing
     else; `ConfigError` for a field out of range.
 
@@ -221,6 +157,10 @@ class Mechanism(Release):
     stateful: str = ""
     noise_in_state: bool = False
     survey: Survey | None = None
+
+    # what `LocalSteps` has otherwise, which see
+    by_draws: ClassVar[bool] = False
+    step_stds: ClassVar[np.ndarray | None] = None
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, Placement)
@@ -272,11 +212,21 @@ class Mechanism(Release):
 
     @property
     def largest(self) -> int:
+        """The largest number of units protected together; delta should be below its inverse."""
         return self.sampling.population
 
     @property
     def cohorts(self) -> Sampling:
+        """The sampling that accountants rely on."""
         return self.sampling
+
+    @property
+    def hidden(self) -> bool:
+        """Whether accountants rely on the cohort being a secret."""
+        return self.sampling.hidden
+
+    def of_clients(self) -> Mapping[str, np.ndarray]:
+        return {}
 
     @property
     def unproved(self) -> str | None:
@@ -295,6 +245,9 @@ class Mechanism(Release):
         return ", and ".join(reasons) or None
 
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
+        """Std of the noise on a round's sum / bound, by query, where `cohort` clients run (the
+        nominal number differs under a virtual cohort).
+        """
         scale = cohort / self.sampling.cohort
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
@@ -363,6 +316,7 @@ class Mechanism(Release):
         return replace(self, queries=tuple(map(scaled, self.queries)))
 
     def round_digest(self) -> str:
+        """The digest of one round, the same for runs that differ in their number of rounds."""
         return replace(self.asking(0), rounds=1).digest()
 
     def digest(self) -> str:

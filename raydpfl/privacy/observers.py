@@ -1,12 +1,4 @@
-"""Who can observe what of a mechanism, from where its noise is drawn.
-
->>> from raydpfl.privacy.mechanism import Query
->>> from raydpfl.privacy.sampling import Sampling
->>> query = Query("update", bound=1.0, std=4.0)
->>> run = Mechanism(Sampling("fixed", 1920, 80), (query,), rounds=100, placement="client")
->>> [str(view.observer) for view in views(run, "replace_one", 100, None)]
-['every aggregate', 'every aggregate', 'every single update']
-"""
+"""Who can observe what of a mechanism, from where its noise is drawn."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, named, resolved
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
 from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope, column
-from raydpfl.privacy.local_steps import LocalSteps, Participations, client_list
+from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
-from raydpfl.privacy.mechanism import Mechanism, Release
+from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import views
 from raydpfl.privacy.types import Terms
 

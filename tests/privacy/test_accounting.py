@@ -13,7 +13,7 @@ from dp_accounting import dp_event, privacy_accountant
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from scipy.special import logsumexp, ndtr
+from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from raydpfl.core.prng import Purpose, stream
@@ -30,7 +30,6 @@ from raydpfl.privacy import (
     gaussian_epsilon,
     guarantees,
     noise_for,
-    pld,
 )
 
 RELATIONS = privacy_accountant.NeighboringRelation
@@ -140,47 +139,6 @@ def test_one_round_is_the_printed_formula_and_never_below_it(kind, mu, populatio
     assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3) + 1e-6
 
 
-@pytest.mark.parametrize(("kind", "cohort"), [("fixed", 20), ("with_replacement", 20)])
-def test_a_concrete_pair_of_neighbours_stays_below_the_curve(kind, cohort):
-    """One client at +c against -c, the others at 0: the hockey-stick divergence by integration."""
-    population = 100
-    mu = 1.5
-    chances = np.array([1 - cohort / population, cohort / population])
-    if kind == "with_replacement":
-        chances = binom.pmf(np.arange(cohort + 1), cohort, 1 / population)
-    x = np.linspace(-40, 40, 80_001)
-    here, there = (
-        sum(p * norm.pdf(x, sign * k * mu / 2) for k, p in enumerate(chances)) for sign in (1, -1)
-    )
-    one_round = at_mu(kind, mu, population, cohort, 1)
-    for eps in (0.0, 0.1, 0.5, 1.0, 3.0):
-        true = np.maximum(here - math.exp(eps) * there, 0).sum() * (x[1] - x[0])
-        assert true <= delta(one_round, "replace_one", eps) * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("rounds", [[1], [500], [1, 4, 7, 60]], ids=str)
-def test_the_order_that_bounds_a_sum_of_losses_best_is_found_without_trying_all(rounds):
-    """Of a Gaussian over everyone, too, once in three rounds; all orders are the reference."""
-    count = np.array(rounds)
-    pairs = [pld.poisson_curves(0.05, 0.3)[0]]
-    ((loss, other),) = pld.and_gaussian(pairs, every=3, other=0.2)
-    orders = np.geomspace(1e-4, 1e3, 60)
-    parts = []
-    for each, n in ((loss, count), (other, count // 3)):
-        with np.errstate(divide="ignore"):
-            logs = np.log(each.masses)
-        index = np.arange(len(logs)) - len(logs) // 2
-        parts.append((logs, index, n))
-    for sign in (1, -1):
-        by_order = [
-            (sum(n * logsumexp(logs + sign * order * index) for logs, index, n in parts) + 34.5)
-            / order
-            for order in orders
-        ]
-        found = pld._chernoff(parts, sign, 34.5, orders)
-        np.testing.assert_allclose(found, np.min(by_order, axis=0), rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("q", "mu", "rounds"), [(80 / 1920, 0.5, 100), (0.3, 1.0, 7), (0.01, 2.5, 300), (0.9, 0.2, 40)]
 )
@@ -209,26 +167,17 @@ def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(
     population, cohort, mu, rounds
 ):
     curve = formula("fixed", population, cohort, mu)
-    reach = 8 * mu
-    step = reach / 6000
-    points = np.arange(-round(reach / step), round(reach / step) + 1)
-    deltas = [
-        curve(i * step)
-        if i >= 0
-        else 1 - math.exp(i * step) + math.exp(i * step) * curve(-i * step)
-        for i in points.tolist()
-    ]
-    one_round = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        step, int(points[0]), int(points[-1]), np.clip(deltas, 0, 1)
-    )
+    step = 8 * mu / 6000
+    upper = np.array([curve(i * step) for i in range(6001)])
+    fall = np.exp(-step * np.arange(6000, 0, -1))
+    deltas = np.clip(np.concatenate([1 - fall + fall * upper[:0:-1], upper]), 0, 1)
+    one_round = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(step, -6000, 6000, deltas)
     slow = one_round.self_compose(rounds)
     found = at_mu("fixed", mu, population, cohort, rounds)
-    assert epsilon(found, "replace_one", 1e-5) == pytest.approx(
-        slow.get_epsilon_for_delta(1e-5), rel=2e-3
-    )
-    assert delta(found, "replace_one", 0.3) == pytest.approx(
-        slow.get_delta_for_epsilon(0.3), rel=5e-3
-    )
+    expected = pytest.approx(slow.get_epsilon_for_delta(1e-5), rel=2e-3)
+    assert epsilon(found, "replace_one", 1e-5) == expected
+    expected = pytest.approx(slow.get_delta_for_epsilon(0.3), rel=5e-3)
+    assert delta(found, "replace_one", 0.3) == expected
 
 
 @pytest.mark.parametrize("draw", range(25))
@@ -281,18 +230,6 @@ def test_extreme_noise_is_accounted_for_too(mu):
     assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
-def test_the_printed_curve_and_its_reflection_are_convex_so_a_dominating_pair_exists(kind):
-    curve = formula(kind, 100, 10, 1.0)
-    x = np.linspace(0.3, 3.0, 2001)  # e^epsilon
-    deltas = [
-        curve(math.log(value)) if value >= 1 else 1 - value + value * curve(-math.log(value))
-        for value in x.tolist()
-    ]
-    assert (np.diff(deltas, 2) > -1e-12).all() and (np.diff(deltas) <= 0).all()
-
-
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     assert epsilon(mechanism(), "replace_one", 1e-16) == math.inf
     found = guarantees(mechanism(), "replace_one", 1e-16, accountants=["pld", "rdp"])
@@ -303,47 +240,45 @@ def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     assert all(math.isfinite(each.epsilon) and not each.conditions_failed for each in found[1:])
 
 
-@pytest.mark.parametrize(
-    ("run", "relation", "accountant", "nearest"),
-    [
-        (mechanism("poisson", placement="client"), "add_remove", "pld", "noise.placement server"),
-        (mechanism("poisson"), "replace_one", "rdp", "add_remove"),
-        (mechanism("fixed"), "add_remove", "pld", "selection poisson"),
-        (mechanism("with_replacement"), "replace_one", "rdp", "pld"),
-        (mechanism("with_replacement"), "zero_out", "pld", "replace_one"),
-        (
-            mechanism("full", 80, 80, placement="client"),
-            "add_remove",
-            "pld",
-            "noise.placement server",
-        ),
-    ],
-)
+BY_CLIENTS = {"placement": "client"}
+UNCOVERED = [
+    (mechanism("poisson", **BY_CLIENTS), "add_remove", "pld", "noise.placement server"),
+    (mechanism("poisson"), "replace_one", "rdp", "add_remove"),
+    (mechanism("fixed"), "add_remove", "pld", "selection poisson"),
+    (mechanism("with_replacement"), "replace_one", "rdp", "pld"),
+    (mechanism("with_replacement"), "zero_out", "pld", "replace_one"),
+    (mechanism("full", 80, 80, **BY_CLIENTS), "add_remove", "pld", "noise.placement server"),
+    (mechanism("public"), "add_remove", "pld", "zero_out or replace_one"),
+]
+
+
+@pytest.mark.parametrize(("run", "relation", "accountant", "nearest"), UNCOVERED)
 def test_what_is_not_covered_is_refused_with_the_nearest_that_is(
     run, relation, accountant, nearest
 ):
     assert nearest in covers(accountant, run, relation)
     with pytest.raises(ConfigError, match=r"^accountant = "):
         epsilon(run, relation, 1e-5, accountant=accountant)
-    found = guarantees(run, relation, 1e-5, accountants=[accountant])[0]
-    assert found.epsilon == math.inf and nearest in found.conditions_failed[0]
+    if run.sampling.hidden:
+        found = guarantees(run, relation, 1e-5, accountants=[accountant])[0]
+        assert found.epsilon == math.inf and nearest in found.conditions_failed[0]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("field", "values"),
     [
-        ({"relation": "neighbour"}, "relation"),
-        ({"delta": 0.0}, "delta"),
-        ({"delta": 1.0}, "delta"),
-        ({"delta": math.nan}, "delta"),
-        ({"rounds": 0}, "rounds"),
-        ({"accountant": "moments"}, "accountant"),
+        ("relation", ["neighbour"]),
+        ("delta", [0.0, 1.0, math.nan]),
+        ("rounds", [0]),
+        ("accountant", ["moments"]),
     ],
 )
-def test_bad_arguments_are_refused_by_name(arguments, field):
-    with pytest.raises(ConfigError) as error:
-        epsilon(**{"mechanism": mechanism(), "relation": "replace_one", "delta": 1e-5, **arguments})
-    assert error.value.field == field
+def test_bad_arguments_are_refused_by_name(field, values):
+    for value in values:
+        with pytest.raises(ConfigError) as error:
+            asked = {"mechanism": mechanism(), "relation": "replace_one", "delta": 1e-5}
+            epsilon(**asked | {field: value})
+        assert error.value.field == field
 
 
 def test_hidden_cohort_known_cohort_and_every_update_are_reported():
@@ -520,7 +455,6 @@ def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
     mu = 2 / 3 * np.sqrt([7, 7 * 5])
     expected = pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-6)
     assert np.array([known.epsilon, seen.epsilon]) == expected
-    assert "zero_out or replace_one" in covers("pld", mechanism("public"), "add_remove")
     assert covers("rdp", run, "zero_out") is None
     under = guarantees(run, "add_remove", 1e-5, accountants=["pld"])
     assert {found.relation for found in under} == {"zero_out"}

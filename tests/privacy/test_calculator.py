@@ -15,7 +15,7 @@ from conftest import SMALL, experiment, messages
 from rich.console import Console
 from scipy.special import ndtr, ndtri
 
-from raydpfl import privacy
+from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling, calculator
@@ -30,10 +30,8 @@ SCHEMES = {
     "with replacement": {**SMALLER, "sampling": "with_replacement"},
     "full": {"population": 50, "sampling": "full"},
     "full, add or remove": {
-        "population": 50,
-        "sampling": "full",
-        "relation": "add_remove",
-        "placement": "server",
+        **{"population": 50, "sampling": "full"},
+        **{"relation": "add_remove", "placement": "server"},
     },
 }
 MNIST = {"samples": 600, "batch": 10, "steps": 300}  # 002, PRIVACY.md sec. 4
@@ -53,10 +51,8 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 def ask(unit, given, rounds=None, **options) -> calculator.Budget:
-    repeated = "rounds" if unit == "client" else "participations"
-    return calculator.from_options(
-        unit, **given, **options, **({repeated: rounds} if rounds else {})
-    )
+    repeated = {"rounds" if unit == "client" else "participations": rounds} if rounds else {}
+    return calculator.from_options(unit, **given, **options, **repeated)
 
 
 def shown(found, width: int = 100) -> str:
@@ -169,23 +165,20 @@ def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
     assert claims[0] <= 0.4 < claims[1]
 
 
+FEW = {**LOCAL["with replacement"], "samples": 20, "batch": 30}
+
+
 @pytest.mark.parametrize(
     ("client", "reason"),
-    [
-        (LOCAL["Poisson"], "one fixed size"),
-        # more draws with replacement than samples leave the formulas nothing to say
-        (
-            {**LOCAL["with replacement"], "samples": 20, "batch": 30},
-            "from at least as many samples",
-        ),
-    ],
+    # more draws with replacement than samples leave the formulas nothing to say
+    [(LOCAL["Poisson"], "one fixed size"), (FEW, "from at least as many samples")],
 )
 def test_a_formula_says_when_the_sampling_is_not_its_own(client, reason):
     found = ask("sample", client, 1, epsilon=2.0)
     printed = [answer for answer in found.answers if answer.guarantee.kind == "paper"]
     failed = [" ".join(answer.guarantee.conditions_failed) for answer in printed]
     assert len(printed) == 3 and all(reason in text for text in failed)
-    if client["batch"] > client["samples"]:
+    if client is FEW:
         assert all(answer.noise_multiplier == math.inf for answer in printed)
     assert math.isfinite(by_accountant(found)["pld"].noise_multiplier)
 
@@ -193,9 +186,8 @@ def test_a_formula_says_when_the_sampling_is_not_its_own(client, reason):
 def test_what_an_accountant_does_not_cover_is_shown_with_the_reason_and_no_number():
     found = ask("client", SCHEMES["with replacement"], 10, noise_multiplier=20.0)
     assert by_accountant(found)["rdp"].guarantee.epsilon == math.inf
-    assert "rdp: draws with replacement are not covered by rdp; nearest: pld" in shown(
-        found
-    ) and "inf" not in shown(found)
+    reason = "rdp: draws with replacement are not covered by rdp; nearest: pld"
+    assert reason in shown(found) and "inf" not in shown(found)
 
 
 @pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
@@ -221,13 +213,11 @@ def test_the_table_fits_a_hundred_columns_and_the_json_is_strict(scheme, unknown
     lines = shown(found).splitlines()
     assert max(map(len, lines)) <= 100 and not any("…" in line for line in lines)
     tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert tree["unknown"] == found.unknown == unknown and len(tree["answers"]) == len(
-        found.answers
-    )
+    assert tree["unknown"] == found.unknown == unknown
+    assert len(tree["answers"]) == len(found.answers)
     assert {"noise_multiplier", "bound", "sensitivity", "std_of_the_sum"} <= tree["noise"].keys()
-    assert (
-        tree["relation"] and tree["sampling"]["cohort"] and tree["sentence"].startswith("Epsilon")
-    )
+    assert tree["relation"] and tree["sampling"]["cohort"]
+    assert tree["sentence"].startswith("Epsilon")
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson", "with_replacement", "full"])
@@ -250,20 +240,17 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered(samp
     assert refused == {"full": 1}.get(sampling, 4)
 
 
-def test_a_config_is_answered_as_its_run_reports(tmp_path):
-    from raydpfl import run
+ALL_THREE = {"accountants": ["pld", "rdp", "paper"]}
 
+
+def test_a_config_is_answered_as_its_run_reports(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
-    asked = experiment(
-        noise=noise, bounding={"bound": 0.5}, privacy={"accountants": ["pld", "rdp", "paper"]}
-    )
+    asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy=ALL_THREE)
     found = planned_guarantee.of_config(asked)
-    reported = run(asked, tmp_path / "out").guarantees
-    assert list(found.guarantees) == reported
+    assert list(found.guarantees) == run(asked, tmp_path / "out").guarantees
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
-    assert by_accountant(found)["pld"].noise_multiplier == pytest.approx(
-        found.noise["noise_multiplier"], rel=1e-9
-    )
+    z = by_accountant(found)["pld"].noise_multiplier
+    assert z == pytest.approx(found.noise["noise_multiplier"], rel=1e-9)
 
 
 @pytest.mark.parametrize("noise", [{"epsilon": 9.0}, {"multiplier": 2.0}])
@@ -271,14 +258,9 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
     """The multiplier that is found is the updates' alone, against every observer; the losses keep
     theirs.
     """
-    from raydpfl import run
-
-    losses = {"kind": "power_of_choice", "cohort": 5, "pool": 20}
-    asked = experiment(
-        selection=losses | {"loss_bound": 3.0, "loss_std": 4.0},
-        noise={"kind": "gaussian", **noise},
-        privacy={"accountants": ["pld", "rdp", "paper"]},
-    )
+    losses = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0}
+    noise = {"kind": "gaussian", **noise}
+    asked = experiment(selection=losses | {"loss_std": 4.0}, noise=noise, privacy=ALL_THREE)
     found = planned_guarantee.of_config(asked)
     assert list(found.guarantees) == run(asked, tmp_path / "out").guarantees
     tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
@@ -297,20 +279,16 @@ def test_a_config_says_how_long_its_own_budget_lasts():
     assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
 
 
+BUDGETS = {"kind": "uniform", "low": 0.5, "high": 3, "public": 0.1}
 STEPS = {
     "bounding": {"kind": "per_sample_clip", "bound": 0.5},
-    "noise": {
-        "kind": "gaussian",
-        "epsilon": {"kind": "uniform", "low": 0.5, "high": 3, "public": 0.1},
-    },
-    "privacy": {"accountants": ["pld", "rdp", "paper"]},
+    "noise": {"kind": "gaussian", "epsilon": BUDGETS},
+    "privacy": ALL_THREE,
 }
 
 
 @pytest.mark.slow
 def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_path):
-    from raydpfl import run
-
     asked = experiment(**STEPS)
     found = planned_guarantee.of_config(asked)
     ran = run(asked, tmp_path / "out")
@@ -366,8 +344,6 @@ def test_the_command_prints_a_table_or_json(tmp_path, typed):
     assert code == 0 and json.loads(text)["rounds"] == 2
 
 
-GIVEN = "--population 100 --cohort 20 --rounds 10"
-LOCALLY = "--unit sample --samples 600 --batch 10"
 BAD = messages("budgets")
 
 

@@ -44,14 +44,13 @@ def mechanism(kind="fixed", population=1920, cohort=80, rounds=100, std=0.0):
 def test_the_noise_found_meets_the_target_and_hardly_less_would_not(
     kind, relation, accountant, targets
 ):
+    run = mechanism(kind)
     for target in targets:
-        run = mechanism(kind)
         z = noise_for(target, run, relation, 1e-5, accountant)
-        assert epsilon(run.with_noise(z), relation, 1e-5, accountant=accountant) <= target
-        assert (
-            epsilon(run.with_noise(z * (1 - 3e-4)), relation, 1e-5, accountant=accountant) > target
-        )
-        assert epsilon_curve(run.with_noise(z), relation, 1e-5, accountant=accountant)[-1] <= target
+        enough, less = run.with_noise(z), run.with_noise(z * (1 - 3e-4))
+        assert epsilon(enough, relation, 1e-5, accountant=accountant) <= target
+        assert epsilon(less, relation, 1e-5, accountant=accountant) > target
+        assert epsilon_curve(enough, relation, 1e-5, accountant=accountant)[-1] <= target
 
 
 def test_full_participation_calibrates_to_the_exact_gaussian():
@@ -61,9 +60,8 @@ def test_full_participation_calibrates_to_the_exact_gaussian():
 
 
 def test_queries_keep_their_shares_of_the_noise():
-    run = Mechanism(
-        Sampling("full", 10, 10), (Query("update", 2.0, 1.0), Query("count", 0.5, 5.0)), 3
-    )
+    queries = (Query("update", 2.0, 1.0), Query("count", 0.5, 5.0))
+    run = Mechanism(Sampling("full", 10, 10), queries, 3)
     update, count = run.with_noise(noise_for(2.0, run, "replace_one", 1e-5)).queries
     assert count.std / update.std == pytest.approx(5.0)
 
@@ -71,9 +69,8 @@ def test_queries_keep_their_shares_of_the_noise():
 def test_the_rounds_found_are_the_most_that_fit():
     run = mechanism(std=6.0)
     most = rounds_for(1.0, run, "replace_one", 1e-5)
-    assert (
-        epsilon(run, "replace_one", 1e-5, most) <= 1.0 < epsilon(run, "replace_one", 1e-5, most + 1)
-    )
+    spent = [epsilon(run, "replace_one", 1e-5, rounds) for rounds in (most, most + 1)]
+    assert spent[0] <= 1.0 < spent[1]
     assert rounds_for(0.01, mechanism("full", 10, 10, std=1.0), "replace_one", 1e-5) == 0
 
 
@@ -86,15 +83,7 @@ def test_a_second_question_is_answered_from_the_cache(empty_cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        '{"noise_mul',
-        "[]",
-        '{"noise_multiplier": NaN}',
-        '{"noise_multiplier": "3"}',
-        '{"noise_multiplier": -1.0}',
-    ],
+    "content", ["", '{"noise_mul', "[]", *(f'{{"noise_multiplier": {z}}}' for z in ("NaN", "-1.0"))]
 )
 def test_an_unreadable_cache_is_ignored_and_repaired(empty_cache, content):
     z = noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5)
@@ -127,20 +116,13 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
     """A client drawn with probability 1e-4 is exposed with probability 1e-4 at most: at delta 1e-3
     there is nothing to calibrate.
     """
-    with pytest.raises(
-        ConfigError,
-        match=r"^delta = 0\.001: expected less: at this delta any noise, however small, "
-        r"spends less "
-        r"than epsilon 5 in 1 rounds",
-    ):
+    less = r"^delta = 0\.001: expected less: .* any noise, however small, .* epsilon 5 in 1 rounds"
+    with pytest.raises(ConfigError, match=less):
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
 
 
 def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
-    with pytest.raises(
-        ConfigError,
-        match=r"^delta = 1e-30: expected more, or rdp as the first accountant: delta is too small "
-        r"for pld",
-    ):
+    more = "^delta = 1e-30: expected more, or rdp as the first accountant: .* too small for pld"
+    with pytest.raises(ConfigError, match=more):
         noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)

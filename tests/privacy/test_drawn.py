@@ -94,18 +94,13 @@ class Narrow(Clip):
         return torch.where(within, 1.0, super().factors(norms, bound))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"low": 2.0, "high": 2.02},
-        {"low": 1e6, "high": 1.1e6},
-        {"low": 7.3, "high": 7.35},
-        {"low": 3.3e17, "high": 3.3001e17},
-        {"low": 31.7, "high": 31.7000000001},
-        {"low": 1.0, "high": 1e-3, "computed": True},
-        {"low": 0.4, "high": 2e-4, "computed": True},
-    ],
-)
+NARROW = [{"low": low, "high": high} for low, high in (
+    (2.0, 2.02), (1e6, 1.1e6), (7.3, 7.35), (3.3e17, 3.3001e17), (31.7, 31.7000000001),
+)]  # fmt: skip
+NARROW += [{"low": low, "high": high, "computed": True} for low, high in ((1.0, 1e-3), (0.4, 2e-4))]
+
+
+@pytest.mark.parametrize("settings", NARROW)
 def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings):
     case = Example("bounding", {"kind": f"{__name__}:Narrow", "bound": 1.0, **settings})
     with pytest.raises(Broken, match=r"norm \S+ is sent with length \S+, above the bound of 1.0"):
@@ -237,14 +232,16 @@ class OfClients(Gaussian):
         return made[self.how]()
 
 
-def looked(kind: str, tmp_path: Path, rounds: int, **fields: Any) -> Any:
+NOISE = ("how", "on", "multiplier", "placement", "epsilon", "bands", "coefficients")
+
+
+def looked(kind: str, folder: Path, rounds: int, **fields: Any) -> Any:
     noise = {"kind": f"{__name__}:{kind}"} | {k: v for k, v in fields.items() if k in NOISE}
     rest = {name: value for name, value in fields.items() if name not in NOISE}
     tree = {**TINY, "evaluate": {"every": 1000}, **rest, "noise": noise}
-    return run(experiment(**tree, rounds=rounds), tmp_path / "run")
+    return run(experiment(**tree, rounds=rounds), folder / "run")
 
 
-NOISE = ("how", "on", "multiplier", "placement", "epsilon", "bands", "coefficients")
 SERVER = (
     "none", "zero", "nan", "decays", "less after 8", "less", "more", "uniform", "laplace",
     "cut off", "moved", "again", "follows", "tiled", "one length", "some",
@@ -262,18 +259,19 @@ def test_noise_of_the_server_that_is_not_what_was_accounted_for_ends_the_run(how
 )
 @pytest.mark.parametrize("backend", ["fused", "auto"])
 def test_noise_of_clients_that_is_not_what_was_accounted_for_ends_the_run(how, backend, tmp_path):
+    fields = {"how": how, "multiplier": 2.0, "placement": "client"}
     client = {**TINY["client"], "backend": backend}
     with pytest.raises(RunError, match=r"noise\.kind .*OfClients.* in round \d+.* accounted for"):
-        looked(
-            "OfClients", tmp_path, 40, how=how, multiplier=2.0, placement="client", client=client
-        )
+        looked("OfClients", tmp_path, 40, client=client, **fields)
+
+
+ASKING = {"kind": f"{__name__}:Asking", "bound": 0.5, "names": ["q"]}
 
 
 @pytest.mark.parametrize("on", ["none", "of one name", "less", "again"])
 def test_noise_on_queries_that_is_not_what_was_accounted_for_ends_the_run(on, tmp_path):
-    bounding = {"kind": f"{__name__}:Asking", "bound": 0.5, "names": ["q"]}
     with pytest.raises(RunError, match=r"the noise on the query \w+ in round \d+ .* accounted for"):
-        looked("OnSums", tmp_path, 260, on=on, bounding=bounding)
+        looked("OnSums", tmp_path, 260, on=on, bounding=ASKING)
 
 
 def test_noise_on_a_histogram_that_is_not_what_was_accounted_for_ends_the_run(tmp_path):
@@ -285,10 +283,7 @@ def test_noise_on_a_histogram_that_is_not_what_was_accounted_for_ends_the_run(tm
 
 @pytest.mark.parametrize(
     "kind, fields",
-    [
-        ("OnSums", {"bounding": {"kind": f"{__name__}:Asking", "bound": 0.5, "names": ["q"]}}),
-        ("OfClients", {"multiplier": 2.0, "placement": "client"}),
-    ],
+    [("OnSums", {"bounding": ASKING}), ("OfClients", {"multiplier": 2.0, "placement": "client"})],
 )
 def test_sound_noise_is_let_pass(kind, fields, tmp_path):
     """A false alarm has probability 1e-6; the seed is fixed."""
@@ -321,12 +316,9 @@ BANDED = {
 
 
 def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(tmp_path):
-    sound = looked("Banded", tmp_path, 40, **BANDED)
-    assert sound.summary["status"] == "completed"
-    for how, message in (
-        ("white", "accounted for"),
-        ("longer", r"whitening\(\) has norm 2 over 3"),
-    ):
+    assert looked("Banded", tmp_path, 40, **BANDED).summary["status"] == "completed"
+    norm = r"whitening\(\) has norm 2 over 3"
+    for how, message in (("white", "accounted for"), ("longer", norm)):
         with pytest.raises(RunError, match=message):
             looked("Banded", tmp_path / how, 40, how=how, **BANDED)
 
@@ -334,8 +326,8 @@ def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(t
 def test_a_resumed_run_goes_on_with_the_same_looks(tmp_path):
     """Also where the noise of a round takes back that of rounds before."""
     tree = {**TINY, **BANDED, "evaluate": {"every": 1000}}
-    noise = {"kind": f"{__name__}:Banded", "multiplier": tree.pop("multiplier")}
-    tree["noise"] = noise | {"bands": tree.pop("bands")}
+    noise = {name: tree.pop(name) for name in ("multiplier", "bands")}
+    tree["noise"] = {"kind": f"{__name__}:Banded", **noise}
     whole = experiment(**tree, rounds=12)
     stop = iter(range(100))
     run(whole, tmp_path / "run", on_rows=lambda rows: next(stop) == 6)

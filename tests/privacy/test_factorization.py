@@ -45,19 +45,6 @@ def _root(bands: int) -> np.ndarray:
     return np.array([math.comb(2 * k, k) / 4**k for k in range(bands)])
 
 
-def _dense_optimum(rounds: int) -> float:
-    """The least error of any C whatever, without bands or structure, by its dual (Denisov et al.
-    2022): max 2 tr sqrt(V^1/2 A'A V^1/2) - tr V.
-    """
-    workload = np.tril(np.ones((rounds, rounds)))
-    v = np.ones(rounds)
-    for _ in range(500):
-        values, vectors = np.linalg.eigh(np.sqrt(v)[:, None] * (workload.T @ workload) * np.sqrt(v))
-        root = vectors * np.sqrt(values) @ vectors.T
-        v = np.diag(root)
-    return math.sqrt((2 * np.trace(root) - v.sum()) / rounds)
-
-
 @pytest.mark.parametrize(
     "bands, rounds, momentum", [(1, 5, 0.0), (2, 9, 0.0), (4, 12, 0.9), (7, 7, 0.0), (7, 40, 0.5)]
 )
@@ -84,18 +71,8 @@ def test_the_optimum_is_a_unit_column_that_beats_no_correlation_and_the_truncate
     c = banded_toeplitz(bands, rounds, momentum)
     assert np.linalg.norm(c) == pytest.approx(1, abs=1e-12)
     best = error(c, rounds, momentum)
-    assert (
-        best < error([1.0], rounds, momentum)
-        and best < error(_root(bands), rounds, momentum) * 0.99
-    )
-
-
-@pytest.mark.parametrize("rounds, momentum", [(60, 0.0), (300, 0.8)])
-def test_more_bands_never_do_worse(rounds, momentum):
-    errors = [
-        error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) for bands in range(1, 41)
-    ]
-    assert (np.diff(errors) < 0).all()
+    assert best < error([1.0], rounds, momentum)
+    assert best < error(_root(bands), rounds, momentum) * 0.99
 
 
 @pytest.mark.parametrize(
@@ -110,20 +87,10 @@ def test_the_optimum_is_what_a_search_without_gradients_over_dense_matrices_find
     random = np.random.Generator(np.random.Philox(key=bands))
     starts = [np.zeros(bands - 1), *random.uniform(-0.5, 1.0, (2, bands - 1))]
     options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-7, "fatol": 1e-10, "adaptive": True}
-    found = min(
-        minimize(objective, start, method="Nelder-Mead", options=options).fun for start in starts
-    )
-    assert error(banded_toeplitz(bands, rounds, momentum), rounds, momentum) == pytest.approx(
-        found, rel=1e-6
-    )
-
-
-@pytest.mark.parametrize("rounds", [4, 8, 16, 32, 64])
-def test_with_all_bands_the_error_is_within_four_percent_of_the_best_and_never_below(rounds):
-    """The square-root factorisation, near-optimal itself, is 5 to 7 % above."""
-    bound = _dense_optimum(rounds)
-    ours = error(banded_toeplitz(rounds, rounds), rounds)
-    assert bound <= ours <= 1.04 * bound < error(_root(rounds), rounds)
+    search = {"method": "Nelder-Mead", "options": options}
+    found = min(minimize(objective, start, **search).fun for start in starts)
+    best = error(banded_toeplitz(bands, rounds, momentum), rounds, momentum)
+    assert best == pytest.approx(found, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +106,14 @@ def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
     c = banded_toeplitz(bands, rounds)
     dense = _matrix(c, rounds)
     most = 0.0
-    for size in range(1, rounds + 1):
-        for pattern in itertools.combinations(range(rounds), size):
-            if all(later - earlier >= separation for earlier, later in itertools.pairwise(pattern)):
-                for signs in itertools.product((-1, 1), repeat=size - 1):
-                    most = max(
-                        most, float(np.linalg.norm(dense[:, pattern] @ np.array([1, *signs])))
-                    )
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(range(rounds), size) for size in range(1, rounds + 1)
+    )
+    for pattern in sets:
+        if all(later - earlier >= separation for earlier, later in itertools.pairwise(pattern)):
+            for signs in itertools.product((-1, 1), repeat=len(pattern) - 1):
+                moved = dense[:, pattern] @ np.array([1, *signs])
+                most = max(most, float(np.linalg.norm(moved)))
     claimed = sensitivity(c, rounds, separation)
     assert most <= claimed * (1 + 1e-12)
     if rounds % separation == 0:
@@ -179,9 +147,8 @@ def test_the_noise_of_a_round_has_the_same_bits_in_whatever_order_rounds_are_ask
     through = [straight.on_sum(t, 2.0) for t in range(12)]
     assert np.array_equal(Correlated(6, c, 50).on_sum(7, 2.0), through[7])  # after a resume
     jumping = Correlated(6, c, 50)
-    assert all(
-        np.array_equal(jumping.on_sum(t, 2.0), through[t]) for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7)
-    )
+    for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7):
+        assert np.array_equal(jumping.on_sum(t, 2.0), through[t])
     assert not np.array_equal(Correlated(7, c, 50).on_sum(7, 2.0), through[7])
 
 
@@ -202,18 +169,21 @@ def test_the_drawn_noise_has_the_covariance_of_the_theory():
     assert scores.max() < stats.norm.isf(1e-5 / 2 / len(scores))
 
 
+def banded(**fields) -> BandedGaussian:
+    section = {"kind": "banded_gaussian", "bands": 4, "multiplier": 1.0} | fields
+    return choose("noise", section, noise.FAMILY, noise.Noise)
+
+
 def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_norm_one():
-    section = {"kind": "banded_gaussian", "bands": 4, "multiplier": 1.0}
-    member = choose("noise", section, noise.FAMILY, noise.Noise)
-    assert member.placement == "server" and member.coefficients is None
-    assert np.array_equal(member.fitted(20, 0.8).coefficients, banded_toeplitz(4, 20, 0.8))
-    own = choose("noise", section | {"coefficients": [2, 1, 0, 2]}, noise.FAMILY, noise.Noise)
-    assert own.fitted(20).coefficients == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
+    assert banded().placement == "server" and banded().coefficients is None
+    assert np.array_equal(banded().fitted(20, 0.8).coefficients, banded_toeplitz(4, 20, 0.8))
+    own = banded(coefficients=[2, 1, 0, 2]).fitted(20).coefficients
+    assert own == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
     for bands in range(1, 21):  # as written into a run's config and read again, to the last bit
-        resolved = choose("noise", section | {"bands": bands}, noise.FAMILY, noise.Noise).fitted(20)
-        assert (
-            choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise).fitted(20) == resolved
-        )
+        resolved = banded(bands=bands).fitted(20)
+        assert banded(**resolved.model_dump()).fitted(20) == resolved
+    with pytest.raises(ConfigError, match=r"^bands = 4"):
+        banded(coefficients=(1, 0, 0, 0)).fitted(3)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +198,8 @@ def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_no
     ],
 )
 def test_the_member_refuses_what_it_cannot_be(change, field):
-    section = {"kind": "banded_gaussian", "bands": 4, "multiplier": 1.0} | change
     with pytest.raises(ConfigError) as caught:
-        choose("noise", section, noise.FAMILY, noise.Noise)
+        banded(**change)
     assert caught.value.field == field
 
 
@@ -267,8 +236,3 @@ def test_a_factorisation_that_does_not_exist_is_refused(bands, rounds, momentum,
     assert caught.value.field == field
     with pytest.raises(ConfigError):
         error([1.0] * bands, rounds, momentum)
-
-
-def test_own_coefficients_must_fit_the_rounds_too():
-    with pytest.raises(ConfigError, match=r"^bands = 4"):
-        BandedGaussian(bands=4, coefficients=(1, 0, 0, 0), multiplier=1.0).fitted(3)

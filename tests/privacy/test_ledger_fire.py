@@ -34,13 +34,8 @@ ROUNDS = 10
 EXPERIMENT = {
     "seed": 5,
     "rounds": ROUNDS,
-    "data": {
-        "kind": "synthetic",
-        "clients": 20,
-        "samples": 10,
-        "sizes": {"kind": "balanced"},
-        "test_samples": 20,
-    },
+    "data": {"kind": "synthetic", "clients": 20, "samples": 10, "test_samples": 20,
+             "sizes": {"kind": "balanced"}},
     "selection": {"kind": "uniform", "cohort": 6},
     "local": {"kind": "sgd", "steps": 2, "batch": 5, "lr": 0.1},
     "bounding": {"kind": "quantile_clip", "bound": 0.2},
@@ -49,7 +44,7 @@ EXPERIMENT = {
     "privacy": {"accountants": ["rdp"]},
     "client": {"actors": 0, "chunk": 3, "backend": "fused"},
     "measure": [],
-}
+}  # fmt: skip
 
 
 def attempt(folder: Path, resume: bool, mine: int | None) -> None:
@@ -107,9 +102,8 @@ def spawned(attempt, *given, seconds: float | None = None) -> bool:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
-    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL, (
-        f"an attempt ended with status {status}"
-    )
+    killed = os.WTERMSIG(status) == signal.SIGKILL
+    assert status == 0 or killed, f"an attempt ended with status {status}"
     return status != 0
 
 
@@ -121,7 +115,7 @@ def released(folder: Path) -> list[list[str]]:
 
 def check_after_a_kill(folder: Path, reference: Path) -> int:
     """The ledger parses, is the beginning of the uninterrupted run's, and has every round that was
-    released. Returns its rounds.
+    released. Returns its rounds, and removes what an attempt left that died before it was a run.
     """
     path = folder / "ledger.jsonl"
     whole = (reference / "ledger.jsonl").read_bytes()
@@ -130,33 +124,23 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
     copy = folder.parent / "copy.jsonl"
     copy.write_bytes(text)
     spent = Ledger(copy, resume=True).spent()
-    rounds = [int(t) for t, _ in released(folder)]
-    assert spent.rounds > max(rounds, default=-1), (
-        f"{max(rounds)} was released, {spent.rounds} are recorded"
-    )
-    if rounds:
-        least = json.loads(whole.splitlines()[max(rounds)])["epsilon"]["rdp"]
-        assert spent.epsilon["rdp"] >= least
+    last = max((int(t) for t, _ in released(folder)), default=-1)
+    assert spent.rounds > last, f"{last} was released, {spent.rounds} are recorded"
+    if last >= 0:
+        assert spent.epsilon["rdp"] >= json.loads(whole.splitlines()[last])["epsilon"]["rdp"]
+    if not (folder / "config.yaml").exists():
+        assert last < 0
+        shutil.rmtree(folder, ignore_errors=True)
     return spent.rounds
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def check_finished(folder: Path, reference: Path) -> None:
     """A run that came through has the reference's ledger, config, model and guarantees."""
     for name in ("ledger.jsonl", "config.yaml"):
         assert (folder / name).read_bytes() == (reference / name).read_bytes()
+    ours, theirs = (json.loads((each / "summary.json").read_text()) for each in (folder, reference))
     for name in ("model_sha256", "guarantees"):
-        assert summary(folder)[name] == summary(reference)[name]
-
-
-def clear_if_no_run(folder: Path) -> None:
-    """Removes what an attempt left that died before it was a run."""
-    if not (folder / "config.yaml").exists():
-        assert not released(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        assert ours[name] == theirs[name]
 
 
 def releases(folders: list[Path], reference: Path) -> int:
@@ -196,14 +180,13 @@ def fire(base: Path) -> None:
         if killed:
             hits.append("time" if by_time else "write")
             seen.append(check_after_a_kill(folder, reference))
-            clear_if_no_run(folder)
             continue
         check_finished(folder, reference)
         finished += 1
         folder = base / f"run-{finished}"
     # the last one comes through too
     assert not spawned(attempt, folder, (folder / "config.yaml").exists(), None)
-    assert summary(folder)["model_sha256"] == summary(reference)["model_sha256"]
+    check_finished(folder, reference)
     count = releases([base / f"run-{k}" for k in range(finished + 1)], reference)
     report = {"hits": hits, "finished": finished + 1, "recorded": seen, "releases": count}
     print(json.dumps(report))

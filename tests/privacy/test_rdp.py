@@ -25,10 +25,9 @@ def test_divergences_and_epsilons_are_dp_accountings(q, mu):
     theirs = reference(q, 1 / mu, rdp.ORDERS)
     assert ours == pytest.approx(theirs, rel=1e-9)
     for delta in (1e-2, 1e-5):
-        expected = [
-            compute_epsilon(rdp.ORDERS, theirs * count, delta)[0] for count in (1, 40, 3000)
-        ]
-        assert rdp.epsilons(ours, delta, [1, 40, 3000]) == pytest.approx(expected, rel=1e-8)
+        counts = [1, 40, 3000]
+        expected = [compute_epsilon(rdp.ORDERS, theirs * count, delta)[0] for count in counts]
+        assert rdp.epsilons(ours, delta, counts) == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -44,13 +43,10 @@ def test_divergences_and_epsilons_are_dp_accountings(q, mu):
 def test_epsilons_far_from_the_usual_are_dp_accountings_too(samples, batch, z, counts, delta):
     # with the orders that it has by default
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    accountant.compose(
-        dp_event.SampledWithoutReplacementDpEvent(samples, batch, dp_event.GaussianDpEvent(z / 2)),
-        counts,
-    )
-    assert float(
-        rdp.epsilons(rdp.fixed_size(batch / samples, 2 / z), delta, counts)
-    ) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
+    one = dp_event.SampledWithoutReplacementDpEvent(samples, batch, dp_event.GaussianDpEvent(z / 2))
+    accountant.compose(one, counts)
+    found = rdp.epsilons(rdp.fixed_size(batch / samples, 2 / z), delta, counts)
+    assert float(found) == pytest.approx(accountant.get_epsilon(delta), rel=1e-8)
 
 
 @pytest.mark.parametrize("mu", [0.02, 0.002])

@@ -18,21 +18,7 @@ class Accountant:
     """Base of the accountants. A member gives `name`, and `curve` and `delta_of` for the events
     that it covers; or, if it is no composition of events, `epsilons` and `delta` for mechanisms. A
     rigorous one names in `needs` the method of a sampling scheme that it accounts for a secret
-    cohort by (`SamplingScheme.curves` or `SamplingScheme.renyi`).
-
-    >>> from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
-    >>> class Exact(Accountant):
-    ...     name = "exact"  # where no cohort is a secret, everything amounts to one Gaussian
-    ...     def covers(self, mechanism, relation):
-    ...         hidden = mechanism.sampling.hidden
-    ...         return "a hidden cohort" if hidden else super().covers(mechanism, relation)
-    ...     def curve(self, event, delta, counts):
-    ...         return gaussian_epsilon(event.unamplified(counts), delta)
-    ...     def delta_of(self, event, epsilon, count):
-    ...         return float(gaussian_delta(epsilon, event.unamplified(count)))
-    >>> run = Mechanism(Sampling("full", 10, 10), (Query("updates", 1.0, 4.0),), rounds=3)
-    >>> Exact().epsilons(run, "zero_out", 1e-5, first=1, last=3, v=4.0).round(3)
-    array([0.926, 1.356, 1.698])
+    cohort by (`SamplingScheme.curves` or `SamplingScheme.renyi`). docs/method.md has an example.
     """
 
     name: ClassVar[str] = ""  # a user-defined one is named by its import path
