@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,6 +109,17 @@ def products(values: np.ndarray) -> float:
     return min(1.0, 2 * n * math.exp(-float(deviations.max())))
 
 
+WORDS = {  # by the first word of a statistic that is standard normal
+    "size": "the size",
+    "mean": "the mean",
+    "halves": "the part along another part of it",
+    "neighbours": "the part along neighbouring coordinates",
+    "hidden": "the part along what it hides",
+    "lag": "the part along an earlier draw",
+}
+Test = tuple[float, str]  # the chance of what is seen, if the noise is sound, and it in words
+
+
 class Draws:
     """All draws of one kind in a run, such as those of the server on sums.
 
@@ -136,54 +147,45 @@ class Draws:
         `clients` are who drew them, int64 [k], for messages. Raises `RunError` where independent
         N(0, std^2 I) would hardly ever be like them.
         """
-        self._now = t, std
-        self._sizes(statistics["square"], statistics["dimensions"], std)
-        for name, values in self._normals(statistics).items():
-            self._normal(name, values, clients)
-        d = statistics["dimensions"].sum()
-        self._hold(d * erfc(statistics["largest"].max() / ROOT), "has too large a coordinate")
+        for chance, what in self._tests(std, statistics, clients):
+            if not chance >= self._level / ((t + 1) * (t + 2)):
+                accounted = f"N(0, {std:.6g}^2) was accounted for"
+                raise RunError(f"{self._what} in round {t} {what}, where {accounted}")
+
+    def _tests(self, std: float, statistics: Numbers, clients: np.ndarray | None) -> Iterator[Test]:
+        square = statistics["square"]
+        dimensions = statistics["dimensions"]
+        d = dimensions.sum()
+        for share, over, (total, dof) in self._windows("square", square.sum(), d):
+            ratio = math.sqrt(total / dof)
+            drawn = f"has std {ratio * std:.6g} {over}, {ratio:.4g} of it"
+            yield _chi_squared(total, dof) * share, drawn
+        sketch = statistics["sketch"]
+        low = chdtr(dimensions, square)
+        high = chdtrc(dimensions, square)
+        size = -ndtri(np.clip(np.minimum(low, high), 1e-300, 1))
+        normals = {"size": np.where(low < high, -size, size)}
+        normals |= {name: statistics[name] for name in statistics if name.split()[0] in WORDS}
+        if "z" in statistics:
+            for lag, before in enumerate(reversed(self._before), 1):
+                normals[f"lag {lag}"] = _along(sketch, before)
+            self._before.append(sketch)
+        for name, values in normals.items():
+            yield from self._normal(name, values, clients)
+        largest = statistics["largest"].max()
+        yield d * erfc(largest / ROOT), "has too large a coordinate"
         for name, chances, what in (
             ("below", LEVELS, "is not Gaussian"),
             ("near 0", erf(NEAR / ROOT), "is too often 0 or too seldom"),
         ):
-            totals = np.array([*statistics[name].sum(0), d])
-            for length, (*counts, count) in self._windows(name, totals):
-                chance = _binomial(np.array(counts), count, chances)
-                self._hold(chance * _share(length), f"{what} {_over(length)}")
+            for share, over, totals in self._windows(name, *statistics[name].sum(0), d):
+                yield _binomial(totals[:-1], totals[-1], chances) * share, f"{what} {over}"
         if "z" in statistics:
-            self._single_draw(statistics["z"])
-        self._hold(self._angles(statistics["sketch"]), "is correlated with another draw")
+            yield from self._single_draw(statistics["z"])
+        yield self._angles(sketch), "is correlated with another draw"
 
-    def _hold(self, chance: float, what: str) -> None:
-        t, std = self._now
-        if not chance >= self._level / ((t + 1) * (t + 2)):
-            accounted = f"N(0, {std:.6g}^2) was accounted for"
-            raise RunError(f"{self._what} in round {t} {what}, where {accounted}")
-
-    def _sizes(self, square: np.ndarray, d: np.ndarray, std: float) -> None:
-        for length, (total, dof) in self._windows("square", np.array([square.sum(), d.sum()])):
-            share = math.sqrt(total / dof)
-            drawn = f"has std {share * std:.6g} {_over(length)}, {share:.4g} of it"
-            self._hold(_chi_squared(total, dof) * _share(length), drawn)
-
-    def _normals(self, statistics: Numbers) -> Numbers:
-        """What is standard normal of these draws, all float64 [k]; NaN where it is undefined."""
-        square = statistics["square"]
-        d = statistics["dimensions"]
-        low = chdtr(d, square)
-        high = chdtrc(d, square)
-        size = -ndtri(np.clip(np.minimum(low, high), 1e-300, 1))
-        rows = {"size": np.where(low < high, -size, size)}
-        rows |= {name: statistics[name] for name in statistics if name.split()[0] in WORDS}
-        if "z" in statistics:
-            sketch = statistics["sketch"]
-            for lag, before in enumerate(reversed(self._before), 1):
-                rows[f"lag {lag}"] = _along(sketch, before)
-            self._before.append(sketch)
-        return rows
-
-    def _normal(self, name: str, values: np.ndarray, clients: np.ndarray | None) -> None:
-        """Looks at standard normals [k], NaN left out."""
+    def _normal(self, name: str, values: np.ndarray, clients: np.ndarray | None) -> Iterator[Test]:
+        """Of standard normals [k], NaN left out."""
         finite = ~np.isnan(values)
         values = values[finite]
         if not len(values):
@@ -191,25 +193,25 @@ class Draws:
         what = WORDS[name.split()[0]]
         far = int(np.abs(values).argmax())
         who = "" if clients is None else f" of client {clients[finite][far]}"
-        self._hold(len(values) * erfc(abs(values[far]) / ROOT), f"has {what}{who} too far from 0")
-        sums = np.array([values.sum(), (values**2).sum(), len(values)])
-        for length, (total, squares, count) in self._windows(name, sums):
-            chance = erfc(abs(total) / math.sqrt(2 * count)) * _share(length)
-            self._hold(chance, f"has {what} too far from 0 {_over(length)}")
-            chance = _chi_squared(squares, count) * _share(length)
-            self._hold(chance, f"has {what} with other variations {_over(length)}")
+        yield len(values) * erfc(abs(values[far]) / ROOT), f"has {what}{who} too far from 0"
+        sums = self._windows(name, values.sum(), (values**2).sum(), len(values))
+        for share, over, (total, squares, count) in sums:
+            chance = erfc(abs(total) / math.sqrt(2 * count)) * share
+            yield chance, f"has {what} too far from 0 {over}"
+            chance = _chi_squared(squares, count) * share
+            yield chance, f"has {what} with other variations {over}"
 
-    def _single_draw(self, z: np.ndarray) -> None:
-        """Looks at one draw over std, float64 [d], by its coordinates, and what they come to over
-        the rounds.
+    def _single_draw(self, z: np.ndarray) -> Iterator[Test]:
+        """Of one draw over std, float64 [d], by its coordinates, and what they come to over the
+        rounds.
         """
         if len(z) == 1:
             self._single.append(float(z[0]))
             n = len(self._single)
             if n >= 64 and n & (n - 1) == 0:
-                self._hold(products(np.array(self._single)), f"repeats itself {_over(n)}")
+                yield products(np.array(self._single)), f"repeats itself {_over(n)}"
         elif len(z) >= 64:
-            self._hold(products(z[:TOGETHER]), "has coordinates that depend on each other")
+            yield products(z[:TOGETHER]), "has coordinates that depend on each other"
         if not self._count:
             self._sums = np.zeros((2, len(z)))
         self._sums += z, z * z
@@ -222,18 +224,20 @@ class Draws:
         over = _over(self._count)
         place = int(tails.argmin())
         share = math.sqrt(squares[place] / self._count)
-        self._hold(2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {over}")
+        yield 2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {over}"
         chance = _chi_squared(float(sums @ sums) / self._count, len(z))
-        self._hold(chance, f"has other sums than independent draws {over}")
         self._count = 0
+        yield chance, f"has other sums than independent draws {over}"
 
-    def _windows(self, test: str, values: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """The sums of a test's values over the last 1, 2, 4, 8, ... draws, with their number."""
+    def _windows(self, test: str, *values: float) -> Iterator[tuple[int, str, np.ndarray]]:
+        """The sums of a test's values over the last 1, 2, 4, 8, ... draws, these in words, and what
+        a chance is multiplied by there, so that those of all windows may be added.
+        """
         totals = self._totals.setdefault(test, [np.zeros(len(values))])
         totals.append(totals[-1] + values)
         last = len(totals) - 1
-        lengths = [1 << j for j in range(last.bit_length())]
-        return [(length, totals[last] - totals[last - length]) for length in lengths]
+        for j in range(last.bit_length()):
+            yield (j + 1) * (j + 2), _over(1 << j), totals[last] - totals[last - (1 << j)]
 
     def _angles(self, sketch: np.ndarray) -> float:
         """The chance of a correlation as large as that of two of these rows, [k, m], or of one with
@@ -244,24 +248,10 @@ class Draws:
             return 1.0
         rows = sketch / np.linalg.norm(sketch, axis=1, keepdims=True)
         before = self._rows.reshape(-1, m)
-        cosines = np.concatenate(
-            [(rows @ before.T).ravel(), (rows @ rows.T)[np.triu_indices(k, 1)]]
-        )
         self._rows = np.concatenate([before, rows])[-KEPT:]
-        if not len(cosines):
-            return 1.0
-        rest = max(1 - float(np.abs(cosines).max()) ** 2, 1e-14)
-        return len(cosines) * float(betainc((m - 1) / 2, 0.5, rest))
-
-
-WORDS = {
-    "size": "the size",
-    "mean": "the mean",
-    "halves": "the part along another part of it",
-    "neighbours": "the part along neighbouring coordinates",
-    "hidden": "the part along what it hides",
-    "lag": "the part along an earlier draw",
-}
+        cosines = np.append(rows @ before.T, (rows @ rows.T)[np.triu_indices(k, 1)])
+        rest = max(1 - float(np.abs(cosines).max(initial=0.0)) ** 2, 1e-14)
+        return len(cosines) * float(betainc((m - 1) / 2, 0.5, rest)) if len(cosines) else 1.0
 
 
 def _chi_squared(value: float, dof: float) -> float:
@@ -275,12 +265,6 @@ def _binomial(counts: np.ndarray, trials: float, chances: np.ndarray) -> float:
     less = betainc(np.maximum(trials - counts, 1), counts + 1, 1 - chances)
     more = np.where(counts > 0, more, 1.0)
     return 2 * float(np.minimum(more, np.where(counts < trials, less, 1.0)).min())
-
-
-def _share(length: int) -> int:
-    """What the chance of a window is multiplied by, so that those of all windows may be added."""
-    j = length.bit_length()
-    return j * (j + 1)
 
 
 def _over(length: int) -> str:
@@ -375,23 +359,24 @@ class MonitoredNoise:
         if not (self._tested and query.std):
             return drawn
         value = np.array([drawn], np.float64)
+        hidden = [np.array([answers]), *self._unrelated]
         # where clients draw, each may draw as much as the round with the fewest needs
         part = self._noise.client_std(query.std, query.clients_left) * math.sqrt(len(query.clients))
         several = self._noise.drawn_by() == "client" and part >= query.std
-        stds = [query.std, part] if several else [query.std]
-        hidden = [np.array([answers]), *self._unrelated]
-        errors = []
-        for place, std in enumerate(stds):
-            key = (query.name, place)
+        sound = False
+        error = None
+        for place, std in enumerate([query.std, part] if several else [query.std]):
+            if (query.name, place) in self._refuted:
+                continue
             try:
-                if key not in self._refuted:
-                    draws = self._draws(f"on the query {query.name}", f" {place}")
-                    self._see(draws, query.t, std, value, hidden)
-            except RunError as error:
-                self._refuted.add(key)
-                errors.append(error)
-        if all((query.name, place) in self._refuted for place in range(len(stds))):
-            raise errors[0]
+                draws = self._draws(f"on the query {query.name}", f" {place}")
+                self._see(draws, query.t, std, value, hidden)
+                sound = True
+            except RunError as wrong:
+                self._refuted.add((query.name, place))
+                error = error or wrong
+        if error and not sound:
+            raise error
         self._unrelated.append(value)
         return drawn
 

@@ -29,161 +29,127 @@ from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 CLIENTS = {"kind": "fashion_mnist_mini", "clients": 300, "partition": {"kind": "iid"}}
+STEPS = {
+    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+    "noise": {"kind": "gaussian", "multiplier": 1.0},
+}
+
+
+def chosen(generator, count, cohort):
+    return generator.choice(count, cohort, replace=False)
+
+
+def pairs(generator, count, cohort, declares):
+    """Clients 2 k and 2 k + 1; as many as by independent chances, but for one."""
+    size = int(generator.binomial(count, cohort / count)) if declares == "poisson" else cohort
+    first = chosen(generator, count // 2, size // 2)
+    return np.concatenate([2 * first, 2 * first + 1])
+
+
+def families(generator, count, cohort, declares):
+    """Ten clients share a coin, so that whoever takes part brings nine others."""
+    first = chosen(generator, count // 10, cohort // 10)
+    if declares == "poisson":
+        first = np.flatnonzero(generator.random(count // 10) < cohort / count)
+    return (10 * first[:, None] + np.arange(10)).ravel()
+
+
+# how a cohort is drawn: from a generator, the round, the number of clients, the cohort's size and
+# the scheme that is declared
+HOW = {
+    "the same": lambda g, t, n, c, d: np.arange(c),
+    "a favourite": lambda g, t, n, c, d: np.append(1 + chosen(g, n - 1, c - 1), 0),
+    "turns": lambda g, t, n, c, d: (np.arange(c) + c * t) % n,
+    # each half by turns, from which a part is drawn: every client as often as it should be
+    "two halves": lambda g, t, n, c, d: chosen(g, n // 2, c) + (t % 2) * (n // 2),
+    "more": lambda g, t, n, c, d: chosen(g, n, int(g.binomial(n, 1.5 * c / n))),
+    "fewer": lambda g, t, n, c, d: chosen(g, n, int(g.binomial(n, 0.5 * c / n))),
+    "short": lambda g, t, n, c, d: chosen(g, n, c - (t == 3)),
+    "twice": lambda g, t, n, c, d: np.append(chosen(g, n, c - 1), [7] if t else [8]).clip(0, 9),
+    "beyond": lambda g, t, n, c, d: np.append(np.sort(chosen(g, n, c))[:-1], n - (t < 2)),
+    # who takes part keeps another out, where by coins of their own nobody would
+    "one size": lambda g, t, n, c, d: chosen(g, n, c),
+    "coins": lambda g, t, n, c, d: np.flatnonzero(g.random(n) < c / n),
+    "families": lambda g, t, n, c, d: families(g, n, c, d),
+    "pairs": lambda g, t, n, c, d: pairs(g, n, c, d),
+    "doubled": lambda g, t, n, c, d: np.repeat(g.integers(n, size=c // 2), 2),
+    # after one round of rest, where it says two
+    "restless": lambda g, t, n, c, d: np.arange(c) + c * (t % (3 if t < 4 else 2)),
+}
 
 
 class Liar(Selection):
-    """A member that declares one scheme and draws by another."""
+    """A member that declares one scheme and draws by another: `how`."""
 
     kind: str = "liar"
+    how: str = "one size"
     declares: str = "fixed"
     cohort: int = 30
+    most: int = 10**9  # the rounds that it has composed
 
     def sampling(self, population: Population) -> Sampling:
-        return Sampling(
-            self.declares,
-            len(population),
-            len(population) if self.declares == "full" else self.cohort,
-        )
+        count = len(population)
+        return Sampling(self.declares, count, count if self.declares == "full" else self.cohort)
+
+    def composed_rounds(self, seed, rounds, population):
+        return np.minimum(np.arange(1, rounds + 1), self.most)
+
+    @property
+    def separation(self) -> int:
+        return 3 if self.how == "restless" else 1
 
     def select(self, seed, t, population, ask):
         return Cohort.of(self.members(stream(seed, Purpose.COHORT, t=t), t, len(population)))
 
-
-class TheSame(Liar):
     def members(self, generator, t, count):
-        return np.arange(self.cohort)
-
-
-class AFavourite(Liar):
-    def members(self, generator, t, count):
-        others = 1 + generator.choice(count - 1, self.cohort - 1, replace=False)
-        return np.append(others, 0)
-
-
-class Turns(Liar):
-    def members(self, generator, t, count):
-        return (np.arange(self.cohort) + self.cohort * t) % count
-
-
-class TwoHalves(Liar):
-    """Each half by turns, from which a part is drawn: every client as often as it should be."""
-
-    def members(self, generator, t, count):
-        return generator.choice(count // 2, self.cohort, replace=False) + (t % 2) * (count // 2)
-
-
-class OtherSizes(Liar):
-    """Cohorts of independent clients, `share` times as many as it says."""
-
-    share: float
-
-    def members(self, generator, t, count):
-        size = int(generator.binomial(count, self.share * self.cohort / count))
-        return generator.choice(count, size, replace=False)
-
-
-class Short(Liar):
-    def members(self, generator, t, count):
-        return generator.choice(count, self.cohort - (t == 3), replace=False)
-
-
-class Twice(Liar):
-    def members(self, generator, t, count):
-        return np.append(
-            generator.choice(count, self.cohort - 1, replace=False), [7] if t else [8]
-        ).clip(0, 9)
-
-
-class Beyond(Liar):
-    def members(self, generator, t, count):
-        drawn = generator.choice(count, self.cohort, replace=False)
-        return np.append(np.sort(drawn)[:-1], count) if t == 2 else drawn
-
-
-class OftenerThanItSays(Liar):
-    declares: str = "public"
-
-    def composed_rounds(self, seed, rounds, population):
-        return np.minimum(np.arange(1, rounds + 1), 3)
-
-    def members(self, generator, t, count):
-        return np.arange(self.cohort)
-
-
-class AllTheSameSize(Liar):
-    """A cohort of fixed size: who takes part keeps another out, where by coins of their own nobody
-    would.
-    """
-
-    def members(self, generator, t, count):
-        return generator.choice(count, self.cohort, replace=False)
-
-
-class Families(Liar):
-    """Ten clients share a coin, so that whoever takes part brings nine others."""
-
-    def members(self, generator, t, count):
-        first = generator.choice(count // 10, self.cohort // 10, replace=False)
-        if self.declares == "poisson":
-            first = np.flatnonzero(generator.random(count // 10) < self.cohort / count)
-        return (10 * first[:, None] + np.arange(10)).ravel()
+        return HOW[self.how](generator, t, count, self.cohort, self.declares)
 
 
 class Owing(Liar):
     """Twice as many clients as it says, the others lost less than never."""
 
     def select(self, seed, t, population, ask):
-        drawn = stream(seed, Purpose.COHORT, t=t).choice(
-            len(population), 2 * self.cohort, replace=False
-        )
-        return Cohort(np.sort(drawn), np.zeros(2 * self.cohort, np.int64), lost=-self.cohort)
+        drawn = np.sort(chosen(stream(seed, Purpose.COHORT, t=t), len(population), 60))
+        return Cohort(drawn, np.zeros(60, np.int64), lost=-self.cohort)
 
 
 @pytest.mark.parametrize(
-    "member,within,said",
+    "how,declares,within,said",
     [
-        (TheSame(), 30, "clients in common"),
-        (TheSame(declares="poisson"), 30, "clients in common"),
-        (TheSame(declares="with_replacement"), 30, "more often than others"),
-        (AFavourite(), 30, "drew one client too often"),
-        (Turns(), 30, "more often than others"),
-        (TwoHalves(), 60, "in common"),
-        (OtherSizes(declares="poisson", share=1.5), 30, "sizes by round"),
-        (OtherSizes(declares="poisson", share=0.5), 30, "sizes by round"),
-        (Short(), 4, "drew 29 clients in round 3, where its sampling .* gives 30"),
-        (Short(declares="full"), 1, "drew 30 clients in round 0, where its sampling .* gives 300"),
-        (Twice(), 1, "twice in round 0"),
-        (Beyond(), 3, "not ascending from 0 to 299"),
-        (AllTheSameSize(declares="poisson"), 60, "sizes by round"),
-        (Families(), 30, "in common with the cohort before|together"),
-        (Families(declares="poisson"), 30, "sizes by round"),
-        (Owing(), 1, "lost -30 clients in round 0"),
-        (
-            OftenerThanItSays(),
-            4,
-            "took client 0 in 4 of 4 rounds, where at most 3 are accounted for",
-        ),
+        ("the same", "fixed", 30, "clients in common"),
+        ("the same", "poisson", 30, "clients in common"),
+        ("the same", "with_replacement", 30, "more often than others"),
+        ("a favourite", "fixed", 30, "drew one client too often"),
+        ("turns", "fixed", 30, "more often than others"),
+        ("two halves", "fixed", 60, "in common"),
+        ("more", "poisson", 30, "sizes by round"),
+        ("fewer", "poisson", 30, "sizes by round"),
+        ("short", "fixed", 4, "drew 29 clients in round 3, where its sampling .* gives 30"),
+        ("short", "full", 1, "drew 30 clients in round 0, where its sampling .* gives 300"),
+        ("twice", "fixed", 1, "twice in round 0"),
+        ("beyond", "fixed", 3, "not ascending from 0 to 299"),
+        ("one size", "poisson", 60, "sizes by round"),
+        ("families", "fixed", 30, "in common with the cohort before|together"),
+        ("families", "poisson", 30, "sizes by round"),
+        ("owing", "fixed", 1, "lost -30 clients in round 0"),
+        ("the same", "public", 4, "took client 0 in 4 of 4 rounds, where at most 3 are accounted"),
     ],
-    ids=lambda value: f"{type(value).__name__}-{value.declares}" if isinstance(value, Liar) else "",
 )
 def test_a_selection_that_draws_by_another_scheme_than_it_declares_ends_the_run(
-    member, within, said, tmp_path
+    how, declares, within, said, tmp_path
 ):
-    placement = "client" if member.declares in ("fixed", "public") else "server"
-    noise = {"kind": "gaussian", "multiplier": 1.0, "placement": placement}
-    relation = "add_remove" if member.declares == "poisson" else "replace_one"
-    asked = {"accountants": ["pld"], "relation": relation}
+    placement = "client" if declares in ("fixed", "public") else "server"
+    relation = "add_remove" if declares == "poisson" else "replace_one"
+    most = 3 if declares == "public" else 10**9
     lying = experiment(
-        selection=member,
-        noise=noise,
-        privacy=asked,
+        selection=Owing() if how == "owing" else Liar(how=how, declares=declares, most=most),
+        noise={"kind": "gaussian", "multiplier": 1.0, "placement": placement},
+        privacy={"accountants": ["pld"], "relation": relation},
         data=CLIENTS,
         rounds=within,
         evaluate={"every": 99},
     )
-    with pytest.raises(
-        RunError, match=f"selection.kind .*{type(member).__name__} .*{said}.*no accountant covers"
-    ):
+    with pytest.raises(RunError, match=f"selection.kind .* .*{said}.*no accountant covers"):
         run(lying, tmp_path / "run")
 
 
@@ -260,24 +226,6 @@ class Favouring(Liar):
         return generator.choice(count, self.cohort, replace=again, p=chances)
 
 
-class InPairs(Liar):
-    """Clients 2 k and 2 k + 1 come together; as many as by independent chances, but for one."""
-
-    def members(self, generator, t, count):
-        size = self.cohort
-        if self.declares == "poisson":
-            size = int(generator.binomial(count, size / count))
-        first = generator.choice(count // 2, size // 2, replace=False)
-        return np.concatenate([2 * first, 2 * first + 1])
-
-
-class Doubled(Liar):
-    """Whoever is drawn is drawn twice."""
-
-    def members(self, generator, t, count):
-        return np.repeat(generator.integers(count, size=self.cohort // 2), 2)
-
-
 @pytest.mark.parametrize("declares", ["fixed", "poisson", "with_replacement"])
 @pytest.mark.parametrize(
     "few,odds", [(100, 2.0), (100, 1.5), (10, 2.0), (450, 1.5), (1, 4.0), (1, 0.0), (300, 0.5)]
@@ -290,15 +238,13 @@ def test_a_subgroup_that_is_drawn_too_often_or_too_seldom_is_noticed(declares, f
     assert first_alarm(member, Population.balanced(900), 400) is not None
 
 
-@pytest.mark.parametrize("declares", ["fixed", "poisson"])
-def test_clients_that_always_come_together_are_noticed(declares):
-    member = InPairs(declares=declares, cohort=90)
-    assert first_alarm(member, Population.balanced(900), 40, pairs=True) is not None
-
-
-def test_draws_with_replacement_that_repeat_a_client_are_noticed():
-    member = Doubled(declares="with_replacement", cohort=90)
-    assert first_alarm(member, Population.balanced(900), 2) is not None
+@pytest.mark.parametrize(
+    "how,declares,rounds",
+    [("pairs", "fixed", 40), ("pairs", "poisson", 40), ("doubled", "with_replacement", 2)],
+)
+def test_clients_that_come_together_are_noticed(how, declares, rounds):
+    member = Liar(how=how, declares=declares, cohort=90)
+    assert first_alarm(member, Population.balanced(900), rounds, pairs=True) is not None
 
 
 def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
@@ -326,23 +272,16 @@ def test_fewer_clients_than_the_noise_counts_on_are_never_released():
         monitor.check(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
 
 
-class Restless(Liar):
-    """Says that clients rest for two rounds, and takes some after one."""
-
-    declares: str = "public"
-
-    @property
-    def separation(self) -> int:
-        return 3
-
-    def members(self, generator, t, count):
-        return np.arange(self.cohort) + self.cohort * (t % (3 if t < 4 else 2))
-
-
 def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path):
     banded = {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 3}
     asked = {"accountants": ["pld"], "relation": "zero_out"}
-    restless = experiment(selection=Restless(), noise=banded, privacy=asked, data=CLIENTS, rounds=9)
+    restless = experiment(
+        selection=Liar(how="restless", declares="public"),
+        noise=banded,
+        privacy=asked,
+        data=CLIENTS,
+        rounds=9,
+    )
     with pytest.raises(
         RunError, match=r"took client \d+ in round 4 again, less than 3 rounds between them"
     ):
@@ -374,9 +313,6 @@ class Wavering(Liar):
         few = Sampling("fixed", len(population), 1)
         return few if CALLS["sampling"] < CALLS["lies"] else super().sampling(population)
 
-    def members(self, generator, t, count):
-        return generator.choice(count, self.cohort, replace=False)
-
 
 def test_a_scheme_that_changes_after_it_was_accounted_for_ends_the_run(tmp_path):
     CALLS.clear()
@@ -401,9 +337,6 @@ class SeldomAvailable(Liar):
     def composed_rounds(self, seed, rounds, population):
         return self.declared
 
-    def members(self, generator, t, count):
-        return generator.choice(count, self.cohort, replace=False)
-
 
 @pytest.mark.parametrize(
     "declared", [[1, 1, 1, 1], [1, 2, 3], [4, 3, 2, 1], [1.0, 2.0, 3.0, 4.0], None]
@@ -418,35 +351,21 @@ def test_composed_rounds_that_the_scheme_cannot_have_are_refused(declared):
         resolve(experiment(selection=kind, rounds=23))
 
 
-class Restive(Selection):
+class Restive(Liar):
     """Other draws each time they are asked for: it counts its calls."""
-
-    kind: str = "restive"
-
-    def sampling(self, population):
-        return Sampling("fixed", len(population), 20)
 
     def select(self, seed, t, population, ask):
         CALLS["draws"] += 1
-        return Cohort.of(
-            stream(seed, Purpose.COHORT, t=t, step=CALLS["draws"]).choice(
-                len(population), 20, replace=False
-            )
-        )
+        return super().select(seed, CALLS["draws"], population, ask)
 
 
 def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
     """At local steps each client's noise and epsilon are for the rounds that it was said to take
     part in.
     """
-    steps = {
-        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
-        "noise": {"kind": "gaussian", "multiplier": 1.0},
-    }
-    with pytest.raises(
-        RunError, match="drew other clients in round 0 than those that were accounted for"
-    ):
-        run(experiment(selection=Restive(), **steps), tmp_path / "run")
+    said = "drew other clients in round 0 than those that were accounted for"
+    with pytest.raises(RunError, match=said):
+        run(experiment(selection=Restive(cohort=20), **STEPS), tmp_path / "run")
 
 
 class Asking(PowerOfChoice):
@@ -470,19 +389,12 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
 def test_separation_holds_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
     monitor = SamplingMonitor(
-        Restless(), Population.balanced(300), np.arange(1, 11), least=0, secret=False, separation=3
+        Liar(how="restless"), Population.balanced(300), np.arange(1, 11), 0, False, separation=3
     )
     monitor.add_recent(np.arange(30))
     monitor.add_recent(np.arange(30, 60))
     with pytest.raises(RunError, match="round 2 again, less than 3 rounds between them"):
         monitor.check(2, Cohort.of(np.arange(30)), Counter())
-
-
-class QuietlyPoisson(AllTheSameSize):
-    """By coins of their own, which it says by its sampling scheme alone."""
-
-    def members(self, generator, t, count):
-        return np.flatnonzero(generator.random(count) < self.cohort / count)
 
 
 def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypatch):
@@ -502,7 +414,7 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
     adaptive = {"kind": "quantile_clip", "bound": 1e6}
     run(
         experiment(
-            selection=QuietlyPoisson(declares="poisson"),
+            selection=Liar(how="coins", declares="poisson"),
             data=CLIENTS,
             noise=quiet,
             privacy=asked,
@@ -510,7 +422,7 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
         ),
         tmp_path / "run",
     )
-    sizes = [len(QuietlyPoisson().draw(3, t, Population.balanced(300))) for t in range(4)]
+    sizes = [len(Liar(how="coins").draw(3, t, Population.balanced(300))) for t in range(4)]
     np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
     assert len(set(sizes)) > 1
 
@@ -568,12 +480,6 @@ class Half(Uniform):
 class HalfWeight(Weights):
     def of(self, sizes, samples, population):
         return np.full(len(sizes), 0.5)
-
-
-STEPS = {
-    "bounding": {"kind": "per_sample_clip", "bound": 1.0},
-    "noise": {"kind": "gaussian", "multiplier": 1.0},
-}
 
 
 @pytest.mark.parametrize(
