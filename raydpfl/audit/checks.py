@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy.signal import lfilter
 from scipy.special import ndtri
 from scipy.stats import binom, chi2, kstest
 
@@ -99,18 +100,17 @@ def cohorts(runs: Sequence[ClientCanaryRun]) -> Check | None:
     counts = [(times, client) for run in runs for client, times in run.counts.items()]
     times, client = max(counts, default=(0, 0))
     strange = ""
-    if sampling.coins is not None:  # each of the two spends half of the false alarms
+    # each of the two spends half of the false alarms
+    if sampling.q < 1:
+        likely = binom.sf(times - 1, rounds, sampling.q) * population * len(runs)
+        took = f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
+        strange = took if likely < FALSE_ALARM / 2 else ""
+    if sampling.coins is not None:
         total = int(sizes.sum())
-        trials = population * len(sizes)
-        chance = binom(trials, sampling.coins)
+        chance = binom(population * len(sizes), sampling.coins)
         if min(chance.cdf(total), chance.sf(total - 1)) < FALSE_ALARM / 4:
             strange = f"{total} clients took part in all, where {chance.mean():.0f} "
             strange += "were to be expected"
-    likely = binom.sf(times - 1, rounds, sampling.q) * population * len(runs)
-    if not strange and sampling.q < 1 and likely < FALSE_ALARM / 2:
-        strange = (
-            f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
-        )
     detail = "cohorts have the size that was accounted for; "
     detail += f"no client took part more often than {times} times"
     return Check("cohorts", not strange, strange or detail, FALSE_ALARM)
@@ -127,15 +127,13 @@ def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     rounds = len(runs[0].rounds)
     column = np.zeros(rounds)  # of the matrix C
     column[: len(whitening)] = whitening[:rounds]
-    overlaps = np.abs(np.correlate(column, column, "full")[len(column) - 1 :])
-    times = np.concatenate([run.times for run in runs])[:, : len(column)].astype(float)
-    squares = overlaps[0] * (times**2).sum(1)
-    for lag in range(1, len(column)):
-        squares += 2 * overlaps[lag] * (times[:, lag:] * times[:, :-lag]).sum(1)
+    overlaps = np.abs(np.correlate(column, column, "full")[rounds - 1 :])
+    times = np.concatenate([run.times for run in runs])[:, :rounds]
+    before = lfilter(overlaps[: len(whitening)], 1.0, times)  # the round itself among them
+    squares = (times * (2 * before - overlaps[0] * times)).sum(1)
     counted = times.sum(1)
-    took_part = counted > 0
-    longest = math.sqrt(max(squares[took_part] / counted[took_part], default=0.0))
-    longest = max(longest, math.sqrt(overlaps[0]))
+    shares = np.divide(squares, counted, out=np.zeros_like(squares), where=counted > 0)
+    longest = math.sqrt(max(shares.max(initial=0.0), overlaps[0]))
     finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
     return Check("matrix", longest <= 1 + ROUNDING, finding)
 
@@ -269,33 +267,24 @@ def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]]) -> Check
 
 def keys(runs: Sequence[ClientCanaryRun]) -> Check:
     """No noise is drawn twice: no two vectors of it are correlated."""
-    worst = 0.0
+    worst = (0.0, "")
     comparisons = 0
-    where = ""
-    groups = [
-        ([noise for run in runs for noise in run.noises], "sums"),
-        ([noise for run in runs for noise in run.update_noises], "updates"),
-    ]
-    for noises, what in groups:
-        if len(noises) < 2:
-            continue
-        rows = np.stack(noises)
+    groups = {
+        "sums": [noise for run in runs for noise in run.noises],
+        "updates": [noise for run in runs for noise in run.update_noises],
+    }
+    for what, noises in groups.items():
+        rows = np.stack(noises) if noises else np.zeros((0, 1))
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         comparisons += len(rows) * (len(rows) - 1) // 2
         for start in range(0, len(rows), 512):
-            products = np.abs(rows[start : start + 512] @ rows.T)
-            products[np.arange(len(products)), start + np.arange(len(products))] = 0
-            high = float(products.max()) * math.sqrt(rows.shape[1])
-            if high > worst:
-                first, second = np.unravel_index(int(products.argmax()), products.shape)
-                worst = high
-                pair = sorted((int(start + first), int(second)))
-                where = f"{what} {pair[0]} and {pair[1]} (counted in order)"
-    limit = _normal_limit(comparisons)
-    passed = worst <= limit
-    finding = f"the largest of {comparisons:,} correlations is {worst:.1f} standard errors" + (
-        "" if passed else f", of the noise of {where}"
-    )
+            products = np.tril(np.abs(rows[start : start + 512] @ rows.T), start - 1)
+            later, first = np.unravel_index(int(products.argmax()), products.shape)
+            where = f"{what} {first} and {start + later} (counted in order)"
+            worst = max(worst, (float(products.max()) * math.sqrt(rows.shape[1]), where))
+    passed = worst[0] <= _normal_limit(comparisons)
+    finding = f"the largest of {comparisons:,} correlations is {worst[0]:.1f} standard errors"
+    finding += "" if passed else f", of the noise of {worst[1]}"
     return Check("keys", passed, finding, FALSE_ALARM)
 
 

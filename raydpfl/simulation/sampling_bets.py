@@ -146,12 +146,9 @@ class _Counts(Bet):
 
     def after(self, drawn: DrawnCohort) -> np.ndarray:
         """`clients` after this cohort; negative where `before` is not of the earlier ones."""
-        moved = np.bincount(drawn.before, minlength=len(self.clients))
-        clients = np.zeros(len(moved) + 1, np.int64)
-        clients[: len(self.clients)] = self.clients
-        clients[:-1] -= moved
-        clients[1:] += moved
-        return clients
+        moved = np.append(np.bincount(drawn.before, minlength=len(self.clients)), 0)
+        clients = np.append(self.clients, np.zeros(len(moved) - len(self.clients), np.int64))
+        return clients - moved + np.roll(moved, 1)
 
     def see(self, drawn: DrawnCohort) -> None:
         self.clients = self.after(drawn)
@@ -243,16 +240,21 @@ class _Numbers(Bet):
     def __init__(self) -> None:
         self._wealth = np.zeros(len(self._MEAN))
 
-    def factors(self, values: np.ndarray, logs: np.ndarray) -> np.ndarray:
-        """The logarithms of the factors of these values, float64 [strategies, k]; `logs` float64
-        [k] are those of their probabilities, up to a constant.
+    def declare(self, values: np.ndarray, logs: np.ndarray) -> None:
+        """The next numbers are among these, float64 [k], one after another, with the logarithms of
+        their probabilities, up to a constant.
         """
         logs = logs - _log_sum(logs)
         std = math.sqrt(max(np.exp(logs) @ values**2 - (np.exp(logs) @ values) ** 2, 1e-9))
         tilt = (self._MEAN / std)[:, None] * (values - values.mean())
         bets = self._VARIED[:, None] * logs + tilt
-        most = bets.max(1, keepdims=True)
-        return bets - most - np.log(np.exp(bets - most).sum(1, keepdims=True)) - logs
+        self._table = bets - [[_log_sum(row)] for row in bets] - logs  # of the factors' logarithms
+        self._first = int(values[0])
+
+    def pay(self, number: int) -> None:
+        """Wins or loses by the number."""
+        place = min(max(number - self._first, 0), self._table.shape[1] - 1)
+        self._wealth += self._table[:, place]
 
 
 class _Sizes(_Numbers):
@@ -261,14 +263,12 @@ class _Sizes(_Numbers):
     def __init__(self, count: int, chance: float):
         super().__init__()
         mean = count * chance
-        self._values = _window(mean, mean * (1 - chance), 0, count)
+        values = _window(mean, mean * (1 - chance), 0, count)
         odds = math.log(chance) - math.log1p(-chance)
-        logs = _choose(count, self._values) + self._values * odds
-        self._table = self.factors(self._values, logs)
+        self.declare(values, _choose(count, values) + values * odds)
 
     def see(self, drawn: DrawnCohort) -> None:
-        place = int(np.clip(drawn.size - self._values[0], 0, len(self._values) - 1))
-        self._wealth += self._table[:, place]
+        self.pay(drawn.size)
 
 
 class _Overlap(_Numbers):
@@ -280,24 +280,18 @@ class _Overlap(_Numbers):
         super().__init__()
         self._count = count
         self._before = np.zeros(0, np.int64)
-        self._sizes = (0, 0)
-        self._low = 0
-        self._table = np.zeros((len(self._wealth), 1))
+        self._sizes: tuple[int, int] | None = None
 
     def see(self, drawn: DrawnCohort) -> None:
-        sizes = (len(self._before), len(drawn.clients))
+        n, m = sizes = (len(self._before), len(drawn.clients))
         if sizes != self._sizes:
             self._sizes = sizes
-            n, m = sizes
             share = n / self._count
             least = max(0, n + m - self._count)
             values = _window(m * share, m * share * (1 - share), least, min(n, m))
-            logs = _choose(n, values) + _choose(self._count - n, m - values)
-            self._low = int(values[0])
-            self._table = self.factors(values, logs)
+            self.declare(values, _choose(n, values) + _choose(self._count - n, m - values))
         both = np.sort(np.concatenate([self._before, drawn.clients]))
-        shared = int((both[1:] == both[:-1]).sum())
-        self._wealth += self._table[:, min(max(shared - self._low, 0), self._table.shape[1] - 1)]
+        self.pay(int((both[1:] == both[:-1]).sum()))
         self._before = drawn.clients
 
 
@@ -344,7 +338,11 @@ class _Pairs(Bet):
             self._seen.append(clients)
             if self._rounds >= self._due:
                 self._due = self._rounds + self._rounds // 2
-                self._search()
+                if self._pairs.size:
+                    self._paid = self.settle()
+                    self._searches += 1
+                self._wealth = np.zeros_like(self._wealth)
+                self._pairs = together(self._seen, self._FIRST[-1])
 
     def _chance(self, left: int) -> float:
         """The largest chance that the second of a pair is among the `left` that are not the first
@@ -356,21 +354,9 @@ class _Pairs(Bet):
         largest = min(self._largest / max(1 - firsts * self._largest, self._largest), 1 - 1e-9)
         return -math.expm1(left * math.log1p(-largest))
 
-    def _search(self) -> None:
-        """Finds the pairs to bet on, and begins again."""
-        if self._pairs.size:
-            self._paid = _log_sum([self._paid, self._now()])
-            self._searches += 1
-        self._wealth = np.zeros_like(self._wealth)
-        self._pairs = together(self._seen, self._FIRST[-1])
-
-    def _now(self) -> float:
-        """The logarithm of what the present bets came to."""
-        share = (self._searches + 1) * (self._searches + 2)
-        return _log_mean(self._wealth) - math.log(share)
-
     def settle(self) -> float:
-        return _log_sum([self._paid, self._now()])
+        share = (self._searches + 1) * (self._searches + 2)
+        return _log_sum([self._paid, _log_mean(self._wealth) - math.log(share)])
 
 
 def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
@@ -394,17 +380,17 @@ def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
     repeated = (often[pairs.row] != pairs.col) & (pairs.data > 1)
     first = often[pairs.row[repeated]]
     second = pairs.col[repeated]
-    share = pairs.data[repeated] / counts[first]
-    usual = np.minimum(counts[second] / len(cohorts), 1 - 1e-9)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rest = np.where(share < 1, (1 - share) * np.log((1 - share) / (1 - usual)), 0)
-    score = np.where(share > usual, counts[first] * (share * np.log(share / usual) + rest), 0)
+    both = pairs.data[repeated]
+    usual = counts[first] * counts[second] / len(cohorts)
+    score = both * np.log(both / usual) - both + usual  # of independent Poisson numbers
+    score[both <= usual] = 0
     order = np.argsort(-score, kind="stable")[: 8 * most]
-    chosen: dict[int, int] = {}
-    for one, other in zip(first[order].tolist(), second[order].tolist(), strict=True):
-        if one not in chosen and other not in chosen and len(chosen) < 2 * most:
-            chosen |= {one: other, other: -1}
-    best = [(one, other) for one, other in chosen.items() if other >= 0]
+    best: list[tuple[int, int]] = []
+    chosen: set[int] = set()
+    for pair in zip(first[order].tolist(), second[order].tolist(), strict=True):
+        if chosen.isdisjoint(pair) and len(best) < most:
+            best.append(pair)
+            chosen.update(pair)
     return clients[np.array(best, np.int64).reshape(-1, 2).T]
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -111,14 +111,6 @@ class SamplingMonitor:
                 "accounted for"
             )
 
-    def add_candidates(self, clients: np.ndarray) -> None:
-        """Records clients int64 [k] that were asked in an earlier round of a resumed run."""
-        self._asked.update(clients.tolist())
-
-    def add_recent(self, clients: np.ndarray) -> None:
-        """Records the clients int64 [r] of one of the latest rounds of a resumed run, in order."""
-        self._recent.append(clients)
-
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
 
@@ -136,13 +128,25 @@ class SamplingMonitor:
         self._separate(t, cohort.clients)
         self._bet(t, cohort, before)
 
-    def replay(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
-        """Bets on the cohorts of a resumed run, round by round; arguments and errors as `check`."""
-        self._bet(t, cohort, self._before(cohort, participations))
+    def resume(self, exposed: Sequence[np.ndarray], asks: bool) -> None:
+        """Takes up the rounds of a resumed run: the clients int64 [k] that each exposed, as
+        candidates if the selection `asks` them.
+        """
+        for clients in exposed if asks else ():
+            self._asked.update(clients.tolist())
+        self._recent.extend(exposed[max(0, len(exposed) - self._separation + 1) :])
 
-    def stop_betting(self) -> None:
-        """For a resumed run whose earlier cohorts cannot be drawn once more."""
-        self._bets = None
+    def replay(self, cohorts: Iterable[Cohort]) -> None:
+        """Bets on the cohorts of a resumed run, round by round; no more on any where one cannot be
+        drawn once more. Raises `RunError` as `check` does.
+        """
+        participations = Counter[int]()
+        try:
+            for t, cohort in enumerate(cohorts):
+                self._bet(t, cohort, self._before(cohort, participations))
+                participations.update(cohort.clients.tolist())
+        except ConfigError:  # a selection that needs losses cannot draw it a second time
+            self._bets = None
 
     def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
         """How often the clients were drawn before this draw, int64 [r]."""
@@ -247,21 +251,17 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
         pairs=selection.is_user_defined,
     )
     seed = plan.cohort_seed()
-    for before in range(t if selection.asks else 0):
-        monitor.add_candidates(selection.exposed(seed, before, population))
-    for before in range(max(0, t - separation + 1), t):
-        monitor.add_recent(selection.exposed(seed, before, population))
-    participations = Counter[int]()
-    for before in range(t if secret else 0):  # the latest release of every round
+    first = 0 if selection.asks else max(0, t - separation + 1)
+    exposed = [selection.exposed(seed, before, population) for before in range(first, t)]
+    monitor.resume(exposed, selection.asks)
+
+    def drawn(before: int) -> Cohort:
+        """The latest release of a round."""
         past = [segment.restart for segment in plan.history if segment.first <= before]
         seed = plan.cohort_seed(past[-1] if before < plan.first else None)
-        try:
-            cohort = selection.draw(seed, before, population)
-        except ConfigError:  # a selection that needs losses cannot draw it a second time
-            monitor.stop_betting()
-            break
-        monitor.replay(before, cohort, participations)
-        participations.update(cohort.clients.tolist())
+        return selection.draw(seed, before, population)
+
+    monitor.replay(map(drawn, range(t if secret else 0)))
     return monitor
 
 
