@@ -41,14 +41,6 @@ def build(**keys) -> nn.Module:
     return models.build(models.parse({**NET, **keys}), form((1, 28, 28)), seed=3)
 
 
-def refused(**sections) -> str:
-    """The one line by which an experiment is refused."""
-    with pytest.raises(ConfigError) as error:
-        resolve(experiment(**sections))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 # --- frozen parts ---
 
 
@@ -87,13 +79,30 @@ PLAIN = {
 }
 
 
+def steps_by_hand(net, rows, drawn, lr, pull=lambda: 0.0) -> nn.Module:
+    """Plain SGD of a net on x and y, by these batches."""
+    x, y = (torch.tensor(values[0]) for values in rows)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    for batch in drawn:
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(net(x[batch]), y[batch]) + pull()).backward()
+        optimizer.step()
+    return net
+
+
+def start_of(plan: Plan) -> tuple[Shards, nn.Module]:
+    """The clients' rows, and the model before the first round."""
+    shards = Shards.open(plan.shards)
+    e = plan.experiment
+    return shards, models.build(e.model, shards.form(e.data.task), e.seed)
+
+
 def by_hand(plan: Plan, own: str, rounds: int) -> tuple[torch.Tensor, list[nn.Module], list[float]]:
     """Federated averaging of all but the layers `own`, in a plain loop: the parameters that travel,
     the clients' models under these, and the norm of what each client last sent.
     """
     e = plan.experiment
-    shards = Shards.open(plan.shards)
-    start = models.build(e.model, shards.form(e.data.task), e.seed)
+    shards, start = start_of(plan)
     clients = [copy.deepcopy(start) for _ in range(len(shards.sizes))]
     kept = [name for name, _ in start.named_parameters() if not name.startswith(own)]
     shared = {name: start.get_parameter(name).detach().clone() for name in kept}
@@ -103,15 +112,9 @@ def by_hand(plan: Plan, own: str, rounds: int) -> tuple[torch.Tensor, list[nn.Mo
         norms = []
         for client, net in enumerate(clients):
             net.load_state_dict({**net.state_dict(), **shared})
-            net.train()
-            optimizer = torch.optim.SGD(net.parameters(), lr=e.local.learning_rate(t))
             x, y, sizes = shards.chunk([client], int(shards.sizes[client]))
             drawn, _ = batches(e.seed, t, [client], [0], sizes, e.local)
-            for rows in drawn[0]:
-                optimizer.zero_grad()
-                scores = net(torch.tensor(x[0][rows]))
-                nn.functional.cross_entropy(scores, torch.tensor(y[0][rows])).backward()
-                optimizer.step()
+            steps_by_hand(net.train(), (x, y), drawn[0], e.local.learning_rate(t))
             moved = {name: net.get_parameter(name).detach() - shared[name] for name in kept}
             norms.append(float(torch.cat([each.flatten() for each in moved.values()]).norm()))
             sent = {name: sent[name] + moved[name] for name in kept}
@@ -211,19 +214,26 @@ class Sick(nn.Module):
         return self.layer(x.flatten(1)) * (1 + 0.1 * self.seen)
 
 
-@pytest.mark.parametrize("policy", ["fail", "drop"])
-def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path, policy):
-    model = {"kind": "test_personal_models:Sick", "local": ["seen"]}
-    plan = resolve(experiment(**{**PLAIN, "model": model, "client": {"on_error": policy}}))
-    if policy == "fail":
-        with pytest.raises(ClientError, match=r"client \d+: its update has norm nan"):
-            carried_out(plan, tmp_path)
-        return
-    run = carried_out(plan, tmp_path)
+def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path):
+    sick = {**PLAIN, "model": {"kind": "test_personal_models:Sick", "local": ["seen"]}}
+    wild = {**PLAIN, "personal": {**DITTO, "lr": 1e30, "steps": 9}}
+    for name, sections, message in (
+        ("sick", sick, r"client \d+: its update has norm nan"),
+        ("wild", wild, r"client \d: its personal model is not finite"),
+    ):
+        with pytest.raises(ClientError, match=message):
+            carried_out(resolve(experiment(**sections)), tmp_path / name)
+    drop = {"client": {"on_error": "drop"}}
+    run = carried_out(resolve(experiment(**sick, **drop)), tmp_path / "sick drop")
     kept = np.sum([np.isfinite(columns["norm"]) for columns in run.columns], axis=0)
     assert 0 < kept.sum() < 15
     # what it had before the round, five steps of each that it was part of
     assert [float(run.state.memory.own[client][0]) for client in range(5)] == (5 * kept).tolist()
+    plan = resolve(experiment(**wild, **drop))
+    run = carried_out(plan, tmp_path / "wild drop")
+    _, start = start_of(plan)
+    assert all(np.array_equal(own, models.flatten(start)) for own in run.state.memory.own.values())
+    assert (np.concatenate([columns["norm"] for columns in run.columns]) > 0).all()
 
 
 def test_what_a_client_drawn_twice_keeps_is_the_mean(tmp_path):
@@ -243,7 +253,7 @@ def test_what_travels_alone_is_bounded_and_noised(tmp_path):
     }
     plan = resolve(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
     run = carried_out(plan, tmp_path)
-    start = models.build(plan.experiment.model, form((1, 28, 28)), plan.experiment.seed)
+    _, start = start_of(plan)
     initial = models.ParameterSplit.of(start).kept(models.trained(start)[None])[0].numpy()
     for total, added in zip(run.totals, run.added, strict=True):
         assert total.shape == added.shape == (plan.d,)
@@ -275,16 +285,11 @@ TUNED = {**SCORED, "test": True, "per_client": "accuracy", "fine_tune": TUNE}
 
 def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
     """The net trained on all rows of a client."""
-    shards = Shards.open(plan.shards)
+    shards, _ = start_of(plan)
     rule = plan.experiment.evaluate.fine_tune
-    net = copy.deepcopy(net).train()
     x, y, _ = shards.chunk([client], int(shards.sizes[client]))
-    optimizer = torch.optim.SGD(net.parameters(), lr=rule.lr)
-    for _ in range(rule.steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(torch.tensor(x[0])), torch.tensor(y[0])).backward()
-        optimizer.step()
-    return net
+    every = [slice(None)] * rule.steps
+    return steps_by_hand(copy.deepcopy(net).train(), (x, y), every, rule.lr)
 
 
 @pytest.mark.slow
@@ -300,7 +305,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
     plan = resolve(e)
     run = carried_out(plan, tmp_path)
     nets = []
-    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
+    _, start = start_of(plan)
     for client in range(5):
         models.load(start, torch.from_numpy(run.state.model))
         if client in run.state.memory.own:
@@ -328,22 +333,19 @@ DITTO = {"steps": 3, "batch": 8, "lr": 0.3, "proximal": 0.5}
 def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.Module:
     """The client's own model after it has received these, in a plain loop."""
     e = plan.experiment
-    shards = Shards.open(plan.shards)
-    net = models.build(e.model, shards.form(e.data.task), e.seed)
+    shards, net = start_of(plan)
     model = copy.deepcopy(net)
     x, y, sizes = shards.chunk([client], int(shards.sizes[client]))
-    optimizer = torch.optim.SGD(net.parameters(), lr=e.personal.lr)
+
+    def pull() -> torch.Tensor:
+        away = zip(net.parameters(), model.parameters(), strict=True)
+        squares = sum((own - other.detach()).square().sum() for own, other in away)
+        return e.personal.proximal / 2 * squares
+
     for t, flat in enumerate(received):
         models.load(model, flat)
         drawn, _ = batches(e.seed, t, [client], [personalization.PERSONAL], sizes, e.personal)
-        for rows in drawn[0]:
-            optimizer.zero_grad()
-            scores = net(torch.tensor(x[0][rows]))
-            loss = nn.functional.cross_entropy(scores, torch.tensor(y[0][rows]))
-            away = zip(net.parameters(), model.parameters(), strict=True)
-            pull = sum((own - other.detach()).square().sum() for own, other in away)
-            (loss + e.personal.proximal / 2 * pull).backward()
-            optimizer.step()
+        steps_by_hand(net, (x, y), drawn[0], e.personal.lr, pull)
     return net
 
 
@@ -354,7 +356,7 @@ def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path
     e = experiment(**{**PLAIN, "evaluate": scored, **sections, "personal": DITTO})
     plan = resolve(e)
     plain = resolve(experiment(**{**PLAIN, "evaluate": scored, **sections}))
-    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
+    _, start = start_of(plan)
     received = [models.flatten(start)]
     for t in range(1, 3):
         before = carried_out(plain, tmp_path / f"plain {t}", until=t)
@@ -399,27 +401,11 @@ def test_histograms_of_other_personal_models_have_other_noise():
     assert len({plan.survey_seed for plan in plans}) == 3
 
 
-@pytest.mark.parametrize("policy", ["fail", "drop"])
-def test_a_model_of_its_own_that_diverges_is_its_clients_error(tmp_path, policy):
-    wild = {**DITTO, "lr": 1e30, "steps": 9}
-    plan = resolve(experiment(**{**PLAIN, "personal": wild, "client": {"on_error": policy}}))
-    if policy == "fail":
-        with pytest.raises(ClientError, match=r"client \d: its personal model is not finite"):
-            carried_out(plan, tmp_path)
-        return
-    run = carried_out(plan, tmp_path)
-    e = plan.experiment
-    start = models.build(e.model, Shards.open(plan.shards).form(e.data.task), e.seed)
-    assert all(np.array_equal(own, models.flatten(start)) for own in run.state.memory.own.values())
-    assert (np.concatenate([columns["norm"] for columns in run.columns]) > 0).all()
-
-
 OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": SCORED}
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    messages("personal models"),
-)
+@pytest.mark.parametrize(("sections", "message"), messages("personal models"))
 def test_what_has_no_meaning_is_refused_in_one_line(sections, message):
-    assert refused(**{**PLAIN, **OWN_HEAD, **sections}).startswith(message)
+    with pytest.raises(ConfigError) as error:
+        resolve(experiment(**{**PLAIN, **OWN_HEAD, **sections}))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
