@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raydpfl.report.comparison import Compared, SeedGroup
 from raydpfl.report.labels import number, quantity, with_std
-from raydpfl.report.pages.comparison import EACH_ALONE
+from raydpfl.report.pages.comparison import EACH_ALONE, Compared, SeedGroup
 
 WIDTH = 80
 ROWS = 40  # of a table on a terminal

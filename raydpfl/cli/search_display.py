@@ -21,8 +21,8 @@ from raydpfl import storage
 from raydpfl.models import metric_columns
 from raydpfl.models.metric_columns import named
 from raydpfl.privacy import RIGOROUS
-from raydpfl.report.comparison import labels
 from raydpfl.report.labels import beyond
+from raydpfl.report.pages.comparison import labels
 from raydpfl.report.statistics import over_seeds
 from raydpfl.sweep import Sweep, SweepResult
 from raydpfl.sweep.results import epsilons, score

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from raydpfl import storage
 from raydpfl.errors import ConfigError
-from raydpfl.report.comparison import Compared
 from raydpfl.report.figures import Missing, Piece, Plot, parse
 from raydpfl.report.html import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
-from raydpfl.report.pages.comparison import page_of_several
+from raydpfl.report.pages.comparison import Compared, page_of_several
 from raydpfl.report.plot_style import PAPER, RenderedPlot, whole
 from raydpfl.report.plot_style import render as render_plot
 from raydpfl.report.run_reader import LabelledRun, Run
@@ -67,9 +66,8 @@ def write(
     if len(directories) > 1:
         return compare(directories, out, columns=columns)[1]
     with storage.reading(directories[0], "DIR", _read) as folder:
-        page = page_of(folder)
         place = storage.within(directories[0], "report") if out is None else out
-        return _put_page(page, place, columns)
+        return _put_page(page_of(folder), place, columns)
 
 
 def compare(
@@ -95,15 +93,10 @@ def compare(
     if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
     with ExitStack() as stack:
-        read = [
-            stack.enter_context(storage.reading(directory, "DIR", _read))
-            for directory in directories
-        ]
-        comparison = compared(read, metric)
-        page = page_of_several(comparison)
-        return comparison, _put_page(
-            page, _default_place(directories) if out is None else out, columns
-        )
+        read = [storage.reading(directory, "DIR", _read) for directory in directories]
+        comparison = compared([*map(stack.enter_context, read)], metric)
+        place = _default_place(directories) if out is None else out
+        return comparison, _put_page(page_of_several(comparison), place, columns)
 
 
 def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
@@ -136,39 +129,36 @@ def _read(name: str) -> bool:
 
 def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
     """Writes a page with its figures and tables into a directory, and says which that is."""
+    page = _named_apart(page)
+    plots: dict[str, RenderedPlot] = {}
     with storage.at(out) as place:
-        _write(page, place, columns)
+        _clear(place)
+        for piece in page.pieces:
+            if isinstance(piece, Plot):
+                plots[piece.name] = render_plot(piece, columns)
+                for suffix, content in plots[piece.name].files.items():
+                    _put(place / "figures" / f"{piece.name}.{suffix}", content)
+            elif isinstance(piece, Table):
+                _put(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
+                _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
+        _put(place / "index.html", render(page, plots).encode())
     return storage.named(out)
 
 
-def _write(page: Page, place: Path, columns: int | None) -> None:
-    _clear(place)
+def _named_apart(page: Page) -> Page:
+    """The page, a number put behind the name of a figure or table that another one has."""
     names = set[str]()
-    plots: dict[str, RenderedPlot] = {}
-    sections = [
-        replace(section, pieces=[_named(piece, names) for piece in section.pieces])
-        for section in page.sections
-    ]
-    page = replace(page, sections=sections)
-    for piece in page.pieces:
-        if isinstance(piece, Plot):
-            plots[piece.name] = render_plot(piece, columns)
-            for suffix, content in plots[piece.name].files.items():
-                _put(place / "figures" / f"{piece.name}.{suffix}", content)
-        elif isinstance(piece, Table):
-            _put(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
-            _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
-    _put(place / "index.html", render(page, plots).encode())
 
+    def named(piece: Piece) -> Piece:
+        if not isinstance(piece, (Plot, Table)):
+            return piece
+        every = chain([piece.name], (f"{piece.name}-{number}" for number in count(2)))
+        name = next(each for each in every if each not in names)
+        names.add(name)
+        return replace(piece, name=name)
 
-def _named(piece: Piece, names: set[str]) -> Piece:
-    """A figure or table whose name no other has: a number is put behind one that is taken."""
-    if not isinstance(piece, (Plot, Table)):
-        return piece
-    every = chain([piece.name], (f"{piece.name}-{number}" for number in count(2)))
-    name = next(each for each in every if each not in names)
-    names.add(name)
-    return replace(piece, name=name)
+    sections = [replace(part, pieces=[*map(named, part.pieces)]) for part in page.sections]
+    return replace(page, sections=sections)
 
 
 def _default_place(directories: Sequence[str | Path]) -> str:

@@ -7,18 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.report.plot_style import LegendKey, Look, Plot, Subplot, render, thin
+from raydpfl.report.plot_style import Axes, LegendKey, Look, Plot, Subplot, render, thin
 from raydpfl.storage.run_files import make_folder, replace_file
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SUFFIXES = (".svg", ".png", ".pdf")
 MOST = 200  # clients that have a bar
@@ -57,48 +52,30 @@ def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
 
 def plot_of(counts: np.ndarray, names: Sequence[str]) -> Plot:
     """The picture of counts [clients, classes]."""
-    shown = thin(len(counts), MOST)
-    clients, classes = counts.shape
-    called = [names[place] if names else str(place) for place in range(classes)]
-    common = np.sort(np.argsort(-counts.sum(0), kind="stable")[:NAMED])
-    columns = [counts[shown, place] for place in common]
-    labels = [called[place] for place in common]
-    colours = _colours(len(common))
-    if classes > NAMED:
-        columns.append(counts[shown].sum(1) - sum(columns))
-        labels.append(f"{classes - NAMED} others")
-        colours.append(OTHERS)
-    caption = f"{len(shown)} of {clients} clients; the samples that each trains on, by their class."
-    return Plot(
-        "split",
-        "Classes of each client",
-        caption,
-        [Subplot("", partial(_draw, columns, colours, shown))],
-        [
-            LegendKey(label, Look(colour), "bar")
-            for label, colour in zip(labels, colours, strict=True)
-        ],
-    )
-
-
-def _colours(count: int) -> list[str]:
-    """As many colours, `CLASSES` and then the same in pale: neighbours differ in each of them."""
     from matplotlib.colors import to_hex, to_rgb
 
+    # the same in pale for more than ten: neighbours differ in each of them
     pale = [to_hex((0.5 + r / 2, 0.5 + g / 2, 0.5 + b / 2)) for r, g, b in map(to_rgb, CLASSES)]
-    return [*CLASSES, *pale][:count]
+    shown = thin(len(counts), MOST)
+    clients, classes = counts.shape
+    common = np.sort(np.argsort(-counts.sum(0), kind="stable")[:NAMED])
+    labels = [names[place] if names else str(place) for place in common]
+    bars = [*zip(labels, (*CLASSES, *pale), counts[shown][:, common].T, strict=False)]
+    if classes > NAMED:
+        rest = counts[shown].sum(1) - counts[shown][:, common].sum(1)
+        bars.append((f"{classes - NAMED} others", OTHERS, rest))
 
+    def draw(axes: Axes) -> None:
+        below = np.zeros(len(shown))
+        for _, colour, column in bars:
+            axes.bar(range(len(shown)), column, 0.9, bottom=below, color=colour, linewidth=0)
+            below = below + column
+        ticks = thin(len(shown), 8)
+        axes.set_xticks(ticks, [str(shown[tick]) for tick in ticks])
+        axes.set_xlabel("client")
+        axes.set_ylabel("training samples")
+        axes.grid(False, axis="x")
 
-def _draw(
-    columns: Sequence[np.ndarray], colours: Sequence[str], shown: np.ndarray, axes: Axes
-) -> None:
-    below = np.zeros(len(shown))
-    places = np.arange(len(shown))
-    for column, colour in zip(columns, colours, strict=True):
-        axes.bar(places, column, 0.9, bottom=below, color=colour, linewidth=0)
-        below = below + column
-    ticks = thin(len(shown), 8)
-    axes.set_xticks(ticks, [str(shown[tick]) for tick in ticks])
-    axes.set_xlabel("client")
-    axes.set_ylabel("training samples")
-    axes.grid(False, axis="x")
+    caption = f"{len(shown)} of {clients} clients; the samples that each trains on, by their class."
+    keys = [LegendKey(label, Look(colour), "bar") for label, colour, _ in bars]
+    return Plot("split", "Classes of each client", caption, [Subplot("", draw)], keys)

@@ -42,6 +42,11 @@ PAPER = {1: 3.5, 2: 7.16}  # inches of one and two columns of a paper
 FACTOR = 4.0  # of labels and of epsilon across: as `DECADES`
 MARGIN = 0.05  # of an axis, beyond its values
 DECADES = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
+# of an SVG that stands by itself, in the light or in the dark
+DARK = (
+    "<style>svg{color:#1b1f24;background:#fff}"
+    "@media (prefers-color-scheme:dark){svg{color:#d7dce2;background:#14171b}}</style>"
+)
 STYLE = Path(__file__).parent / "report.mplstyle"
 PAPER_STYLE = Path(__file__).parent / "paper.mplstyle"
 
@@ -82,7 +87,7 @@ def look(place: int, dash: int | None = None) -> Look:
 
 @dataclass(frozen=True)
 class LegendKey:
-    """An entry of the legend. `shape`: line, point, band or bar."""
+    """An entry of the legend. `shape`: line, point or bar."""
 
     label: str
     look: Look
@@ -161,7 +166,8 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
             together = _laid_out(_figure(plot, columns))
             text = _svg(together)
             pdf = _file(together, "pdf", metadata={"CreationDate": None, "Producer": None})
-            files = {"svg": _alone(text).encode(), "pdf": pdf, "png": _png(together)}
+            svg = re.sub(r"(<svg[^>]*>)", rf"\1{DARK}", text, count=1)
+            files = {"svg": svg.encode(), "pdf": pdf, "png": _png(together)}
         svgs = [text]
         if len(plot.subplots) > 1 or plot.keys or columns:
             alone = [
@@ -228,11 +234,11 @@ def _handle(key: LegendKey) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    look = key.look
-    if key.shape in ("band", "bar"):
-        return Patch(color=look.colour, alpha=0.25 if key.shape == "band" else 1.0, label=key.label)
-    dash: Any = look.dash if key.shape == "line" else "none"
-    return Line2D([], [], color=look.colour, linestyle=dash, marker=look.marker, label=key.label)
+    style: Any = {"color": key.look.colour, "label": key.label}
+    if key.shape == "bar":
+        return Patch(**style)
+    dash: Any = key.look.dash if key.shape == "line" else "none"
+    return Line2D([], [], linestyle=dash, marker=key.look.marker, **style)
 
 
 def _laid_out(figure: Figure) -> Figure:
@@ -271,25 +277,12 @@ def _svg(figure: Figure) -> str:
     return re.sub(r"\n\s*", "\n", text)
 
 
-DARK = (
-    "<style>svg{color:#1b1f24;background:#fff}"
-    "@media (prefers-color-scheme:dark){svg{color:#d7dce2;background:#14171b}}</style>"
-)
-
-
-def _alone(text: str) -> str:
-    """An SVG that stands by itself, in the light or in the dark."""
-    return re.sub(r"(<svg[^>]*>)", rf"\1{DARK}", text, count=1, flags=re.DOTALL)
-
-
 def _inline(text: str, prefix: str, title: str) -> str:
     """An SVG to stand in a page: its names its own, no address, as wide as there is room."""
     text = re.sub(r"<\?xml.*?\?>", "", text, flags=re.DOTALL).strip()
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
     text = text.replace("xlink:href", "href")
-    text = re.sub(r'\bid="', f'id="{prefix}', text)
-    text = re.sub(r"url\(#", f"url(#{prefix}", text)
-    text = re.sub(r'href="#', f'href="#{prefix}', text)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", text)
     box = re.search(r'viewBox="[^"]*"', text)
     opening = f'<svg role="img" aria-label="{html.escape(title)}" {box[0] if box else ""}>'
     return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1, flags=re.DOTALL)
@@ -318,24 +311,26 @@ def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | N
         values: all that it and its like in the other panels show, float array of any shape.
         log: whether it is logarithmic; None: where that fits.
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    getattr(axes, f"set_{which}label")(measured.label)
-    axis = getattr(axes, f"{which}axis")
     finite = np.asarray(values, np.float64).ravel()
     finite = finite[np.isfinite(finite)]
-    logarithmic = is_log(measured, finite, log)
+    ratio = finite.max() / finite.min() if len(finite) and finite.min() > 0 else 0.0
+    wide = measured.wide and ratio >= DECADES
+    logarithmic = bool(ratio and (wide if log is None else log))
+    axes.set(**{f"{which}label": measured.label})
+    axis = getattr(axes, f"{which}axis")
     if logarithmic:
-        getattr(axes, f"set_{which}scale")("log")
-        _decades(axis, finite)
+        axes.set(**{f"{which}scale": "log"})
+        # ticks at powers of ten; where there are few, at twice and five times them too
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < 100 else (1,), numticks=7))
         axis.set_minor_formatter(NullFormatter())
     else:
         whole = measured.name == "round"
         axis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
-    show = _percent if measured.percent else _plain
-    axis.set_major_formatter(FuncFormatter(show))
+    axis.set_major_formatter(FuncFormatter(_percent if measured.percent else _plain))
     if len(finite):
-        getattr(axes, f"set_{which}lim")(*reach(finite, logarithmic, measured.percent))
+        axes.set(**{f"{which}lim": reach(finite, logarithmic, measured.percent)})
 
 
 def reach(values: np.ndarray, logarithmic: bool, percent: bool = False) -> tuple[float, float]:
@@ -354,22 +349,6 @@ def reach(values: np.ndarray, logarithmic: bool, percent: bool = False) -> tuple
     alone = 0.05 if percent else 1.0  # beyond a single value
     further = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else alone)
     return low - further, high + further
-
-
-def is_log(measured: Quantity, values: np.ndarray, log: bool | None) -> bool:
-    """Whether an axis of these finite values is logarithmic."""
-    if log is False or not len(values) or values.min() <= 0:
-        return False
-    return bool(log or (measured.wide and values.max() / values.min() >= DECADES))
-
-
-def _decades(axis: Any, values: np.ndarray) -> None:
-    """Ticks at powers of ten; where there are few, at twice and five times them too."""
-    from matplotlib.ticker import LogLocator
-
-    few = values.max() / values.min() < 100
-    subs = (1.0, 2.0, 5.0) if few else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=7))
 
 
 def _plain(value: float, _: int) -> str:

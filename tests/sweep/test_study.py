@@ -27,7 +27,7 @@ import raydpfl
 from raydpfl.cli.search_display import StudyDisplay
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
-from raydpfl.report.published_numbers import PublishedTable
+from raydpfl.report.figures.table import PublishedTable
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raydpfl.errors import ConfigError
-from raydpfl.report.comparison import Compared
 from raydpfl.report.html import Page
 from raydpfl.report.pages.audit import AuditSource
 from raydpfl.report.pages.base import PageSource
-from raydpfl.report.pages.comparison import names
+from raydpfl.report.pages.comparison import Compared, names
 from raydpfl.report.pages.run import RunSource
 from raydpfl.report.pages.study import StudySource
 from raydpfl.report.pages.sweep import SweepSource

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from raydpfl.config.yaml import read
 from raydpfl.privacy import Guarantee
 from raydpfl.report.figures import Missing, Piece, Words, parse
+from raydpfl.report.figures.final_metric import Tuned
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
     Quantity,
@@ -33,7 +34,6 @@ from raydpfl.report.run_reader import (
     read_table,
     varying,
 )
-from raydpfl.report.search_results import Tuned
 from raydpfl.report.statistics import over_seeds
 from raydpfl.report.tables import PrintedCell, Row, Table, axes_row
 

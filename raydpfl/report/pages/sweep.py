@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raydpfl.models.metric_columns import is_score
-from raydpfl.report.comparison import labels
 from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
+from raydpfl.report.figures.final_metric import searched
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
     Quantity,
@@ -25,9 +25,9 @@ from raydpfl.report.labels import (
     quantity,
 )
 from raydpfl.report.pages.base import PageSource, not_completed, time_tile
+from raydpfl.report.pages.comparison import labels
 from raydpfl.report.pages.run import privacy
 from raydpfl.report.run_reader import LabelledRun, Run, grouped, json_of, read_table
-from raydpfl.report.search_results import searched
 from raydpfl.report.statistics import SeedSpread, over_seeds
 from raydpfl.report.tables import PrintedCell, Row, Table, spread_row
 
