@@ -29,11 +29,14 @@ TOLD: dict[str, list] = {}  # by what a tracker calls a run: the rounds it was t
 class Mine(Tracker):
     """Keeps what it is told in this process."""
 
-    fails: str = ""  # where it raises: open, write or close
+    fails: str = ""  # where it raises: open, write or close; hang: it opens after the run has ended
+    named: bool = False  # it calls a run by its group and name
 
     def open(self, run):
+        if self.fails == "hang":
+            HELD.wait(30)
         self.act("open")
-        return Kept(self, run)
+        return Kept(self, replace(run, id=f"{run.group} {run.name}") if self.named else run)
 
     def act(self, where):
         if self.fails == where:
@@ -56,24 +59,9 @@ class Kept(Log):
         TOLD[self.id].append(summary.get("status"))
 
 
-class Slow(Mine):
-    """Takes no row before the run has ended."""
-
-    def open(self, run):
-        HELD.wait(30)
-        return Kept(self, run)
-
-
-class Named(Mine):
-    """Calls a run by its group and name."""
-
-    def open(self, run):
-        return Kept(self, replace(run, id=f"{run.group} {run.name}"))
-
-
 HELD = threading.Event()
 MINE = {"kind": "test_track:Mine"}
-NAMED = {"kind": "test_track:Named"}
+NAMED = {**MINE, "named": True}
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +104,7 @@ def test_a_run_elsewhere_is_named_by_its_address_and_gone_on_with(tmp_path):
     run_one(tracked(NAMED), place, on_rows=lambda rows: rows[-1]["round"] == 1)
     run_one(tracked(NAMED), place, resume=True)
     assert TOLD == {" far": [0, 1, "stopped", 2, 3, "completed"]}
-    assert book(tmp_path / "store" / "far") == {NAMED["kind"]: {"id": " far", "rounds": 4}}
+    assert book(tmp_path / "store" / "far") == {MINE["kind"]: {"id": " far", "rounds": 4}}
 
 
 def test_a_resumed_run_is_the_same_run_of_its_tracker_and_no_row_is_told_twice(tmp_path):
@@ -161,10 +149,10 @@ def test_a_tracker_that_hangs_is_waited_for_only_so_long(tmp_path, caplog, monke
     monkeypatch.setattr(sender, "OPENING", 0.1)
     monkeypatch.setattr(runner, "PATIENCE", 0.1)
     try:
-        slow = {"kind": "test_track:Slow"}
-        assert run_one(tracked(slow), tmp_path / "out").summary["status"] == "completed"
+        slow = tracked({**MINE, "fails": "hang"})
+        assert run_one(slow, tmp_path / "out").summary["status"] == "completed"
         assert warned(caplog) == [
-            "track test_track:Slow: it has not ended after 0.1 s; --resume sends it the rest"
+            "track test_track:Mine: it has not ended after 0.1 s; --resume sends it the rest"
         ]
         assert not TOLD
     finally:
