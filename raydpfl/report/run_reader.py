@@ -281,6 +281,16 @@ def largest_held(runs: Sequence[Run]) -> float | None:
     return max(stated[0].epsilon for stated in holds) if all(holds) else None
 
 
+def largest_stated(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
+    """By accountant and kind the largest epsilon, over the runs, that each states first."""
+    largest: dict[tuple[str, str], float] = {}
+    for run in runs:
+        first = {(one.accountant, one.kind): one.epsilon for one in reversed(run.guarantees)}
+        for name, epsilon in first.items():
+            largest[name] = max(epsilon, largest.get(name, epsilon))
+    return largest
+
+
 def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
     """The labels of an axis, in the order in which they come."""
     return list(dict.fromkeys(case.labels[axis] for case in cases if axis in case.labels))

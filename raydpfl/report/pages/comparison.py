@@ -35,7 +35,7 @@ from raydpfl.report.labels import (
 )
 from raydpfl.report.pages.run import RunSource, guarantee_row, run_sections, state, unasked
 from raydpfl.report.plot_style import PALETTE
-from raydpfl.report.run_reader import LabelledRun, Run, grouped, largest_held
+from raydpfl.report.run_reader import LabelledRun, Run, grouped, largest_held, largest_stated
 from raydpfl.report.statistics import SeedSpread, over_seeds
 from raydpfl.report.tables import Row, Table
 
@@ -329,7 +329,8 @@ def held(setting: SeedGroup) -> str:
 def results(compared: Compared) -> Table:
     """Scores, and every accountant's epsilon as it is stated first, a row for each setting."""
     metric = compared.metric
-    kinds = {one.accountant: one.kind for run in compared.runs for one in run.guarantees}
+    every = [one for run in compared.runs for one in run.guarantees]
+    kinds = dict.fromkeys((one.accountant, one.kind) for one in every)
     others = [
         name
         for name in SCORES
@@ -347,20 +348,13 @@ def results(compared: Compared) -> Table:
         for name in (f"best_{metric}", *others):
             row |= mean(name)
         row["epsilon that holds"] = setting.epsilon
-        for name, kind in kinds.items():
-            row[f"epsilon, {accountant(name)} ({kind})"] = _stated(setting, name)
+        stated = largest_stated(setting.runs)
+        for name, kind in kinds:
+            row[f"epsilon, {accountant(name)} ({kind})"] = stated.get((name, kind))
         rows.append({**row, **mean("rounds"), **mean("seconds")})
     caption = "Means over the seeds, with the sample standard deviation of the first score; of "
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
     return Table("results", "Results", f"{caption} From summary.json.", rows)
-
-
-def _stated(setting: SeedGroup, name: str) -> float | None:
-    """The largest epsilon by an accountant, of those that the runs state first."""
-    first = []
-    for run in setting.runs:
-        first += [one.epsilon for one in run.guarantees if one.accountant == name][:1]
-    return max(first, default=None)
 
 
 def differences(compared: Compared) -> Table:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raydpfl.config.yaml import read
-from raydpfl.privacy import Guarantee
 from raydpfl.report.figures import Missing, Piece, Words, parse
 from raydpfl.report.figures.final_metric import Tuned
 from raydpfl.report.html import Page, PageSection, Tile
@@ -31,6 +30,7 @@ from raydpfl.report.run_reader import (
     grouped,
     json_of,
     labels_of,
+    largest_stated,
     read_table,
     varying,
 )
@@ -259,32 +259,24 @@ def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
 def epsilons(cases: Sequence[LabelledRun]) -> Piece:
     """What holds in each cell, next to every formula."""
     axes = [*(axis for axis in varying(cases) if axis != "arm"), "arm"]
-    stated = [one for case in cases for one in case.run.guarantees]
-    names = dict.fromkeys((one.accountant, one.kind) for one in stated)
+    every = [one for case in cases for one in case.run.guarantees]
+    names = dict.fromkeys((one.accountant, one.kind) for one in every)
     rows: list[Row] = []
     for labels, inside in grouped(cases, lambda case: case.at(axes)).items():
         runs = [case.run for case in inside]
         held = [run.holds[0] for run in runs if run.holds]
         row = axes_row(axes, labels)
-        row["epsilon that holds"] = _largest(held, "epsilon")
-        row["delta"] = _largest(held, "delta")
+        row["epsilon that holds"] = max((one.epsilon for one in held), default=None)
+        row["delta"] = max((one.delta for one in held), default=None)
+        stated = largest_stated(runs)
         for name, kind in names:
-            first = [one for run in runs for one in _stated(run, name, kind)[:1]]
-            row[f"{accountant(name)} ({KINDS[kind]})"] = _largest(first, "epsilon")
+            row[f"{accountant(name)} ({KINDS[kind]})"] = stated.get((name, kind))
         observers = dict.fromkeys(f"one {one.unit}, {one.observer}" for one in held)
         rows.append({**row, "against": listed([*observers])})
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
     caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
     return Table("epsilons", "Epsilon by cell", caption, rows)
-
-
-def _stated(run: Run, name: str, kind: str) -> list[Guarantee]:
-    return [one for one in run.guarantees if (one.accountant, one.kind) == (name, kind)]
-
-
-def _largest(stated: Sequence[Guarantee], name: str) -> float | None:
-    return max((getattr(one, name) for one in stated), default=None)
 
 
 def words(cases: Sequence[LabelledRun]) -> Words:

@@ -127,6 +127,11 @@ class SweepSource(PageSource):
 
         return dict(sorted(settings.items(), key=rank))
 
+    @property
+    def best_values(self) -> Mapping[str, str]:
+        best = self.settings.get(self.best.get("setting", -1))
+        return best.values if best else {}
+
     def run(self, trial: Mapping[str, Any], name: str = "") -> Run:
         folder = self.folder / str(trial["directory"])
         return Run(folder, name or folder.name, self.flaws)
@@ -135,8 +140,7 @@ class SweepSource(PageSource):
         """The best setting in a sentence."""
         if not self.best:
             return "No setting is the best."
-        best = self.settings.get(self.best["setting"])
-        values = ", ".join(f"{key} {value}" for key, value in (best.values if best else {}).items())
+        values = ", ".join(f"{key} {value}" for key, value in self.best_values.items())
         score = f"{self.measured.words} {number(self.best['mean'], self.measured.percent)}"
         over = counted(len(self.best["seeds"]), "seed")
         return f"The best of the settings is {values}: {score}, the mean over {over}."
@@ -151,9 +155,8 @@ class SweepSource(PageSource):
                 note = f"std {number(spread, percent)} over {len(self.best['seeds'])} seeds"
             shown = number(self.best["mean"], percent)
             tiles.append(Tile(f"best {self.measured.words}", shown, note))
-            best = self.settings.get(self.best["setting"])
-            for key, value in (best.values if best else {}).items():
-                tiles.append(Tile(key, value, "of the best setting"))
+            values = self.best_values.items()
+            tiles += [Tile(key, value, "of the best setting") for key, value in values]
         counts = self.summary.get("trials", {})
         states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         tiles.append(Tile("settings", number(self.summary.get("settings")), f"trials: {states}"))
