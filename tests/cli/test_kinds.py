@@ -24,8 +24,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
 ROOT = Path(raydpfl.__file__).parent.parent
-# Families that no section of a config chooses from: what a study shows, and a report's pages.
-NO_SECTION = {"report/figures", "report/pages"}
+# Families that no section of a config chooses from: what a study shows.
+NO_SECTION = {"report/figures"}
 
 
 def test_every_family_of_the_package_is_printed():

@@ -88,8 +88,6 @@ def _joined(runs: Sequence[Run], name: str) -> np.ndarray:
 class SelectionProbability(PlotItem):
     """A point for each client: `of` of selection.parquet over its size or its budget."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"x": "budget"})
-
     kind: str = "selection"
     of: str = "probability"
     x: Literal["size", "budget"] = "size"

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -71,10 +71,6 @@ class Curves(PlotItem):
     groups.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"of": "test_accuracy"},
-        {"of": ["test_loss", "train_loss"], "x": "seconds"},
-    )
     kind: str = "curves"
     of: Names = ("test_accuracy",)
     x: str = "round"

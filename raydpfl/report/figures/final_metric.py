@@ -23,7 +23,6 @@ class Points(PlotItem):
     or side by side where any of them is none.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"of": "test_accuracy", "x": "data"},)
     axes_named: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
 
     kind: str = "points"

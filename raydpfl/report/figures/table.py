@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -46,9 +46,6 @@ class TableItem(ReportItem):
     themselves), `where` what must stand in others of them, and `value` the column of the number.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"of": "test_accuracy", "rows": ["data"], "best": True},
-    )
     axes_named: ClassVar[tuple[str, ...]] = ("rows", "columns")
 
     kind: str = "table"
@@ -211,7 +208,6 @@ class Values(ReportItem):
     row for each cell: `rows` are the axes that come first.
     """
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"of": ["test_loss", "seconds"]},)
     axes_named: ClassVar[tuple[str, ...]] = ("rows",)
 
     kind: str = "values"
