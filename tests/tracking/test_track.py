@@ -30,13 +30,13 @@ class Mine(Tracker):
     """Keeps what it is told in this process."""
 
     fails: str = ""  # where it raises: open, write or close; hang: it opens after the run has ended
-    named: bool = False  # it calls a run by its group and name
+    by_name: bool = False  # it calls a run by its group and name
 
     def open(self, run):
         if self.fails == "hang":
             HELD.wait(30)
         self.act("open")
-        return Kept(self, replace(run, id=f"{run.group} {run.name}") if self.named else run)
+        return Kept(self, replace(run, id=f"{run.group} {run.name}") if self.by_name else run)
 
     def act(self, where):
         if self.fails == where:
@@ -61,7 +61,7 @@ class Kept(Log):
 
 HELD = threading.Event()
 MINE = {"kind": "test_track:Mine"}
-NAMED = {**MINE, "named": True}
+NAMED = {**MINE, "by_name": True}
 
 
 @pytest.fixture(autouse=True)
