@@ -53,24 +53,21 @@ def checked(data: Data, split: Split) -> Split:
 
 def check_rows(data: Data, form: Form, x: np.ndarray, y: np.ndarray) -> None:
     """Raises `ConfigError` for rows x, y that are not of this form."""
-    target = form.target
-    expected = None
-    if len(x) != len(y):
-        expected = f"rows have a target each ({len(x)} rows, {len(y)} targets)"
-    for name, values, shape in (("x", x, form.shape), ("y", y, target.shape)):
-        if expected is None and values.shape[1:] != tuple(shape):
-            expected = f"{name} of a row is of shape {list(shape)}, as it says"
-            expected += f" (it gives {list(values.shape[1:])})"
-    for name, values, limit in (("targets", y, target.classes), ("tokens", x, form.tokens)):
-        if expected is not None or not limit or not values.size:
-            continue
-        if name == "targets" and target.shape:
-            values = values[values != form.task.ignored()]
-        low = values.min(initial=0)
-        high = values.max(initial=0)
-        if values.dtype.kind not in "iu" or low < 0 or high >= limit:
-            expected = (
-                f"{name} are from 0 to {limit - 1} (it gives {values.dtype}, {low} to {high})"
-            )
-    if expected is not None:
+    for expected in _flaws(form, x, y):
         raise ConfigError("data.kind", data.kind, f"a source whose {expected}")
+
+
+def _flaws(form: Form, x: np.ndarray, y: np.ndarray) -> Iterator[str]:
+    """What is expected of rows that they are not."""
+    target = form.target
+    if len(x) != len(y):
+        yield f"rows have a target each ({len(x)} rows, {len(y)} targets)"
+    for name, values, shape in (("x", x, form.shape), ("y", y, target.shape)):
+        if values.shape[1:] != tuple(shape):
+            gives = list(values.shape[1:])
+            yield f"{name} of a row is of shape {list(shape)}, as it says (it gives {gives})"
+    counted = y[y != form.task.ignored()] if target.shape and target.classes else y
+    for name, values, limit in (("targets", counted, target.classes), ("tokens", x, form.tokens)):
+        low, high = values.min(initial=0), values.max(initial=0)
+        if limit and values.size and (values.dtype.kind not in "iu" or low < 0 or high >= limit):
+            yield f"{name} are from 0 to {limit - 1} (it gives {values.dtype}, {low} to {high})"

@@ -110,28 +110,27 @@ class Encoder:
                 tokens = list(split(text))
             except RAISED as error:  # a user's tokenizer may raise anything
                 expected = f"a function of a text that gives its tokens; of row {row} it raises "
-                raise self._wrong(f"{expected}{in_line(error)}") from None
-            yield self._of_ids(tokens, row) if self._gives_ids else self._of_words(tokens, row)
+                expected += in_line(error)
+                raise ConfigError("data.tokenizer", self.tokenizer, expected) from None
+            yield self._numbered(tokens, row)
 
     @property
     def _gives_ids(self) -> bool:
         return isinstance(self.vocabulary, int)
 
-    def _of_words(self, tokens: list[Any], row: int) -> list[int]:
-        if not all(isinstance(token, str) for token in tokens):
-            expected = "one that gives text with a data.vocabulary of tokens (of ids, that is their"
-            raise self._wrong(f"{expected} number); it gives another of row {row}")
-        return [self._numbers.get(token, UNKNOWN) for token in tokens]
-
-    def _of_ids(self, tokens: list[Any], row: int) -> list[int]:
-        whole = all(isinstance(token, int | np.integer) for token in tokens)
-        if not whole or not all(0 < token < self.size for token in tokens):
-            expected = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says; "
-            raise self._wrong(f"{expected}it gives another of row {row}")
-        return [int(token) for token in tokens]
-
-    def _wrong(self, expected: str) -> ConfigError:
-        return ConfigError("data.tokenizer", self.tokenizer, expected)
+    def _numbered(self, tokens: list[Any], row: int) -> list[int]:
+        """The ids of the tokens of a text. Raises `ConfigError`."""
+        if self._gives_ids:
+            kinds = (int, np.integer)
+            if all(isinstance(token, kinds) and 0 < token < self.size for token in tokens):
+                return [int(token) for token in tokens]
+            expected = f"one that gives ids from 1 to {self.size - 1}, as data.vocabulary says"
+        else:
+            if all(isinstance(token, str) for token in tokens):
+                return [self._numbers.get(token, UNKNOWN) for token in tokens]
+            expected = "one that gives text with a data.vocabulary of tokens (of ids: their number)"
+        expected += f"; it gives another of row {row}"
+        raise ConfigError("data.tokenizer", self.tokenizer, expected)
 
     def counted(self, texts: Sequence[str]) -> dict[str, int]:
         """What becomes of the tokens of some texts: how many there are, how many are unknown, how

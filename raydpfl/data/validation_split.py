@@ -4,18 +4,13 @@ each client's own; or `{clients: 0.1}`, all rows of such a share of the clients.
 >>> counts(np.array([0, 1, 4, 5, 25, 30]), 0.1)
 array([0, 0, 0, 1, 3, 3])
 
-Of n rows share x n are held out, rounded to the nearest whole number, a half upwards; one row at
-least stays, so clients of one size stay of one size. Which rows is drawn by (seed, VALIDATION,
-client), and so does not depend on who takes part, nor on the other clients.
+Which rows of a client is drawn by (seed, VALIDATION, client), and so depends on no other client.
+Clients that are held out are drawn from all, by (seed, VALIDATION), and the others are renumbered.
 
 Where one sample may be held by several clients (`Data.overlaps`), a row that one of them holds out
-would be trained on by another. There samples are drawn instead of rows: that share of all samples
-that anybody holds, held out by everyone, and each scored once. A client that would have no row left
-keeps its first one, which then is not scored.
-
-Clients that are held out are drawn from all, by (seed, VALIDATION), and are none of the population
-any more: the others are renumbered. Of samples that several clients hold only those are scored
-that nobody trains on, each once.
+would be trained on by another. There that share of the samples is drawn, held out by everyone, and
+each is scored once. A client that would have no row left keeps its first one. Of a sample that
+somebody trains on no row is scored.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """A folder of this machine that is the copy of a folder elsewhere.
 
-Whatever is written to the copy goes on as on any disk: files are replaced whole or grow at their
-end, in an order in which a kill at any instant leaves what can be gone on with. `push` puts what
-has changed to the store in that order, too: checkpoints after the logs that they count on, the
-summary last, and only then what is gone is removed. A file there is replaced whole. So a kill in
-between leaves the store as it would have left a disk.
+`push` puts what has changed in the copy to the store in an order in which a kill at any instant
+leaves what can be gone on with: checkpoints after the logs that they count on, the summary last,
+and only then what is gone is removed. A file there is replaced whole.
 
-The ledger cannot wait for that: a round is spent at the store before it is released. `spent` puts
-the lines that were added since the ledger was put whole, in a file that says after which byte they
-come (`ledger.jsonl.from-BYTE`); `fetch` joins them.
-
-The store has the truth. No copy is used twice: another process fetches another.
+A round is spent at the store before it is released: `spent` puts the lines that were added since
+the ledger was put whole, in a file that says after which byte they come (`ledger.jsonl.from-BYTE`);
+`fetch` joins them. The store has the truth: no copy is used twice.
 
 A sweep's trials are in its directory, below `TRIALS`: the process that runs a trial writes it, from
 another copy, and the sweep's copy only reads it (`refetch`).
