@@ -13,6 +13,8 @@ from raydpfl.config.registry import Member
 from raydpfl.storage.cache import put, whole
 from raydpfl.storage.files import cache_root
 
+Rows = tuple[np.ndarray, np.ndarray]  # training and test rows
+
 
 class Features(Member):
     """Base of the family."""
@@ -28,9 +30,7 @@ class Features(Member):
         """The contents of the files that the columns depend on, in JSON types."""
         return []
 
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
         """The training and the test rows (uint8 or float32 [rows, *shape]) as float32 [rows, k].
         Raises `ConfigError`.
         """
@@ -38,7 +38,7 @@ class Features(Member):
 
     def columns_without(
         self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> Rows:
         """As `columns`, of which nothing is learnt from training rows that are held out: they are
         given with the test rows.
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.data.features.base import Features, kept
+from raydpfl.data.features.base import Features, Rows, kept
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import file_identity, find_file
 
@@ -37,9 +37,7 @@ class Pca(Features):
     def identity(self, root: Path | None) -> list:
         return [file_identity("data.features.file", self.file, root)] if self.file else []
 
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
         p = int(np.prod(x.shape[1:]))
         if self.components > p:
             expected = f"at most the {p} numbers of a sample"

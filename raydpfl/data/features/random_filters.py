@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.features.base import Features, kept
+from raydpfl.data.features.base import Features, Rows, kept
 from raydpfl.errors import ConfigError
 
 IMAGES = 256  # that are filtered at once
@@ -37,9 +37,7 @@ class RandomFilters(Features):
     pool: int = Field(default=2, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 64)
 
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
         if x.dtype != np.uint8 or x.ndim != 4:
             expected = f"images; the samples are {x.dtype} {x.shape[1:]}"
             raise ConfigError("data.features.kind", self.kind, expected)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydpfl.data.features.base import Features, kept
+from raydpfl.data.features.base import Features, Rows, kept
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import STILL, digest, file_identity, find_file, impatient
 
@@ -61,9 +61,7 @@ class ResNet18Features(Features):
             return [_pretrained().url, *facts]
         return [file_identity("data.features.weights", self.weights, root), *facts]
 
-    def columns(
-        self, x: np.ndarray, test_x: np.ndarray, root: Path | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
         if x.dtype != np.uint8 or x.ndim != 4 or x.shape[1] not in (1, 3):
             expected = f"grey or colour images; the samples are {x.dtype} {x.shape[1:]}"
             raise ConfigError("data.features.kind", self.kind, expected)
