@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,10 @@ def _read(name: str) -> bool:
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
-    with user_code.stored_code(folder, first=True) if trust_code else nullcontext():
-        return _made(run, folder, None if trust_code else ())
+    if not trust_code:
+        return _made(run, folder, ())
+    with user_code.stored_code(folder, first=True):
+        return _made(run, folder, None)
 
 
 def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
