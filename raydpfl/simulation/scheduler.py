@@ -117,48 +117,28 @@ def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
 
 
 class Costs:
-    """Seconds that chunks take, by least squares over past rounds: so many per client and per row.
-    Only the assignment to actors depends on it.
+    """Seconds that chunks take, by the seconds of a row in past rounds. Only the assignment to
+    actors depends on it.
     """
 
     FADE = 0.9  # weight of earlier assignments when another is added
 
     def __init__(self) -> None:
-        self._products = np.zeros((2, 2))
-        self._seconds = np.zeros(2)
+        self._rows = self._seconds = 0.0
 
     def took(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """An assignment of these chunks took so many seconds."""
-        facts = sum(map(_facts, chunks), np.zeros(2))
-        self._products = self.FADE * self._products + np.outer(facts, facts)
-        self._seconds = self.FADE * self._seconds + facts * seconds
+        self._rows = self.FADE * self._rows + rows(chunks)
+        self._seconds = self.FADE * self._seconds + seconds
 
     def of(self, chunks: Sequence[Chunk]) -> np.ndarray:
         """By chunk, float64 [chunks], in seconds; before the first assignment, in rows."""
-        facts = np.array([_facts(chunk) for chunk in chunks]).reshape(-1, 2)
-        return facts @ self._rates()
+        rate = self._seconds / self._rows if self.fitted else 1.0
+        return rate * np.array([float(rows([chunk])) for chunk in chunks])
 
     @property
     def fitted(self) -> bool:
-        return bool(self._seconds.any())
-
-    def _rates(self) -> np.ndarray:
-        """Seconds per client and row, neither below 0."""
-        if not self.fitted:
-            return np.array([0.0, 1.0])
-        (clients, both), (_, rows) = self._products
-        if clients * rows - both**2 > 1e-6 * clients * rows:  # not all clients have as many rows
-            rates = np.linalg.solve(self._products, self._seconds)
-            if (rates >= 0).all():
-                return rates
-        per_client, per_row = np.diag(self._seconds / np.array([clients, rows]))
-        return max(per_row, per_client, key=lambda rates: self._seconds @ rates)
-
-
-def _facts(chunk: Chunk) -> np.ndarray:
-    """What the cost of a chunk is made of: clients, and their rows."""
-    count = float((chunk.clients >= 0).sum())
-    return np.array([count, count * chunk.rows])
+        return self._seconds > 0
 
 
 def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:

@@ -386,34 +386,7 @@ def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
         run(Experiment.from_dict(healthy), tmp_path / "out")
 
 
-def test_a_members_import_path_needs_no_fork(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "import math\nfrom pydantic import Field\nfrom raydpfl.methods.bounding import Bounding\n"
-        "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n"
-        "    def factor(self, norm, bound):\n        return bound * math.tanh(norm / bound) / "
-        "norm if norm > 0 else 0.0\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    result = run(
-        experiment(bounding={"kind": "mine:Tanh", "bound": 0.5}, measure=["clients"]),
-        tmp_path / "out",
-    )
-    clients = pq.read_table(result.out / "clients.parquet")
-    np.testing.assert_allclose(
-        clients["norm"].to_numpy() * clients["factor"].to_numpy(),
-        0.5 * np.tanh(clients["norm"].to_numpy() / 0.5),
-        rtol=1e-12,
-    )
-    sys.modules.pop("mine")
-
-
 ADAM = {"kind": "adam", "lr": 0.01, "beta1": 0.8}
-
-
-def test_overrides_change_one_field():
-    tree = Experiment.from_dict(SMALL, ["local.lr=1e-2", "noise.placement=server"])
-    assert tree.local.lr == 0.01 and tree.noise.placement == "server"
-    assert tree.local.steps == SMALL["local"]["steps"]
 
 
 LEFT_OUT = "{} leaves out what {} had of {}; give beside it what is to stay"

@@ -140,25 +140,14 @@ def test_a_part_of_a_chunk_has_the_states_of_its_clients():
     assert sorted(joined.memory["bounding"]) == [0, 3, 4]
 
 
-def test_what_chunks_cost_is_learned_from_the_rounds():
-    generator = np.random.default_rng(2)
+def test_what_a_row_costs_is_learned_from_the_rounds():
     costs = Costs()
-    made = cut(generator.lognormal(4, 1, 200).astype(int) + 1, 8)
+    made = cut([10] * 32 + [20] * 32, 4)
     assert not costs.fitted and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
-    for _ in range(40):
-        some = [made[index] for index in generator.permutation(len(made))[:10]]
-        clients = sum(int((chunk.clients >= 0).sum()) for chunk in some)
-        costs.took(some, 0.002 * clients + 0.0001 * rows(some))
-    expected = [0.002 * 8 + 0.0001 * rows([chunk]) for chunk in made]
-    assert costs.of(made) == pytest.approx(expected, rel=1e-6)
-
-
-def test_chunks_of_one_size_alone_tell_what_a_client_costs_all_in_all():
-    costs = Costs()
-    made = cut([10] * 64, 4)
     costs.took(made[:4], 0.4)
-    costs.took(made, 1.6)
-    assert costs.of(made) == pytest.approx([0.1] * 16)
+    costs.took(made[4:], 2.0)
+    costs.took(made, 2.4)
+    assert costs.of(made) == pytest.approx([0.1] * 8 + [0.2] * 8)
 
 
 def test_an_empty_cohort_has_no_assignments():

@@ -238,14 +238,7 @@ def test_surveys_before_a_run_was_restarted_count_too(tmp_path):
     )
     restarted = plan.continued((Segment(0, 0, 4), Segment(1, 2, 2)))
     assert plan.surveys.tolist() == [1, 2, 3, 4, 5, 6]
-    assert restarted.surveys.tolist() == [
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # four before, then from round 3
+    assert restarted.surveys.tolist() == [3, 4, 5, 6, 7, 8]  # four before, then from round 3
     mu = math.sqrt(8 * 2**2 + 8 * 2 / 5.0**2)
     assert restarted.curves()["pld"][-1] == pytest.approx(float(gaussian_epsilon(mu, DELTA)))
     assert restarted.survey_seed != plan.survey_seed
@@ -260,33 +253,24 @@ def test_histograms_that_differ_in_anything_have_noise_of_their_own():
     assert len({plan.survey_seed for plan in plans}) == len(plans)
 
 
-@pytest.mark.parametrize(
-    ("sections", "field"),
-    [
-        ({"noise": {"kind": "none"}}, "evaluate.histogram"),
-        (
-            {
-                "noise": {"kind": "gaussian", "multiplier": 1.0},
-                "bounding": {"kind": "per_sample_clip", "bound": 1.0},
-            },
-            "evaluate.histogram",
-        ),
-        (
-            {"noise": {"kind": "gaussian", "multiplier": 1.0, "virtual_cohort": 40}},
-            "evaluate.histogram",
-        ),
-        ({"evaluate": {"every": 2, "histogram": {"std": 1.0}}}, "evaluate.histogram"),
-        ({"personal": DITTO, "evaluate": {**ASKED, **APART}}, "evaluate.histogram"),
-        (
-            {"model": {"kind": "softmax", "local": ["*bias"]}, "evaluate": {**ASKED, **APART}},
-            "evaluate.histogram",
-        ),
-        ({"evaluate": {**ASKED, "every": 3}}, "rounds"),
-        ({"evaluate": {**ASKED, "histogram": {"std": 0}}}, "evaluate.histogram.std"),
-        ({"evaluate": {**ASKED, "histogram": {"std": 1, "low": 1}}}, "evaluate.histogram.high"),
-    ],
-)
-def test_what_cannot_be_accounted_for_is_refused(sections, field):
+GAUSSIAN = {"kind": "gaussian", "multiplier": 1.0}
+PER_SAMPLE = {"kind": "per_sample_clip", "bound": 1.0}
+LOCAL_BIAS = {"kind": "softmax", "local": ["*bias"]}
+REFUSED = [
+    ("evaluate.histogram", {"noise": {"kind": "none"}}),
+    ("evaluate.histogram", {"noise": GAUSSIAN, "bounding": PER_SAMPLE}),
+    ("evaluate.histogram", {"noise": {**GAUSSIAN, "virtual_cohort": 40}}),
+    ("evaluate.histogram", {"evaluate": {"every": 2, "histogram": {"std": 1.0}}}),
+    ("evaluate.histogram", {"personal": DITTO, "evaluate": {**ASKED, **APART}}),
+    ("evaluate.histogram", {"model": LOCAL_BIAS, "evaluate": {**ASKED, **APART}}),
+    ("rounds", {"evaluate": {**ASKED, "every": 3}}),
+    ("evaluate.histogram.std", {"evaluate": {**ASKED, "histogram": {"std": 0}}}),
+    ("evaluate.histogram.high", {"evaluate": {**ASKED, "histogram": {"std": 1, "low": 1}}}),
+]
+
+
+@pytest.mark.parametrize(("field", "sections"), REFUSED)
+def test_what_cannot_be_accounted_for_is_refused(field, sections):
     with pytest.raises(ConfigError) as found:
         experiment(**{"evaluate": ASKED, **sections})
     assert found.value.field == field and "\n" not in str(found.value)
