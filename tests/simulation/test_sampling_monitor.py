@@ -426,16 +426,6 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
     assert len(set(sizes)) > 1
 
 
-def test_every_selection_of_a_run_is_seen(tmp_path, monkeypatch):
-    seen = []
-    check = SamplingMonitor.check
-    monkeypatch.setattr(
-        SamplingMonitor, "check", lambda self, t, *rest: (seen.append(t), check(self, t, *rest))[1]
-    )
-    run(experiment(), tmp_path / "run")
-    assert seen == [0, 1, 2, 3] and resolve(experiment()).mechanism.sampling.hidden
-
-
 class GroupsScheme(SamplingScheme):
     kind = "groups"
 

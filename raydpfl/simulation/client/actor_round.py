@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,6 +110,8 @@ class ChunkRound:
         self.clipped = np.full(len(chunk.clients), math.nan)
         self._before = local_parameters
         self.local_parameters = local_parameters.clone()  # after training
+        # the noise of all its clients, where a thread draws it
+        self.drawn: Future[np.ndarray | None] | None = None
         # of repeated trainings, see `ChunkTraining.repeat`
         self.repeated: tuple[torch.Tensor, np.ndarray] | None = None
 

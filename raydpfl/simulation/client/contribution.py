@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
 from traceback import clear_frames
@@ -168,8 +168,6 @@ class Explicit(Contribution):
     def __init__(self, training: ChunkTraining):
         super().__init__(training)
         self._user_defined = in_run(self.experiment)
-        # the slots of the chunk in training, and their noise, which a thread draws
-        self._prefetched: tuple[np.ndarray, Future[np.ndarray | None]] | None = None
 
     def add_chunk(self, state: ChunkRound) -> None:
         """See `Contribution.add_chunk`. On a GPU a thread draws the clients' noise meanwhile."""
@@ -178,20 +176,15 @@ class Explicit(Contribution):
             super().add_chunk(state)
             return
         with ThreadPoolExecutor(1) as thread:
-            drawn = thread.submit(super().noise, state, state.slots)
-            self._prefetched = state.slots, drawn
-            try:
-                super().add_chunk(state)
-            finally:
-                self._prefetched = None
+            state.drawn = thread.submit(super().noise, state, state.slots)
+            super().add_chunk(state)
 
     def noise(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
         """See `Contribution.noise`."""
-        if self._prefetched is None:
+        if state.drawn is None:
             return super().noise(state, slots)
-        members, drawn = self._prefetched
-        noise = drawn.result()
-        return None if noise is None else noise[np.searchsorted(members, slots)]
+        noise = state.drawn.result()
+        return None if noise is None else noise[np.searchsorted(state.slots, slots)]
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
         """See `Contribution.add`. Where the device's memory does not hold the vectors of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,18 +22,13 @@ class UserCodeWatch:
     def __init__(self, training: ChunkTraining):
         experiment = training.experiment
         self._training = training
-        self._members = {
-            "model": experiment.model,
-            "local": experiment.local,
-            "bounding": experiment.bounding,
-        }
+        names = ("model", "local", "bounding")
+        self._members = {name: getattr(experiment, name) for name in names}
+        module = training.trainer.module
+        modules = [] if module is None else [module]
+        self._kept = partial(kept, *modules, experiment.local, experiment.bounding)
         self._rounds = 0
-        self._state = self._python_state()
-
-    def _python_state(self) -> dict[str, bytes]:
-        module = self._training.trainer.module
-        members = [self._members["local"], self._members["bounding"]]
-        return kept(*members) if module is None else kept(module, *members)
+        self._state = self._kept()
 
     def check(self, actor: ActorRound) -> None:
         """Raises `RunError` if user-defined code keeps something from one client to the next."""
@@ -40,7 +36,7 @@ class UserCodeWatch:
         if self._rounds & (self._rounds - 1):
             return
         before = self._state
-        self._state = self._python_state()
+        self._state = self._kept()
         what = ", ".join(changed(before, self._state)[:5])
         if not what and actor.sample:
             what = self._difference(*actor.sample)
