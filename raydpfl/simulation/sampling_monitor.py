@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -94,22 +94,8 @@ class SamplingMonitor:
         """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
         Raises `RunError` as `check` does.
         """
-        if self._candidates is not None:
-            raise self._wrong(f"asked for losses twice in round {t}")
-        candidates = Cohort.of(clients)
-        if not np.array_equal(candidates.clients, clients):
-            raise self._wrong(f"asked clients in round {t} that are not ascending")
-        self._members(t, candidates, None)
-        self._as_planned(t, clients)
+        self._refuse(self._faults_of_candidates(t, clients))
         self._candidates = clients
-        self._asked.update(clients.tolist())
-        most = int(self._composed[t])
-        client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
-        if times > most and not self._sampling.repeats:
-            raise self._wrong(
-                f"asked client {client} in {times} of {t + 1} rounds, where at most {most} are "
-                "accounted for"
-            )
 
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
@@ -119,14 +105,8 @@ class SamplingMonitor:
         """
         candidates = self._candidates
         self._candidates = None
-        self._members(t, cohort, candidates)
-        self._size(t, cohort)
-        if candidates is None:
-            self._as_planned(t, cohort.clients)
-        before = self._before(cohort, participations)
-        self._exposed(t, cohort.clients, before + 1)
-        self._separate(t, cohort.clients)
-        self._bet(t, cohort, before)
+        self._refuse(self._faults(t, cohort, candidates, participations))
+        self._recent.append(cohort.clients)
 
     def resume(self, exposed: Sequence[np.ndarray], asks: bool) -> None:
         """Takes up the rounds of a resumed run: the clients int64 [k] that each exposed, as
@@ -143,7 +123,7 @@ class SamplingMonitor:
         participations = Counter[int]()
         try:
             for t, cohort in enumerate(cohorts):
-                self._bet(t, cohort, self._before(cohort, participations))
+                self._refuse(self._lost_bets(t, cohort, self._before(cohort, participations)))
                 participations.update(cohort.clients.tolist())
         except ConfigError:  # a selection that needs losses cannot draw it a second time
             self._bets = None
@@ -153,76 +133,89 @@ class SamplingMonitor:
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
         return np.array(counts, np.int64) + cohort.draws
 
-    def _bet(self, t: int, cohort: Cohort, before: np.ndarray) -> None:
+    def _refuse(self, faults: Iterable[str]) -> None:
+        """Raises `RunError` for the first of what a selection does, in words."""
+        for what in faults:
+            said = f"selection.kind {self._kind} {what}"
+            raise RunError(f"{said}: no accountant covers what it does")
+
+    def _faults_of_candidates(self, t: int, clients: np.ndarray) -> Iterator[str]:
+        if self._candidates is not None:
+            yield f"asked for losses twice in round {t}"
+        candidates = Cohort.of(clients)
+        if not np.array_equal(candidates.clients, clients):
+            yield f"asked clients in round {t} that are not ascending"
+        yield from self._malformed(t, candidates)
+        yield from self._unplanned(t, clients)
+        self._asked.update(clients.tolist())
+        most = int(self._composed[t])
+        client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
+        if times > most and not self._sampling.repeats:
+            asked = f"asked client {client} in {times} of {t + 1} rounds"
+            yield f"{asked}, where at most {most} are accounted for"
+
+    def _faults(
+        self,
+        t: int,
+        cohort: Cohort,
+        candidates: np.ndarray | None,
+        participations: Mapping[int, int],
+    ) -> Iterator[str]:
+        yield from self._malformed(t, cohort)
+        clients = cohort.clients
+        sampling = self._sampling
+        if candidates is None:
+            yield from self._unplanned(t, clients)
+        elif not np.isin(clients, candidates).all():
+            yield f"chose clients in round {t} that are no candidates"
+        size = len(cohort) + cohort.lost
+        if sampling.size not in (None, size):
+            drew = f"drew {size} clients in round {t}, where its sampling ({sampling})"
+            yield f"{drew} gives {sampling.size}"
+        if len(cohort) < self._least:
+            left = f"left {len(cohort)} clients in round {t}"
+            yield f"{left}, where the noise counts on {self._least}"
+        before = self._before(cohort, participations)
+        most = int(self._composed[t])
+        if before.max(initial=-1) >= most and not sampling.repeats:
+            worst = int(before.argmax())
+            times = f"{before[worst] + 1} of {t + 1} rounds"
+            yield f"took client {clients[worst]} in {times}, where at most {most} are accounted for"
+        for both in filter(len, (np.intersect1d(clients, recent) for recent in self._recent)):
+            least = f"{self._separation} rounds between them, which the noise counts on"
+            yield f"took client {both[0]} in round {t} again, less than {least}"
+        yield from self._lost_bets(t, cohort, before)
+
+    def _malformed(self, t: int, cohort: Cohort) -> Iterator[str]:
+        clients = np.asarray(cohort.clients)
+        if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
+            yield f"gave no array of whole numbers in round {t}"
+        steps = np.diff(clients, prepend=0, append=self._count - 1)
+        if (steps < 0).any():
+            yield f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
+        # of distinct clients every draw is the first
+        draws = Cohort.of(clients).draws if (steps[1:-1] == 0).any() else np.zeros(len(clients))
+        if not np.array_equal(draws, cohort.draws):
+            yield f"counted a client's draws wrongly in round {t}"
+        if not cohort.lost >= 0:
+            yield f"lost {cohort.lost} clients in round {t}"
+        if cohort.draws.any() and not self._sampling.repeats:
+            yield f"drew client {clients[cohort.draws > 0][0]} twice in round {t}"
+
+    def _unplanned(self, t: int, clients: np.ndarray) -> Iterator[str]:
+        if t in self._planned and fingerprint(clients) != self._planned[t]:
+            drew = f"drew other clients in round {t}"
+            yield f"{drew} than those that were accounted for before the run"
+
+    def _lost_bets(self, t: int, cohort: Cohort, before: np.ndarray) -> Iterator[str]:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
-        bet, wealth = self._bets.see(
-            DrawnCohort(cohort.clients, before, size, int(self._composed[t]))
-        )
+        drawn = DrawnCohort(cohort.clients, before, size, int(self._composed[t]))
+        bet, wealth = self._bets.see(drawn)
         if wealth >= self._most:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
-            raise self._wrong(f"{WORDS[bet]} by round {t}, {scheme}")
-
-    def _members(self, t: int, cohort: Cohort, candidates: np.ndarray | None) -> None:
-        clients = np.asarray(cohort.clients)
-        if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
-            raise self._wrong(f"gave no array of whole numbers in round {t}")
-        steps = np.diff(clients)
-        if len(clients) and not (
-            clients[0] >= 0 and clients[-1] < self._count and (steps >= 0).all()
-        ):
-            raise self._wrong(
-                f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
-            )
-        # of distinct clients every draw is the first
-        draws = np.zeros(len(clients)) if (steps > 0).all() else Cohort.of(clients).draws
-        if not np.array_equal(draws, cohort.draws):
-            raise self._wrong(f"counted a client's draws wrongly in round {t}")
-        if not cohort.lost >= 0:
-            raise self._wrong(f"lost {cohort.lost} clients in round {t}")
-        if cohort.draws.any() and not self._sampling.repeats:
-            twice = int(clients[cohort.draws > 0][0])
-            raise self._wrong(f"drew client {twice} twice in round {t}")
-        if candidates is not None and not np.isin(clients, candidates).all():
-            raise self._wrong(f"chose clients in round {t} that are no candidates")
-
-    def _as_planned(self, t: int, clients: np.ndarray) -> None:
-        if t in self._planned and fingerprint(clients) != self._planned[t]:
-            raise self._wrong(
-                f"drew other clients in round {t} than those that were accounted for before the run"
-            )
-
-    def _size(self, t: int, cohort: Cohort) -> None:
-        size = len(cohort) + cohort.lost
-        sampling = self._sampling
-        if sampling.size not in (None, size):
-            raise self._wrong(
-                f"drew {size} clients in round {t}, where its sampling ({sampling}) gives "
-                f"{sampling.size}"
-            )
-        if len(cohort) < self._least:
-            raise self._wrong(
-                f"left {len(cohort)} clients in round {t}, where the noise counts on {self._least}"
-            )
-
-    def _exposed(self, t: int, clients: np.ndarray, counts: np.ndarray) -> None:
-        most = int(self._composed[t])
-        if counts.max(initial=0) > most and not self._sampling.repeats:
-            worst = int(counts.argmax())
-            times = f"{counts[worst]} of {t + 1} rounds, where at most {most} are accounted for"
-            raise self._wrong(f"took client {clients[worst]} in {times}")
-
-    def _separate(self, t: int, clients: np.ndarray) -> None:
-        for recent in self._recent:
-            both = np.intersect1d(clients, recent)
-            if len(both):
-                least = f"{self._separation} rounds between them, which the noise counts on"
-                raise self._wrong(f"took client {both[0]} in round {t} again, less than {least}")
-        self._recent.append(clients)
-
-    def _wrong(self, what: str) -> RunError:
-        return RunError(f"selection.kind {self._kind} {what}: no accountant covers what it does")
+            yield f"{WORDS[bet]} by round {t}, {scheme}"
 
 
 def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonitor:
