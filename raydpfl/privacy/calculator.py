@@ -44,7 +44,8 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from raydpfl.errors import BudgetError, ConfigError, renamed
-from raydpfl.privacy.accountants import FORMULAS, Formula, FormulaValue
+from raydpfl.privacy.accountants import FORMULAS
+from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
 from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
@@ -74,21 +75,12 @@ _OF_SAMPLES = {"population": "samples", "cohort": "batch", "rounds": "participat
 
 @dataclass(frozen=True)
 class Answer:
-    """What one accountant answers against one observer.
+    """What one accountant answers against one observer."""
 
-    Args:
-        guarantee: for that noise and those rounds (for one round if there are none).
-        noise_multiplier: of the mechanism itself, whatever the observer sees of it; infinite if no
-            noise is enough.
-        rounds: of the run, or, where samples are protected, of the client; 0 if one spends too
-            much.
-        true_epsilon: of a paper's formula, what holds there at the formula's own delta.
-    """
-
-    guarantee: Guarantee
-    noise_multiplier: float
-    rounds: int
-    true_epsilon: float | None = None
+    guarantee: Guarantee  # for that noise and those rounds (for one round if there are none)
+    noise_multiplier: float  # of the mechanism, whoever observes it; infinite: none is enough
+    rounds: int  # of the run, or of the client with its samples; 0 if one spends too much
+    true_epsilon: float | None = None  # of a formula: what holds there, at the formula's own delta
 
     @property
     def overclaims(self) -> bool:
@@ -102,26 +94,18 @@ class Answer:
 class Budget:
     """The answers to a question, of every accountant against every observer, and the guarantees of
     one mechanism: that with the noise and rounds of the first answer (pld, against the observer who
-    sees least), or `run`.
-
-    Args:
-        asked: the mechanism, in which a 1 stands for the noise or the rounds if they are unknown.
-        epsilon: the one asked for; None if it is the unknown. `ConfigError` if a round spends more.
-        steps: local steps of a round where samples are protected, else 1.
-        participations: the largest number of rounds of any client; None: unknown.
-        v: the constant of the formula of 000 and 001.
-        run: what a config runs, if the question is about one.
+    sees least), or `run`. Raises `ConfigError` if one round spends more than epsilon.
     """
 
-    asked: Mechanism
+    asked: Mechanism  # in which a 1 stands for the noise or the rounds if they are unknown
     relation: Relation
     delta: float
     unknown: Unknown
-    epsilon: float | None
-    steps: int = 1
-    participations: int | None = None
-    v: float = 4.0
-    run: Mechanism | None = None
+    epsilon: float | None  # None if it is the unknown
+    steps: int = 1  # local steps of a round where samples are protected
+    participations: int | None = None  # the largest number of rounds of any client; None: unknown
+    v: float = 4.0  # the constant of the formula of 000 and 001
+    run: Mechanism | None = None  # what a config runs, if the question is about one
 
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0

@@ -47,18 +47,13 @@ class Observer(StrEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a guarantee relies on in the sampling, in words. Scopes are equal if they say the same.
+    """What a guarantee relies on in the sampling. Scopes are equal if they say the same."""
 
-    Args:
-        words: the sampling scheme, what is hidden, and what composes.
-        knows: the second of these alone: "cohort hidden", "cohort known", "batch hidden".
-        participations: what a client spends against an observer who knows the cohorts.
-        client: the client that has spent most, where clients are accounted for one by one.
-    """
-
-    words: str
-    knows: str = field(default="", compare=False)
+    words: str  # the sampling scheme, what is hidden, and what composes
+    knows: str = field(default="", compare=False)  # `HIDDEN_COHORT`, "cohort known", `HIDDEN_BATCH`
+    # what a client spends against an observer who knows the cohorts
     participations: Participations | None = field(default=None, compare=False)
+    # that has spent most, where clients are accounted for one by one
     client: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -86,28 +81,20 @@ class Scope:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant.
+    """(epsilon, delta) of one unit under one relation, against one observer, by one accountant."""
 
-    Args:
-        kind: `rigorous`, what holds for the mechanism that ran; `paper`, the formula as printed;
-            `unproven`, computed like a rigorous one, without a proof.
-        relation: the neighbouring relation; `unstated` where a paper leaves it open.
-        sampling: what the guarantee relies on in the sampling.
-        epsilon: infinite where nothing is guaranteed; `conditions_failed` then says why.
-        exclusions, conditions_failed: what is not accounted for, and conditions of the accountant
-            that do not hold, in words.
-    """
-
-    kind: Literal["paper", "rigorous", "unproven"]
+    # what holds for the mechanism that ran; the formula as printed; as the first, without a proof
+    kind: Literal["rigorous", "paper", "unproven"]
     accountant: str
     unit: Unit
+    # the neighbouring relation; unstated where a paper leaves it open
     relation: Literal["add_remove", "zero_out", "replace_one", "unstated"]
     observer: Observer
     sampling: Scope
-    epsilon: float
+    epsilon: float  # infinite where nothing is guaranteed; `conditions_failed` then says why
     delta: float
-    exclusions: tuple[str, ...] = ()
-    conditions_failed: tuple[str, ...] = ()
+    exclusions: tuple[str, ...] = ()  # what is not accounted for, in words
+    conditions_failed: tuple[str, ...] = ()  # conditions of the accountant, in words
 
     @property
     def formula(self) -> bool:

@@ -40,37 +40,29 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class LocalSteps:
-    """What N clients release, and what they were promised; `ConfigError` for a field out of range.
-
-    Args:
-        samples: n_k, int64 [N].
-        batch: B; a client with fewer samples uses all of them. Or B_k, int64 [N]. None: all samples
-            at every step.
-        steps: Q, local steps of one participation; or Q_k, int64 [N].
-        bound, delta: the per-sample clip norm, and the delta of all epsilons.
-        stds: of a client's noise on the mean gradient of a batch, in the units of `bound`,
-            float64 [N] or one for all; 0: no noise.
-        sampling: `fresh`, a uniform subset at every step; or `epochs`, shuffled samples in turn,
-            which amplify nothing (see `compositions`).
-        claims: the epsilon promised to a client for its participations in the whole run,
-            float64 [N]; infinite for a public client. None: nothing was promised.
-        calibration: of the noise; None: it was specified.
-        exclusions: what is not accounted for, in words.
-        side_query: a query that every participation also answers, by the mean over the client's
-            n_k samples of values within [-bound, bound] plus noise of its std: replacing a sample
-            moves it by 2 bound / n_k. No paper's formula counts it. None: there is none.
+    """What N clients release, and what they were promised. Raises `ConfigError` for a field out of
+    range.
     """
 
-    samples: np.ndarray
+    samples: np.ndarray  # n_k, int64 [N]
+    # B, a client with fewer samples uses all of them, or B_k, int64 [N]; None: all at every step
     batch: int | np.ndarray | None
-    steps: int | np.ndarray
-    bound: float
-    delta: float
+    steps: int | np.ndarray  # Q, local steps of one participation; or Q_k, int64 [N]
+    bound: float  # the per-sample clip norm
+    delta: float  # of all epsilons
+    # of the noise on the mean gradient of a batch, in the units of `bound`, float64 [N] or one for
+    # all; 0: no noise
     stds: np.ndarray
+    # a uniform subset at every step; or shuffled samples in turn, which amplify nothing
     sampling: Literal["fresh", "epochs"] = "fresh"
+    # the epsilon promised to a client for its participations in the whole run, float64 [N];
+    # infinite for a public client; None: nothing was promised
     claims: np.ndarray | None = None
-    calibration: Calibration | None = None
-    exclusions: tuple[str, ...] = ()
+    calibration: Calibration | None = None  # of the noise; None: it was specified
+    exclusions: tuple[str, ...] = ()  # what is not accounted for, in words
+    # what every participation also answers, by the mean over the client's n_k samples of values
+    # within [-bound, bound] plus noise of its std: replacing a sample moves it by 2 bound / n_k. No
+    # paper's formula counts it.
     side_query: Query | None = None
 
     # what a `Mechanism` has otherwise

@@ -37,20 +37,17 @@ from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
 @dataclass(frozen=True)
 class Query:
-    """One Gaussian sum that every round releases.
-
-    Args:
-        name: of the sum, in messages and in the ledger.
-        bound: the largest L2 norm that one client can add to the sum, its weight included; positive
-            and finite, else `ConfigError`. Of a centred count (indicator - 1/2) it is 1/2.
-        std: of the noise on a coordinate of the *sum*, in the units of `bound`; 0: no noise.
-        per_client: whether each client's contribution is released by itself, with noise of this
-            std, which `Mechanism.with_noise` leaves as it is.
+    """One Gaussian sum that every round releases. Raises `ConfigError` for a bound that is not
+    positive and finite, or a std that is negative or infinite.
     """
 
-    name: str
+    name: str  # in messages and in the ledger
+    # the largest L2 norm that one client can add to the sum, its weight included; of a centred
+    # count (indicator - 1/2) it is 1/2
     bound: float
-    std: float
+    std: float  # of the noise on a coordinate of the *sum*, in the units of `bound`; 0: no noise
+    # whether each client's contribution is released by itself, with noise of this std, which
+    # `Mechanism.with_noise` leaves as it is
     per_client: bool = False
 
     def __post_init__(self) -> None:
@@ -65,18 +62,12 @@ class Survey:
     """A histogram over all clients of a score of theirs, released after some of the rounds; nothing
     is amplified, as everyone answers. A client is in one bin or none, so that one that is there or
     not moves one count by 1, and one that is replaced two counts, a distance of sqrt(2).
-
-    Args:
-        name: of the score, in messages, guarantees and the ledger.
-        std: of the noise on a count, in clients; positive and finite, else `ConfigError`.
-        clients: who are asked, and draw the noise where clients do.
-        times: how many of these are composed with the rounds.
     """
 
-    name: str
-    std: float
-    clients: int = 1
-    times: int = 0
+    name: str  # of the score, in messages, guarantees and the ledger
+    std: float  # of the noise on a count, in clients; positive and finite, else `ConfigError`
+    clients: int = 1  # who are asked, and draw the noise where clients do
+    times: int = 0  # how many of these are composed with the rounds
 
     def __post_init__(self) -> None:
         if not (0 < self.std < math.inf):
@@ -98,21 +89,13 @@ class Survey:
 
 @dataclass(frozen=True)
 class Event:
-    """What accountants compose: what one round (or participation) releases about one unit.
+    """What accountants compose: what one round (or participation) releases about one unit."""
 
-    Args:
-        sampling: the sampling scheme of its Gaussians.
-        mu: sensitivity / std of one of these Gaussians; both of the sum.
-        gaussians: how many there are, over a fresh sample each.
-        also: mu of one more Gaussian, over everyone; 0: there is none.
-        once: mu of a Gaussian over everyone released once for all events (`Survey`); 0: none.
-    """
-
-    sampling: Sampling
-    mu: float
-    gaussians: int = 1
-    also: float = 0.0
-    once: float = 0.0
+    sampling: Sampling  # of its Gaussians
+    mu: float  # sensitivity / std of one of these Gaussians; both of the sum
+    gaussians: int = 1  # how many there are, over a fresh sample each
+    also: float = 0.0  # mu of one more Gaussian, over everyone; 0: there is none
+    once: float = 0.0  # mu of a Gaussian over everyone released once for all events; 0: none
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,

@@ -20,19 +20,10 @@ import numpy as np
 from raydpfl.config import user_classes
 from raydpfl.config.registry import family, load
 from raydpfl.errors import ConfigError, renamed
-from raydpfl.privacy.accountants.base import Accountant, Formula, FormulaValue
+from raydpfl.privacy.accountants.base import Accountant, Formula
 from raydpfl.privacy.types import Unit
 
-__all__ = [
-    "ACCOUNTANTS",
-    "ASKED",
-    "FORMULAS",
-    "Accountant",
-    "Formula",
-    "FormulaValue",
-    "named",
-    "resolved",
-]
+__all__ = ["ACCOUNTANTS", "ASKED", "FORMULAS", "Accountant", "Formula", "named", "resolved"]
 
 
 # In the order of messages and tables: rigorous ones first, formulas last.

@@ -115,21 +115,12 @@ class Formula(Accountant):
         """The std at which it claims (epsilon, delta), with conditions that fail; or infinite."""
         raise NotImplementedError
 
-    def claims(
-        self,
-        std: ArrayLike,
-        delta: float,
-        counts: ArrayLike,
-        *,
-        bound: float,
-        batch: ArrayLike,
-        samples: ArrayLike,
-        steps: ArrayLike,
-    ) -> np.ndarray:
+    def claims(self, std: ArrayLike, delta: float, counts: ArrayLike, **client: Any) -> np.ndarray:
         """Its epsilons float64 [n] after `counts` int64 [n] participations of `steps` steps: of one
         client, or of n clients whose `std`, `batch`, `samples` and `steps` are [n].
         """
-        columns = np.broadcast_arrays(std, np.multiply(steps, counts), batch, samples)
+        bound, batch, samples = (client[name] for name in ("bound", "batch", "samples"))
+        columns = np.broadcast_arrays(std, np.multiply(client["steps"], counts), batch, samples)
         return np.array(
             [
                 self.printed(z, delta, bound=bound, batch=b, samples=n, steps=times)[0].value

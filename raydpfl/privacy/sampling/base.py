@@ -93,19 +93,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Participations:
-    """What a client spends against an observer who knows the cohorts.
+    """What a client spends against an observer who knows the cohorts."""
 
-    Args:
-        most: the largest number of times that any client was drawn.
-        gaussians: how many Gaussians that composes.
-        rounds: out of how many rounds; None where only a client's own rounds are counted.
-        repeats: whether a client may be drawn several times in a round.
-    """
-
-    most: int
-    gaussians: int
-    rounds: int | None = None
-    repeats: bool = False
+    most: int  # the largest number of times that any client was drawn
+    gaussians: int  # how many Gaussians that composes
+    rounds: int | None = None  # out of how many; None where only a client's own rounds are counted
+    repeats: bool = False  # whether a client may be drawn several times in a round
 
     def __str__(self) -> str:
         if self.repeats:
