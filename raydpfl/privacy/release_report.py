@@ -164,23 +164,15 @@ class LocalStepsReport:
         epsilons = np.where(exposed & (release.stds == 0), math.inf, 0.0)
         noisy = np.flatnonzero(exposed & (release.stds > 0))
         # float64, exact for these integers
-        columns = (release.samples, release.batches, release.client_steps, release.stds, counts)
-        kinds = np.stack([column[noisy] for column in columns], 1)
-        kinds, member = np.unique(kinds, axis=0, return_inverse=True)
-        samples, batches, steps, times = kinds[:, [0, 1, 2, 4]].astype(np.int64).T
+        facts = (release.samples, release.batches, release.client_steps, release.stds, counts)
+        kinds = np.stack([values[noisy] for values in facts], 1)
+        _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        samples, batch, steps, stds, times = (values[noisy[first]] for values in facts)
         if name in FORMULAS:
-            of_kinds = FORMULAS[name].claims(
-                kinds[:, 3],
-                release.delta,
-                times,
-                bound=release.bound,
-                batch=batches,
-                samples=samples,
-                steps=steps,
-            )
+            client = {"bound": release.bound, "batch": batch, "samples": samples, "steps": steps}
+            of_kinds = FORMULAS[name].claims(stds, release.delta, times, **client)
         else:
-            first = noisy[np.unique(member, return_index=True)[1]]
-            pairs = zip(first.tolist(), times.tolist(), strict=True)
+            pairs = zip(noisy[first].tolist(), times.tolist(), strict=True)
             of_kinds = np.array([self._curve(name, k, n, n)[0] for k, n in pairs])
         epsilons[noisy] = of_kinds[member.reshape(-1)]
         return epsilons
