@@ -1,5 +1,5 @@
 """The audit: what canaries prove lies below the claim, and every way of breaking the mechanism is
-noticed.
+noticed. That a sound run proves 30 % of its claim stands in the docstring of `raydpfl.audit`.
 
 False alarms: a check or an estimate fails for at most 1e-4 of sound runs, a lower bound passes the
 claim in far fewer than its 5 %. Seeds are fixed.
@@ -208,21 +208,6 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
 # ---- sound runs ----
 
 
-@pytest.mark.slow
-def test_lower_bounds_of_sound_runs_lie_between_30_percent_and_the_claim():
-    """Two audits at epsilon 4, each of 2000 canaries (two runs of 1000): PRIVACY.md sec. 7."""
-    for seed in range(2):
-        done = audit(experiment(**ONE_ROUND, seed=seed), canaries=2000)
-        (view,) = done.views
-        assert done.passed, done.verdict
-        assert view.claimed.epsilon == pytest.approx(4.0, rel=1e-3)
-        assert 0.3 * view.claimed.epsilon < view.lower < view.claimed.epsilon
-        assert (
-            view.estimate.low < 1.2 * view.claimed.epsilon
-            and view.estimate.high > 0.9 * view.claimed.epsilon
-        )
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -277,23 +262,17 @@ def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
 
 def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     done = audit(small(), canaries=120)
-    assert done.runs == 2
     plan = resolve(small())
-    most = max(np.bincount(np.concatenate(plan.draws(6))))
-    hidden, known, single = done.views
-    of_run = {(g.observer, g.sampling.knows): g.epsilon for g in plan.guarantees(6, {0: int(most)})}
-    assert (
-        hidden.claimed.epsilon
-        == of_run["every aggregate", "cohort hidden"]
-        < known.claimed.epsilon
-        < single.claimed.epsilon
-    )
-    assert [view.claimed.observer for view in done.views] == [
-        "every aggregate",
-        "every aggregate",
-        "every single update",
+    most = int(max(np.bincount(np.concatenate(plan.draws(6)))))
+    of_run = {(g.observer, g.sampling.knows): g.epsilon for g in plan.guarantees(6, {0: most})}
+    claimed = [(view.claimed.observer, view.claimed.epsilon) for view in done.views]
+    assert done.runs == 2 and claimed == sorted(claimed, key=lambda claim: claim[1])
+    assert claimed[0][1] == of_run["every aggregate", "cohort hidden"]
+    assert [observer for observer, _ in claimed] == 2 * ["every aggregate"] + [
+        "every single update"
     ]
-    assert single.lower > known.lower >= hidden.lower  # who sees more can tell more
+    hidden, known, single = (view.lower for view in done.views)
+    assert single > known >= hidden  # who sees more can tell more
 
 
 # ---- negative controls ----
@@ -763,28 +742,6 @@ class Sleepy(torch.nn.Module):
 # ---- what comes of it ----
 
 
-@pytest.mark.slow
-def test_an_audit_leaves_its_scores_and_a_file_of_plain_json(tmp_path):
-    done = audit(small(), tmp_path / "out", canaries=60)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "audit.json",
-        "config.yaml",
-        "scores.parquet",
-    }
-    scores = pq.read_table(tmp_path / "out" / "scores.parquet")
-    assert scores["score"].to_pylist() == [
-        score for view in done.views for score in view.statistics.tolist()
-    ]
-    stored = json.loads((tmp_path / "out" / "audit.json").read_text())
-    assert stored["passed"] is True and stored["verdict"] == done.verdict
-    assert stored["views"][0]["lower"] == done.views[0].lower and len(stored["checks"]) == len(
-        done.checks
-    )
-    assert stored["false_alarm"]["checks and estimates"] < 2e-3
-    with pytest.raises(ConfigError, match="a new or empty directory"):
-        audit(small(), tmp_path / "out")
-
-
 @pytest.mark.parametrize(("sections", "message"), messages("audits"))
 def test_what_cannot_be_audited_is_refused_in_one_line(sections, message):
     with pytest.raises(ConfigError) as error:
@@ -793,17 +750,25 @@ def test_what_cannot_be_audited_is_refused_in_one_line(sections, message):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_verdict_and_its_exit_code_says_it_too(tmp_path, monkeypatch, typed):
+def test_the_command_prints_the_verdict_and_leaves_scores_and_plain_json(
+    tmp_path, monkeypatch, typed
+):
     (tmp_path / "small.yaml").write_text(small().to_yaml())
     command = ["audit", tmp_path / "small.yaml", "rounds=2", "--canaries", "60", "--out"]
     code, said, _ = typed(*command, tmp_path / "sound")
     assert code == 0 and "nothing speaks against the claims: epsilon" in said
     assert said.endswith(f"raydpfl report {tmp_path / 'sound'}\n")
+    done = audit(small(rounds=2), canaries=60)
+    names = {path.name for path in (tmp_path / "sound").iterdir()}
+    assert names == {"audit.json", "config.yaml", "scores.parquet"}
+    scores = pq.read_table(tmp_path / "sound" / "scores.parquet")["score"].to_pylist()
+    assert scores == [score for view in done.views for score in view.statistics.tolist()]
+    stored = json.loads((tmp_path / "sound" / "audit.json").read_text())
+    assert stored == json.loads(json.dumps(done.to_dict()))  # the seed decides all of it
+    assert stored["passed"] is True and stored["false_alarm"]["checks and estimates"] < 2e-3
+    with pytest.raises(ConfigError, match="a new or empty directory"):
+        audit(small(), tmp_path / "sound")
     half_the_clients_noise(monkeypatch)
     code, out, said = typed(*command, tmp_path / "broken", "--json")
     assert code == 1 and "not as private as it claims" in said
     assert json.loads(out) == json.loads((tmp_path / "broken" / "audit.json").read_text())
-
-
-def test_the_seed_decides_all_of_an_audit():
-    assert audit(small(), canaries=60).to_dict() == audit(small(), canaries=60).to_dict()
