@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from raydpfl.errors import renamed
@@ -37,21 +38,18 @@ def whole(folder: Path) -> bool:
     lock = cache_root() / "arriving" / folder.name
     files.make(lock)
     with holding(lock):
-        return files.whole(folder) or _fetched(there, folder)
-
-
-def _fetched(there: Store, folder: Path) -> bool:
-    try:
-        sealed = json.loads(there.get(SEAL))["files"]
-        files.put(folder, lambda scratch: there.fetch(sealed, scratch))
-        sizes = json.loads((folder / SEAL).read_text())["files"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        if files.whole(folder):
+            return True
         sizes = sealed = None
-    if sizes is None or sizes != sealed:
+        with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+            sealed = json.loads(there.get(SEAL))["files"]
+            files.put(folder, lambda scratch: there.fetch(sealed, scratch))
+            sizes = json.loads((folder / SEAL).read_text())["files"]
+        if sizes is not None and sizes == sealed:
+            return True
         log.warning("%s is prepared again: it is not whole there", there.address)
         files.remove(folder)
         return False
-    return True
 
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:

@@ -41,18 +41,10 @@ class Natural(Partition):
         if not wanted.any():
             expected = f"at most {counts.max()}, the rows of the largest client"
             raise ConfigError("data.partition.least", self.least, expected)
-        if self.most is not None:
-            order = self._few(order, counts, generator)
+        if self.most is not None:  # of clients with too many rows those with the lowest keys
+            owner = np.repeat(np.arange(len(counts)), counts)
+            drawn = np.lexsort((generator.random(len(order)), owner))
+            rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+            order = order[np.sort(drawn[rank < self.most])]
             counts = np.minimum(counts, self.most)
         return order[np.repeat(wanted, counts)], counts[wanted]
-
-    def _few(
-        self, order: np.ndarray, counts: np.ndarray, generator: np.random.Generator
-    ) -> np.ndarray:
-        """Of the rows in client order, those that are drawn where a client has too many."""
-        assert self.most is not None
-        keys = generator.random(len(order))
-        owner = np.repeat(np.arange(len(counts)), counts)
-        drawn = np.lexsort((keys, owner))
-        rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return order[np.sort(drawn[rank < self.most])]

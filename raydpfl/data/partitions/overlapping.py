@@ -52,28 +52,26 @@ class Overlapping(Partition):
         if self.classes is not None and self.classes >= len(rows):
             expected = f"fewer than the {len(rows)} classes of the data"
             raise ConfigError("data.partition.classes", self.classes, expected)
-        most = max(self._counts(len(rows)))
+        counts = self._counts(len(rows))
         smallest = min(map(len, rows))
-        if most > smallest:
-            expected = f"one by which a client takes at most {smallest} of a class, not {most}"
+        if max(counts) > smallest:
+            expected = (
+                f"one by which a client takes at most {smallest} of a class, not {max(counts)}"
+            )
             if self.classes is None:
                 expected = f"at most {len(rows) * smallest}: the smallest class times the classes"
             raise ConfigError("data.partition.per_client", self.per_client, expected)
-        draws = [
-            generator.choice(have, want, replace=False)
-            for _ in range(clients)
-            for want, have in zip(self._wanted(len(rows), generator), rows, strict=True)
-        ]
+        draws = []
+        for _ in range(clients):
+            wanted = counts
+            if self.classes is not None:  # which classes are dominant is drawn
+                wanted = np.empty_like(counts)
+                wanted[generator.permutation(len(rows))] = counts
+            draws += [
+                generator.choice(have, want, replace=False)
+                for want, have in zip(wanted, rows, strict=True)
+            ]
         return np.concatenate(draws), np.full(clients, self.per_client)
-
-    def _wanted(self, classes: int, generator: np.random.Generator) -> np.ndarray:
-        """How many samples of each class a client draws, int64 [classes]."""
-        counts = self._counts(classes)
-        if self.classes is None:
-            return counts
-        wanted = np.empty(classes, np.int64)
-        wanted[generator.permutation(classes)] = counts
-        return wanted
 
     def _counts(self, classes: int) -> np.ndarray:
         """How many samples a client draws of each class, int64 [classes], dominant classes first
