@@ -183,15 +183,12 @@ class Gaussian(Noise):
         setting = facts.setting
         terms = self.terms_in(setting)
         accountants = on_sums.covering(setting, outline, terms.relation)
-        if not accountants:
-            expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
-            raise ConfigError("privacy.accountants", list(setting.accountants), f"{expected}paper")
         release = replace(outline, rounds=rounds).asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
             return privacy.noise_for(target, release, terms.relation, terms.delta, name, rounds)
 
-        return on_sums.first_that_can(accountants, calibrate)
+        return on_sums.first_that_can(setting, accountants, calibrate, "paper")
 
     # --- at local steps: of each client, for the rounds that it takes part in (002, 003) ---
 
@@ -221,11 +218,9 @@ class Gaussian(Noise):
         return replace(silent, stds=stds)
 
     def _calibrated_steps(self, facts: RunFacts, what: dict[str, Any]) -> LocalSteps:
-        asked = facts.setting.accountants
-        accountants = privacy.rigorous(asked)
-        if not accountants and self.calibration == "rigorous":
-            expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
-            raise ConfigError("privacy.accountants", list(asked), f"{expected}paper or tcdp")
+        accountants = privacy.rigorous(facts.setting.accountants)
+        if self.calibration != "rigorous":
+            accountants = accountants or ("pld",)
         counts = np.zeros(len(facts.sizes), np.int64)
         for clients in facts.draws():
             np.add.at(counts, clients, 1)
@@ -234,10 +229,11 @@ class Gaussian(Noise):
             "budgets": self._budgets(facts.seed, len(facts.sizes), facts.data_root),
             "calibration": self.calibration,
         }
-        return on_sums.first_that_can(
-            accountants or ("pld",),
-            lambda name: privacy.calibrate_local_steps(accountant=name, **what),
-        )
+
+        def calibrate(name: str) -> LocalSteps:
+            return privacy.calibrate_local_steps(accountant=name, **what)
+
+        return on_sums.first_that_can(facts.setting, accountants, calibrate, "paper or tcdp")
 
     def variances(
         self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None

@@ -89,10 +89,16 @@ def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tupl
     return tuple(name for name in asked if not privacy.covers(name, mechanism, relation))
 
 
-def first_that_can(accountants: Sequence[str], calibrate: Callable[[str], T]) -> T:
+def first_that_can(
+    setting: Setting, accountants: Sequence[str], calibrate: Callable[[str], T], instead: str
+) -> T:
     """The result of `calibrate` for the first accountant that it does not refuse; at a tiny delta
-    pld reaches no epsilon. If it refuses all, raises the `ConfigError` of the first.
+    pld reaches no epsilon. If it refuses all, raises the `ConfigError` of the first; without
+    accountants one that names the calibrations `instead`.
     """
+    if not accountants:
+        expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
+        raise ConfigError("privacy.accountants", list(setting.accountants), f"{expected}{instead}")
     refusals = []
     for name in accountants:
         try:

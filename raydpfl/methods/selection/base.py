@@ -60,10 +60,6 @@ class Population:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __repr__(self) -> str:
-        budgets = "" if self.privacy_cost is None else ", with budgets"
-        return f"Population({len(self)} clients, {self.samples} samples{budgets})"
-
     def __reduce__(self) -> tuple[type[Population], tuple[Any, ...]]:
         return Population, (self.sizes, self.privacy_cost, self.table)
 
