@@ -167,7 +167,15 @@ class Halves(bounding.Bounding):
         return torch.clamp(bound / (2 * norms), max=0.5)
 
 
+class Quarters(Halves):
+    """Gives `factor` alone, by that of a base with `factors` alone."""
+
+    def factor(self, norm, bound):
+        return super().factor(norm, bound) / 2
+
+
 def test_a_bounding_gives_the_factor_of_one_norm_or_those_of_many():
+    assert Quarters().factors(torch.tensor([4.0, 0.5]), 1.0).tolist() == [0.0625, 0.25]
     member = Halves()
     assert member.factor(4.0, 1.0) == 0.125 and member.factor(0.5, 1.0) == 0.5
     many = member.factors(torch.tensor([4.0]), 1.0)

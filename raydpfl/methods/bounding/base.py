@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -62,7 +62,7 @@ class Bounding(WithServerState):
         if overridden == {"factor"}:
             cls.factors = Bounding.factors  # type: ignore[method-assign]
         if overridden == {"factors"}:
-            cls.factor = _of_one  # type: ignore[method-assign]
+            cls.factor = _of_one(cls.factors)  # type: ignore[method-assign]
 
     @property
     def initial_bound(self) -> float | None:
@@ -203,8 +203,13 @@ class Bounding(WithServerState):
     adapts = overrides(adapt)  # whether the bound may change from round to round
 
 
-def _of_one(self: Bounding, norm: float, bound: float) -> float:
-    return float(self.factors(torch.tensor([norm], dtype=torch.float64), bound)[0])
+def _of_one(factors: Callable[[Any, torch.Tensor, float], torch.Tensor]) -> Callable[..., float]:
+    """`factor` of a class that has these `factors`, whatever those of its subclasses."""
+
+    def factor(self: Bounding, norm: float, bound: float) -> float:
+        return float(factors(self, torch.tensor([norm], dtype=torch.float64), bound)[0])
+
+    return factor
 
 
 class ClosedForm(Bounding):
