@@ -64,15 +64,6 @@ class ClientCanaries:
     clients: np.ndarray  # int64 [k], ascending
     mirrored: bool
 
-    @classmethod
-    def among(
-        cls, seed: int, population: int, count: int, d: int, mirrored: bool
-    ) -> ClientCanaries:
-        """`count` clients drawn uniformly."""
-        generator = stream(seed, Purpose.CANARY, step=1)
-        drawn = generator.choice(population, count, replace=False, shuffle=False)
-        return cls(seed, d, np.sort(drawn), mirrored)
-
     @cached_property
     def inside(self) -> np.ndarray:
         """The coins, bool [k]."""
@@ -367,8 +358,9 @@ def runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> lis
     for number in range(times):
         seeded = _seeded(plan, (plan.experiment.seed + number) % (1 << 64))
         e = seeded.experiment
-        mirrored = e.relation == "replace_one"
-        planted = ClientCanaries.among(e.seed, population, count, plan.d, mirrored)
+        drawn = stream(e.seed, Purpose.CANARY, step=1)
+        clients = np.sort(drawn.choice(population, count, replace=False, shuffle=False))
+        planted = ClientCanaries(e.seed, plan.d, clients, e.relation == "replace_one")
         run = partial(ClientCanaryRun, seeded, canaries=planted)
         done.append(carried_out(run, on_round, number * rounds, times * rounds))
     return done

@@ -306,10 +306,10 @@ class SampleCanaryRun(CanaryRun):
 
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding, against the smallest claim on the canary client that may have spent most."""
-        claims, names = _claims(self.plan, delta)
+        claims, names, counts = _claims(self.plan, delta)
         worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
         steps = _steps(self.plan)
-        count = int(_counts(self.plan)[worst])
+        count = int(counts[worst])
         claimed = Guarantee(
             "rigorous", names[worst], steps.unit, "replace_one", Observer.UPDATES,
             scope_of(steps, worst, count), float(claims[worst]), delta, steps.exclusions,
@@ -412,8 +412,7 @@ def run(
     Raises `ConfigError` if too few clients take part, or if no sample that is tried has gradients
     near the clip bound.
     """
-    claims, _ = _claims(plan, delta)
-    counts = _counts(plan)
+    claims, _, counts = _claims(plan, delta)
     sizes = plan.population.sizes
     noisy = _steps(plan).stds > 0
     usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noisy)
@@ -459,17 +458,16 @@ def _steps(plan: Plan) -> LocalSteps:
 
 def _counts(plan: Plan) -> np.ndarray:
     """How often clients are drawn in the whole run, int64 [N]."""
-    counts = np.zeros(len(plan.population), np.int64)
-    for clients in plan.draws(plan.experiment.rounds):
-        np.add.at(counts, clients, 1)
-    return counts
+    drawn = np.concatenate(plan.draws(plan.experiment.rounds))
+    return np.bincount(drawn, minlength=len(plan.population))
 
 
-def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str]]:
-    """The smallest rigorous epsilon at `delta` of clients, float64 [N], and by which accountant."""
-    steps = replace(_steps(plan), delta=delta)
+def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """The smallest rigorous epsilon at `delta` of clients, float64 [N], by which accountant, and
+    how often they are drawn in the whole run, int64 [N].
+    """
     counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)
-    report = LocalStepsReport(steps, names)
+    report = LocalStepsReport(replace(_steps(plan), delta=delta), names)
     spent = np.stack([report.epsilons(name, counts) for name in names])
-    return spent.min(0), [names[place] for place in spent.argmin(0).tolist()]
+    return spent.min(0), [names[place] for place in spent.argmin(0).tolist()], counts

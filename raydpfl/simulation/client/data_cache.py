@@ -141,15 +141,10 @@ class GpuRows(Rows):
         form = self.form
         sizes = np.asarray(self.shards.sizes)
         total = int(self._first[-1])
-        x, y = (
-            torch.zeros(
-                total + 1, *shape, dtype=torch.int64 if whole else torch.float32, device=self.device
-            )
-            for shape, whole in (
-                (form.shape, form.tokens),
-                (form.target.shape, form.target.classes),
-            )
-        )
+        whole = (form.tokens, form.target.classes)
+        dtypes = [torch.int64 if integers else torch.float32 for integers in whole]
+        x = torch.zeros(total + 1, *form.shape, dtype=dtypes[0], device=self.device)
+        y = torch.zeros(total + 1, *form.target.shape, dtype=dtypes[1], device=self.device)
         first = 0
         for end in range(1, len(sizes) + 1):
             # padded to the client with most rows
