@@ -20,7 +20,6 @@ from raydpfl.report.plot_style import INK, RenderedPlot
 from raydpfl.report.tables import Table
 
 FOLDER = Path(__file__).parent
-BLOCKS = {Table: "table", Words: "words", Missing: "missing"}  # in the template
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,18 @@ class PageSection:
     @property
     def blocks(self) -> list[tuple[str, list[Any]]]:
         """The pieces that it shows, neighbours of one kind together: figures of one panel stand in
-        a row.
+        a row. A table without rows is not shown.
         """
 
-        def kind(piece: Any) -> str:
+        def kind(piece: Piece) -> str:
             if isinstance(piece, Plot):
                 return "row" if len(piece.subplots) == 1 else "plot"
-            return BLOCKS[type(piece)]
+            if isinstance(piece, Table):
+                return "table" if piece.rows else ""
+            return "words" if isinstance(piece, Words) else ""
 
         blocks = [(block, [*pieces]) for block, pieces in groupby(self.pieces, kind)]
-        return [block for block in blocks if block[0] != "missing"]
+        return [block for block in blocks if block[0]]
 
 
 @dataclass(frozen=True)
