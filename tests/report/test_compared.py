@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console
-from test_report import GUARANTEE, lean, made, studied, swept
+from test_report import GUARANTEE, lean, made, pieces, studied, swept
 
 from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
@@ -46,11 +46,8 @@ def test_seeds_are_averaged_and_labels_say_what_else_differs(tmp_path):
         run(tmp_path / f"{place}", seed, accuracy, local={"lr": lr})
         for place, (seed, lr, accuracy) in enumerate([(0, 0.1, 0.5), (1, 0.1, 0.6), (0, 0.2, 0.7)])
     ]
+    assert labels(*folders) == [("local lr 0.1", 2), ("local lr 0.2", 1)]
     found = compared(folders)
-    assert [(each.label, len(each.runs)) for each in found.settings] == [
-        ("local lr 0.1", 2),
-        ("local lr 0.2", 1),
-    ]
     spread = found.settings[0].spread("test_accuracy")
     assert (round(spread.mean, 9), round(spread.std, 9)) == (0.55, round(0.1 / 2**0.5, 9))
     assert found.ranked()[0].label == "local lr 0.2"
@@ -169,14 +166,9 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
     ]
     page = page_of_several(compared(folders))
     assert any("the 7 settings with the best test accuracy of 9" in each for each in page.warnings)
-    tables = {
-        piece.name: piece
-        for part in page.sections
-        for piece in part.pieces
-        if hasattr(piece, "rows")
-    }
-    assert len(tables["results"].rows) == 9
-    assert tables["differences"].heads == ["setting", "local.lr"]
+    found = pieces(*folders)
+    assert len(found["results"].rows) == 9
+    assert found["differences"].heads == ["setting", "local.lr"]
 
 
 @pytest.mark.slow
@@ -187,10 +179,8 @@ def test_the_command_prints_the_table_and_writes_the_page(tmp_path, typed):
     assert code == 0 and str(out / "index.html") in said
     assert said.splitlines()[0].startswith("setting")
     rows = list(csv.DictReader((out / "tables" / "results.csv").open()))
-    assert [(row["setting"], row["test accuracy"]) for row in rows] == [
-        ("local lr 0.1", "0.75"),
-        ("local lr 0.2", "0.75"),
-    ]
+    shown = {row["setting"]: row["test accuracy"] for row in rows}
+    assert shown == {"local lr 0.1": "0.75", "local lr 0.2": "0.75"}
     assert (out / "figures" / "test_accuracy-by-epsilon.svg").exists()
     with pytest.raises(ConfigError, match="DIR"):
         compare([])
