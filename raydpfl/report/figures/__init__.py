@@ -17,10 +17,10 @@ raydpfl.errors.ConfigError: study.show[0] = 'date': expected one of the axes of 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from raydpfl.config.hints import nearest
 from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures.base import Missing, Piece, Plot, PlotItem, ReportItem, Words
@@ -62,6 +62,5 @@ def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None
 
 def _check(where: str, name: str, names: Collection[str], what: str) -> None:
     if name not in names:
-        raise ConfigError(
-            where, name, f"one of the {what}: {', '.join(names)}{nearest(name, names)}"
-        )
+        near = [f"; nearest: {match}" for match in difflib.get_close_matches(name, names, 1)]
+        raise ConfigError(where, name, f"one of the {what}: {', '.join(names)}{''.join(near)}")
