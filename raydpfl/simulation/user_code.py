@@ -86,12 +86,14 @@ def sources(experiment: BaseModel) -> dict[str, str]:
     """
     texts = {}
     for name, module, member in _user_defined(experiment):
-        files = [] if module is None else sorted(_files(module).items())
-        parts = [part for file, path in files for part in (file.encode(), _parsed(path)[0])]
-        if module is not None and module.__name__.partition(".")[0] in LIBRARIES:
-            parts = [importlib.metadata.version(module.__name__.partition(".")[0]).encode()]
-        elif not parts and member is not None:
-            parts = [_typed(member)]
+        top = "" if module is None else module.__name__.partition(".")[0]
+        if top in LIBRARIES:
+            parts = [importlib.metadata.version(top).encode()]
+        else:
+            files = [] if module is None else sorted(_files(module).items())
+            parts = [part for file, path in files for part in (file.encode(), _parsed(path)[0])]
+            if not parts and member is not None:
+                parts = [_typed(member)]
         texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return dict(sorted(texts.items()))
 
