@@ -345,10 +345,10 @@ class JobServer:
         """
         if not ID.fullmatch(job):
             raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
-        told: dict[str, Any] = {}  # what `submit` gave the cluster with the job
+        metadata: dict[str, Any] = {}  # what `submit` gave the cluster with the job
         with self._refusals():
             try:
-                told = self._client.get_job_info(job).metadata or {}
+                metadata = self._client.get_job_info(job).metadata or {}
             except RuntimeError as error:
                 if "404" not in str(error):
                     raise
@@ -359,11 +359,11 @@ class JobServer:
             record = kept_json(self._record_path(job))
         except (OSError, ValueError):
             record = {}
-        run = record.get("run") or told.get("run", job)
+        run = record.get("run") or metadata.get("run", job)
         if not isinstance(run, str) or not ID.fullmatch(run):
             what = f"names the run of {job} as no run of ours is named: {plain(run)[:100]!r}"
             raise RunError(f"the cluster at {self.address} {what}")
-        address = str(told.get("out"))
+        address = str(metadata.get("out"))
         return run, record.get("out") or (address if storage.elsewhere(address) else None)
 
 

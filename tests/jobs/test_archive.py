@@ -125,10 +125,10 @@ def test_what_lies_in_the_destination_leads_nowhere_else(tmp_path):
     assert not any(away.iterdir())
 
 
-def metadata(told: dict, **more) -> submit.JobServer:
-    """A job server whose head says `told` of its jobs."""
+def server_of(metadata: dict, **more) -> submit.JobServer:
+    """A job server whose head says this of its jobs."""
     made = server(**more)
-    made._client.told = told
+    made._client.metadata = metadata
     return made
 
 
@@ -137,12 +137,12 @@ def test_a_head_has_no_say_in_where_a_run_directory_goes(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))  # which has no notes of jobs
     (tmp_path / "site-packages").mkdir()
     data = packed(FOLDER, member("job/data"))
-    told = {"run": "job", "out": str(tmp_path / "site-packages")}
-    assert metadata(told, fetched=data).fetch("job") == submit.Path("runs/job")
+    metadata = {"run": "job", "out": str(tmp_path / "site-packages")}
+    assert server_of(metadata, fetched=data).fetch("job") == submit.Path("runs/job")
     assert list((tmp_path / "site-packages").iterdir()) == []
     for run in ("../../evil", "/tmp/evil", "a/b", "..", "", 3, "a b; touch evil", "\x1b[2J"):
         with pytest.raises(RunError, match="names the run of job2 as no run of ours is named"):
-            metadata({"run": run}, fetched=data).fetch("job2", tmp_path / "out")
+            server_of({"run": run}, fetched=data).fetch("job2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for job in ("../job", "job/../..", ".job", "a b"):
         with pytest.raises(ConfigError, match="the id of a job"):
@@ -155,8 +155,8 @@ def test_a_job_comes_back_to_where_this_machine_remembers_it(tmp_path, monkeypat
     job = server().submit("c.yaml", out="mine")
     data = packed(member(f"{job}/data"), member(f"{job}/job.json", b'{"run": "evil"}'))
     monkeypatch.chdir("/")
-    told = {"run": "evil", "out": "/tmp/evil"}
-    assert metadata(told, fetched=data).fetch(job) == tmp_path / "mine"
+    metadata = {"run": "evil", "out": "/tmp/evil"}
+    assert server_of(metadata, fetched=data).fetch(job) == tmp_path / "mine"
     assert json.loads((tmp_path / "mine" / "job.json").read_text())["run"] == job
 
 

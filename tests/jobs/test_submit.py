@@ -280,7 +280,7 @@ class Client:
 
     def __init__(self, output, fetched, code):
         self.output = list(output)
-        self.told = {"run": "job"}  # of each of its jobs
+        self.metadata = {"run": "job"}  # of each of its jobs
         self.fetched = fetched
         self.code = code
 
@@ -310,7 +310,7 @@ class Client:
             code = submit.NONE if self.fetched is None else 0
         ended = JobStatus.FAILED if code else JobStatus.SUCCEEDED
         return SimpleNamespace(
-            metadata=self.told,
+            metadata=self.metadata,
             status=JobStatus.RUNNING if len(self.output) > 1 else ended,
             driver_exit_code=code,
             driver_node_id="node",
@@ -356,7 +356,7 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
     assert f"--out {place}" in head._client.given["entrypoint"]
     metadata = head._client.given["metadata"]
     assert metadata == {"run": job, "out": place} and not (tmp_path / "runs").exists()
-    head._client.told = metadata
+    head._client.metadata = metadata
     assert head.fetch(job) == head.fetch(job, place) == place
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "another"))  # which remembers nothing
     assert head.fetch(job) == place

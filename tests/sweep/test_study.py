@@ -325,15 +325,15 @@ def finish(trial, failing: tuple[str, ...]) -> None:
     }
 
 
-def play(courses, order: int, failing: tuple[str, ...] = ()) -> list:
+def play(runners, order: int, failing: tuple[str, ...] = ()) -> list:
     """Has all trials of a source finish, several at once, in one of many orders; in which order
     they were handed out.
     """
     chance = random.Random(order)
-    courses = courses if isinstance(courses, list) else [courses]
+    runners = runners if isinstance(runners, list) else [runners]
     running = []
     given = []
-    for trial in take_turns(courses):
+    for trial in take_turns(runners):
         if trial is not None:
             given.append(trial)
             running.append(trial)
@@ -345,7 +345,7 @@ def play(courses, order: int, failing: tuple[str, ...] = ()) -> list:
     return given
 
 
-def course_of(asked: Study, folder: Path) -> StudyRunner:
+def runner_of(asked: Study, folder: Path) -> StudyRunner:
     folder.mkdir(parents=True, exist_ok=True)
     return StudyRunner(asked, folder, lambda runner: None)
 
@@ -353,13 +353,13 @@ def course_of(asked: Study, folder: Path) -> StudyRunner:
 def played(asked: Study | dict, folder: Path, order: int = 0, failing: tuple[str, ...] = ()):
     """What comes of a study, whose runs finish in one of many orders."""
     asked = asked if isinstance(asked, Study) else Study.from_dict(asked)
-    course = course_of(asked, folder)
-    given = play(course, order, failing)
+    runner = runner_of(asked, folder)
+    given = play(runner, order, failing)
     assert len(given) == len(set(given)) <= sum(asked.runs().values())
-    return course.gather(over=True)
+    return runner.gather(over=True)
 
 
-def told(result) -> tuple[list, list]:
+def rows_of(result) -> tuple[list, list]:
     return result.results.to_pylist(), result.tuning.to_pylist()
 
 
@@ -368,7 +368,7 @@ def reasons(result) -> dict[str, str]:
 
 
 def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
-    results = [told(played(study(), tmp_path / str(order), order)) for order in range(12)]
+    results = [rows_of(played(study(), tmp_path / str(order), order)) for order in range(12)]
     assert all(each == results[0] for each in results)
     final, tried = results[0]
     by = {(row["data.partition"], row["arm"], row["seed"]): row for row in final}
@@ -384,12 +384,12 @@ def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
 
 
 def test_a_label_stays_what_it_is_where_runs_have_a_number_of_its_name(tmp_path):
-    final, _ = told(played(study(panels={"rounds": [1, 2]}), tmp_path))
+    final, _ = rows_of(played(study(panels={"rounds": [1, 2]}), tmp_path))
     assert {row["rounds"] for row in final} == {"1", "2"}
 
 
 def test_one_value_is_no_choice_and_is_not_tried(tmp_path):
-    final, tried = told(played(changed("arms/Clip/local.lr", {"tune": [0.2]}), tmp_path))
+    final, tried = rows_of(played(changed("arms/Clip/local.lr", {"tune": [0.2]}), tmp_path))
     clip = {row["values"] for row in final if row["arm"] == "Clip"}
     assert not tried and {json.loads(text)["local.lr"] for text in clip} == {0.2}
 
@@ -399,7 +399,7 @@ def test_values_that_are_chosen_at_one_label_are_taken_at_the_others(tmp_path):
     given["study"] |= {"chosen_at": {"data.partition": "shards"}, "same_bits": []}
     asked = Study.from_dict(given)
     assert asked.runs()["tried"] == 2
-    results = [told(played(asked, tmp_path / str(order), order)) for order in range(6)]
+    results = [rows_of(played(asked, tmp_path / str(order), order)) for order in range(6)]
     assert all(each == results[0] for each in results)
     final, tried = results[0]
     assert {row["data.partition"] for row in tried} == {"shards"}
@@ -422,7 +422,7 @@ def test_values_that_are_chosen_at_one_label_are_taken_at_the_others(tmp_path):
 def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(better, pick, tmp_path):
     given = tree()
     given["study"] |= {"judge": "norm_mean", "better": better}
-    _, rows = told(played(given, tmp_path))
+    _, rows = rows_of(played(given, tmp_path))
     for partition in ("iid", "shards"):
         scores = {r["norm_mean"]: r["chosen"] for r in rows if r["data.partition"] == partition}
         assert scores[pick(scores)] and sum(scores.values()) == 1
@@ -455,14 +455,14 @@ def test_a_cell_without_a_value_or_a_number_has_no_result_and_the_others_have(tm
 
 def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
     others = [study(study={"id": name, "seeds": 1}) for name in ("a", "b")]
-    courses = [course_of(each, tmp_path / each.about.id) for each in others]
-    given = play(courses, 5)
+    runners = [runner_of(each, tmp_path / each.about.id) for each in others]
+    given = play(runners, 5)
     assert len(given) == 2 * sum(others[0].runs().values())
-    first = [trial.folder.is_relative_to(courses[0].folder) for trial in given]
+    first = [trial.folder.is_relative_to(runners[0].folder) for trial in given]
     # Clip of the first waits for the norms of Free, and the second begins before it
     assert first.index(False) < len(first) - 1 - first[::-1].index(True)
-    alone = told(played(others[0], tmp_path / "alone", 6))
-    assert [told(course.gather(over=True)) for course in courses] == [alone] * 2
+    alone = rows_of(played(others[0], tmp_path / "alone", 6))
+    assert [rows_of(runner.gather(over=True)) for runner in runners] == [alone] * 2
 
 
 @pytest.mark.parametrize(("part", "key"), [("bounding", "bound"), ("local", "lr")])
@@ -479,15 +479,15 @@ def test_a_number_that_makes_no_experiment_costs_its_own_cell_alone(part, key, t
 
 
 def test_what_was_tried_once_counts_though_the_study_has_it_no_more(tmp_path):
-    course = course_of(study(), tmp_path)
-    play(course, 1)
-    statement = course.gather(over=True).summary["tuning"]["statement"]
+    runner = runner_of(study(), tmp_path)
+    play(runner, 1)
+    statement = runner.gather(over=True).summary["tuning"]["statement"]
     assert "among 4 private runs is itself" in statement
-    final = next(iter(course.progress.values())).finals[0].folder
+    final = next(iter(runner.progress.values())).finals[0].folder
     for folder in (tmp_path / "trials" / "former", final):
         folder.mkdir(parents=True)
         (folder / "ledger.jsonl").write_text("{}\n")
-    statement = course.gather(over=True).summary["tuning"]["statement"]
+    statement = runner.gather(over=True).summary["tuning"]["statement"]
     assert "among 5 private runs, 1 of which are of former settings or arms, is itself" in statement
 
 
@@ -496,8 +496,8 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     given["show"][0]["published"] = "tables/mine.csv"
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "mine.csv").write_text("arm,accuracy\nData,0.5\n")
-    course = course_of(Study.from_dict(given, place=tmp_path), tmp_path / "out")
-    with course.started():
+    runner = runner_of(Study.from_dict(given, place=tmp_path), tmp_path / "out")
+    with runner.started():
         pass
     shutil.rmtree(tmp_path / "tables")
     again = Study.stored(tmp_path / "out")

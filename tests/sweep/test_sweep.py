@@ -506,9 +506,9 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
             pending.append(setting)
             if len(pending) < 4:
                 continue
-        told = pending.pop(order % len(pending))
-        trial = told.trials[0]
-        rate = told.values["local.lr"]
+        setting = pending.pop(order % len(pending))
+        trial = setting.trials[0]
+        rate = setting.values["local.lr"]
         trial.status = "completed" if rate < failing else "failed"
         trial.summary = {"test_accuracy": -((math.log10(rate) + 2) ** 2)}
     return rates

@@ -118,7 +118,8 @@ def private(tree: Mapping[str, Any]) -> bool:
         }
         section = filled(section, some)
     try:
-        return choose("noise", section, noise.FAMILY, noise.Noise).private()
+        made = choose("noise", section, noise.FAMILY, noise.Noise)
+        return made.placed(per_sample=False, cohort_hidden=False).private()  # wherever it is drawn
     except ConfigError:
         return True
 
