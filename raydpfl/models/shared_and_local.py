@@ -233,7 +233,7 @@ class ParameterSplit:
         """The places of what stays, int64 [own]."""
         return sent((~self.travels).nonzero().flatten(), self.device)
 
-    def joined(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
         vectors = own.new_empty(len(own), len(self.travels))
         vectors[:, self._moved] = model

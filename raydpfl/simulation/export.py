@@ -84,7 +84,7 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
         own = _own(folder, client, run)
     if not loaded.config.personal:  # else it is the whole model
         shared = models.flatten(loaded.module)
-        own = models.ParameterSplit.of(loaded.module).joined(shared, own[None])[0]
+        own = models.ParameterSplit.of(loaded.module).whole(shared, own[None])[0]
     models.set_trained(loaded.module, own)
     return loaded
 

@@ -310,7 +310,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
         models.load(start, torch.from_numpy(run.state.model))
         if client in run.state.memory.own:
             own = torch.from_numpy(run.state.memory.own[client])[None]
-            every = models.ParameterSplit.of(start).joined(torch.from_numpy(run.state.model), own)
+            every = models.ParameterSplit.of(start).whole(torch.from_numpy(run.state.model), own)
             models.set_trained(start, every[0])
         nets.append(tuned_by_hand(plan, start, client))
     row = run.record.rounds.arrow().to_pylist()[-1]

@@ -152,7 +152,7 @@ class ChunkRound:
         if self.actor.on_error == "fail":
             raise ClientError(client, detail)
         self.actor.dropped.append((client, detail))
-        self.actor.failed.add((client, int(self.chunk.draws[slot])))
+        self.actor.failed |= {(client, int(self.chunk.draws[slot]))}
 
     def drop_not_finite(self, slot: int, norm: float) -> None:
         """Drops a client whose update has this norm, unless its training has already failed."""

@@ -71,9 +71,9 @@ class LocalParameters:
         """
         if not self.split.own:
             return model, None
-        whole = self.split.joined(model, self.initial[None])[0]
+        whole = self.split.whole(model, self.initial[None])[0]
         before = self.before(chunk, np.arange(len(chunk.clients)))
-        return whole[: self.split.parameters], Starts.at(self.split.joined(model, before))
+        return whole[: self.split.parameters], Starts.at(self.split.whole(model, before))
 
     def corrections(self, shared: torch.Tensor | None) -> torch.Tensor | None:
         """Corrections of all gradients from those of the shared parameters, [k, d]."""
@@ -100,7 +100,7 @@ class LocalParameters:
         """The numbers of a client's model, float32 [D + b] (`raydpfl.models.trained`), from the
         shared ones, [d], and those that it keeps, [count].
         """
-        return self.split.joined(model, local[None])[0]
+        return self.split.whole(model, local[None])[0]
 
 
 class Ditto(LocalParameters):
