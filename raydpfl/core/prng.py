@@ -182,24 +182,6 @@ def clients_normals(
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
     factors = np.ones(len(clients), np.float32) if stds is None else stds.astype(np.float32)
-    names = _names(seed, purpose, t, clients, draws, step)
-    if not native.normals(names, factors, out):
-        together = max(1, _AT_ONCE // max(half, WORDS))
-        for first in range(0, len(clients), together):
-            rows = slice(first, first + together)
-            _in_numpy(names[rows], factors[rows], out[rows])
-    return torch.from_numpy(out)[:, :n]
-
-
-def _names(
-    seed: int,
-    purpose: Purpose,
-    t: int,
-    clients: Sequence[int] | np.ndarray,
-    draws: Sequence[int] | np.ndarray,
-    step: int,
-) -> np.ndarray:
-    """The names of these streams, uint64 [C, 5]. Raises ValueError for what does not fit."""
     which = np.asarray(draws, np.int64)
     if not (0 <= step < 1 << 32 and ((which >= 0) & (which < 1 << 32)).all()):
         raise ValueError(f"draws and step {step} must each fit in 32 bits")
@@ -207,7 +189,12 @@ def _names(
     names[:, :3] = np.array([seed, purpose, t], np.uint64)
     names[:, 3] = clients
     names[:, 4] = (which.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
-    return names
+    if not native.normals(names, factors, out):
+        together = max(1, _AT_ONCE // max(half, WORDS))
+        for first in range(0, len(clients), together):
+            rows = slice(first, first + together)
+            _in_numpy(names[rows], factors[rows], out[rows])
+    return torch.from_numpy(out)[:, :n]
 
 
 def _in_numpy(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:

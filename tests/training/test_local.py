@@ -1,17 +1,12 @@
-"""Local training by the trainer: blocks, order, diverged clients, state of modules, SCAFFOLD, and
-the same bits in other processes.
-"""
+"""Local training by the trainer: blocks, order, diverged clients, state of modules, SCAFFOLD."""
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import form, task_of
+from conftest import form
 from plain_loop import (
     CLASSES,
     CLIENTS,
@@ -216,79 +211,3 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(backend):
         view = known(own[slot], shared, local.learning_rate(2))
         variate = local.next_state(delta.double(), view)
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fused", "loop"])
-def test_scaffold_reaches_the_optimum_of_unlike_quadratics_where_fedavg_does_not(backend):
-    """Linear regression on rows of another law at each client, full gradients, full participation,
-    many local steps.
-    """
-    generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([[0.2, 1.0, 2.0], [2.0, 0.2, 1.0], [1.0, 2.0, 0.2], [1.5, 1.5, 0.5]])
-    x = torch.randn(4, 8, 3, generator=generator) * scales[:, None]
-    y = (x * torch.randn(4, 1, 3, generator=generator) * 2).sum(2)
-    optimum = torch.linalg.lstsq(x.flatten(0, 1).double(), y.flatten()[:, None].double()).solution[
-        :, 0
-    ]
-    module = nn.Linear(3, 1, bias=False)
-    everyone = dict(clients=range(4), draws=[0] * 4)
-
-    def trained(local: Sgd) -> torch.Tensor:
-        trainer = Trainer(module, local, backend=backend, seed=0, task=task_of(y))
-        model = torch.zeros(3, dtype=torch.float64)
-        own = torch.zeros(4, 3, dtype=torch.float64)
-        state = {"c": np.zeros(3)}
-        for t in range(60):
-            lr = local.learning_rate(t)
-            view = known(own, torch.from_numpy(state["c"]), lr)
-            more = {"corrections": local.correction(view)}
-            blocks = trainer.chunk(model, x, y, [8] * 4, t=t, **everyone, **more)
-            sent = torch.cat([block.updates for block in blocks]).double()
-            if local.stateful:
-                own = local.next_state(sent, view)
-                local.receive(sent.mean(0).numpy(), state, Facts(t, lr, None, 4, 4, 4))
-            model = model + sent.mean(0)
-        return (model - optimum).norm() / optimum.norm()
-
-    assert trained(Scaffold(steps=10, batch="full", lr=0.05)) < 1e-5
-    assert trained(Sgd(steps=10, batch="full", lr=0.05)) > 0.02
-
-
-HASHES = """
-import sys, hashlib, numpy as np, torch
-from raydpfl import models
-from raydpfl.models import tasks
-from raydpfl.methods.local import Sgd
-from raydpfl.training.trainer import Trainer
-from raydpfl.training.process_settings import single_thread, tune_allocator
-single_thread()
-form = tasks.Form((1, 28, 28), tasks.Target((), 10), tasks.parse("classification"), 0)
-if sys.argv[1] == "tuned":
-    tune_allocator()
-    waste = [torch.rand(100_003) for _ in range(7)]
-torch.manual_seed(int(sys.argv[2]))
-linear = ("compiled", "fused", "vmap")
-for kind, backends in {"softmax": linear, "mlp": linear, "cnn": ("convolutional", "loop")}.items():
-    module = models.build(models.parse({"kind": kind}), form, seed=0)
-    generator = np.random.default_rng(0)
-    x = generator.random((3, 13, 1, 28, 28), dtype=np.float32)
-    y = generator.integers(0, 10, (3, 13))
-    who = {"t": 0, "clients": [1, 2, 3], "draws": [0, 0, 0]}
-    for backend in backends:
-        trainer = Trainer(module, Sgd(steps=3, batch=8, momentum=0.5), backend=backend, seed=1)
-        chunk = trainer.chunk(models.flatten(module), x, y, [13, 7, 13], **who)
-        updates = b"".join(block.updates.numpy().tobytes() for block in chunk)
-        print(backend, hashlib.sha256(updates).hexdigest())
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_same_bits(monkeypatch, capsys):
-    """This one, and one whose allocator is tuned."""
-    command = [sys.executable, "-c", HASHES, "tuned", "2"]
-    theirs = processes.run(command, check=True).stdout
-    monkeypatch.setattr(sys, "argv", ["-c", "plain", "1"])
-    with torch.random.fork_rng(devices=[]):
-        exec(HASHES, {})
-    assert capsys.readouterr().out == theirs and len(set(theirs.splitlines())) == 8

@@ -53,14 +53,14 @@ class Loop(OneByOne):
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split(self.sizes)
-        return [self._view(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def _view(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        if self.channels_last and len(shape) == 4:
-            out, channels, height, width = shape
-            return part.view(out, height, width, channels).permute(0, 3, 1, 2)
-        return part.view(shape)
+        views = []
+        for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True):
+            if self.channels_last and len(shape) == 4:
+                out, channels, height, width = shape
+                views.append(part.view(out, height, width, channels).permute(0, 3, 1, 2))
+            else:
+                views.append(part.view(shape))
+        return views
 
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
