@@ -108,14 +108,8 @@ def _hindrance(
     drawn: str | None,
     unlike: dict[str, str | None],
 ) -> tuple[str, str]:
-    """Why the loop trains, and what would be faster, in words.
-
-    Args:
-        module: the model.
-        suited: see `_suited`.
-        asked: see `Asked`.
-        drawn: the generator that the module draws from, other than torch's.
-        unlike: why the backends that were tried do not fit.
+    """Why the loop trains, and what would be faster, in words. `drawn`: the generator that the
+    module draws from, other than torch's; `unlike`: why the backends that were tried do not fit.
     """
     if unlike:
         name, reason = list(unlike.items())[-1]
@@ -133,11 +127,10 @@ def _hindrance(
         return f"{suited[0]} cannot do {lacks}", faster
     if ParameterSplit.of(module).buffers:
         return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
-    recurrent = [
-        type(layer).__name__ for layer in module.modules() if isinstance(layer, nn.RNNBase)
-    ]
-    if recurrent:
-        return f"{recurrent[0]} is recurrent", "a model without recurrent layers, as transformer"
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            kind = type(layer).__name__
+            return f"{kind} is recurrent", "a model without recurrent layers, as transformer"
     reason = f"convolutional does not fit the model: {_unlinked(module)}"
     return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
 
