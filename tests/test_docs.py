@@ -30,6 +30,7 @@ from raydpfl.methods.bounding import BoundingQuery
 from raydpfl.methods.local import Step
 from raydpfl.methods.noise import RunFacts, SideQuery
 from raydpfl.methods.selection import Cohort, Population
+from raydpfl.models import tasks
 from raydpfl.models.tasks import Form, Target
 from raydpfl.privacy import Sampling, Terms
 from raydpfl.sweep import Sweep
@@ -208,29 +209,16 @@ def test_every_member_of_the_docs_keeps_its_contract(page, text, tmp_path, monke
         assert all(clause.kept is not False for clause in found), check.render(found)
 
 
-EXAMPLES = {
-    "Tanh": "methods.bounding.base", "First": "methods.selection.base",
-    "Signs": "methods.local.base", "Mine": "methods.noise.base", "Nesterov": "methods.server",
-    "Capped": "methods.weights", "Focal": "models.tasks",
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_class_of_a_docstring_keeps_its_contract(name, tmp_path, monkeypatch):
-    module = importlib.import_module(f"raydpfl.{EXAMPLES[name]}")
-    examples = next(
-        test.examples
-        for test in doctest.DocTestFinder().find(module)
-        if any(f"class {name}" in each.source for each in test.examples)
-    )
-    source = f"from {module.__name__} import *\nimport numpy as np\nimport torch\n"
-    (tmp_path / f"documented_{name}.py").write_text(
-        source + "".join(each.source for each in examples)
-    )
+def test_the_task_of_a_docstring_keeps_its_contract(tmp_path, monkeypatch):
+    found = doctest.DocTestFinder().find(tasks)
+    examples = next(each.examples for each in found if "class Focal" in (each.docstring or ""))
+    source = "from raydpfl.models.tasks import *\nimport numpy as np\nimport torch\n"
+    source += "".join(each.source for each in examples)
+    (tmp_path / "documented.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = check.check(f"documented_{name}:{name}")
-    assert all(clause.kept is not False for clause in found), check.render(found)
+    clauses = check.check("documented:Focal")
+    assert all(clause.kept is not False for clause in clauses), check.render(clauses)
 
 
 GIVEN = (
