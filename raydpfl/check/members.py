@@ -71,9 +71,13 @@ def refusals(case: Example) -> str:
 
 
 def pickles(case: Example) -> str:
-    """A member is its settings: pickled and hashed, it is the same."""
+    """A member is its settings: pickled and, but for models with arguments, hashed, it is the
+    same.
+    """
     member = case.member
     second = pickle.loads(pickle.dumps(member))
     hold(second == member, "unpickled, it is not equal")
+    if case.section == "model":
+        return "equal"
     hold(hash(second) == hash(member), "unpickled, it has another hash")
     return "equal, with the same hash"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from raydpfl.core import native
 from raydpfl.data.shard_files import ArrowFile
 from raydpfl.data.source_checks import check_rows, source_errors
 from raydpfl.data.sources import Data
@@ -26,6 +27,7 @@ from raydpfl.models.tasks import Form
 # Of memory, as torch aligns its own: products may round by it, and a training backend need not copy
 # what is aligned.
 ALIGNMENT = 64
+FULL = 0.75  # share of a chunk's rows that are no padding, from which on padding is gathered too
 
 Rows = tuple[np.ndarray, np.ndarray]
 
@@ -53,6 +55,18 @@ class RowReader:
             ConfigError: rows that are generated are wrong.
         """
         raise NotImplementedError
+
+    def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
+        """All rows of the clients of a chunk at once, as they are stored: x [C, width, *shape] and
+        y [C, width, *targets], after each client's own rows any values. None where `rows` has to
+        give them client by client. Raises as `rows`.
+
+        Args:
+            clients: int64 [C]; -1: none, without rows.
+            counts: int64 [C], the number of rows of each.
+            width: at least the largest of them.
+        """
+        return None
 
     def prefetch(self, clients: np.ndarray) -> None:
         """Asks the system to load the rows of these clients, int64; returns at once."""
@@ -103,6 +117,16 @@ class MappedRows(RowReader):
         places = self._clients.rows(client, picked)
         return self._x[places], self._y[places]
 
+    def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
+        if self._clients.index is not None or counts.sum() < FULL * len(counts) * width:
+            return None
+        rows = self._clients.first[clients][:, None] + np.arange(width)
+        x, y = (
+            column.take(rows, 0, aligned((*rows.shape, *column.shape[1:]), column.dtype), "clip")
+            for column in (self._x, self._y)
+        )
+        return x, y
+
     def release(self) -> None:
         self._file.release()
         self._clients.release()
@@ -138,6 +162,26 @@ class FileRows(RowReader):
             for column, (dtype, shape, _) in enumerate(self._columns)
         )
         return x, y
+
+    def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
+        if self._clients.index is not None or native.library() is None:
+            return None
+        slots = np.flatnonzero(counts)
+        first = self._clients.first[clients[slots]]
+        batch = np.searchsorted(self._starts, first, side="right") - 1
+        first = first - np.array(self._starts)[batch]
+        columns = []
+        for column, (dtype, shape, size) in enumerate(self._columns):
+            into = aligned((len(clients), width, *shape), dtype)
+            at = np.array(self._offsets)[batch, column] + first * size
+            try:
+                memory = into.reshape(-1).view(np.uint8)
+                places = slots * (width * size)
+                native.read(self._descriptor, at, counts[slots] * size, memory, places)
+            except EOFError:
+                raise OSError(f"{self._path} is cut short") from None
+            columns.append(into)
+        return columns[0], columns[1]
 
     def _runs(self, client: int, picked: np.ndarray | None) -> list[tuple[int, int]]:
         """Runs of rows that follow one another in the file: the first row and the number of rows of

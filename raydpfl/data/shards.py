@@ -178,15 +178,28 @@ class Shards:
         if counts.max(initial=0) > rows:
             largest = f"client {members[counts.argmax()]} has {counts.max()} samples"
             raise ValueError(f"{largest}, more than the {rows} rows of the chunk")
-        x = aligned((len(members), rows, *self.shape), self._dtypes[0])
-        y = aligned((len(members), rows, *self.target.shape), self._dtypes[1])
-        for slot, (client, count) in enumerate(zip(members.tolist(), counts.tolist(), strict=True)):
-            if count:
-                stored, y[slot, :count] = self.reader.rows(client, picked[slot] if picked else None)
-                self._scaled(stored, x[slot, :count])
-            if count < rows:
-                x[slot, count:] = 0
-                y[slot, count:] = 0
+        whole = (
+            None
+            if picked and any(some is not None for some in picked)
+            else self.reader.read(members, counts, rows)
+        )
+        shape = (len(members), rows)
+        if whole is None:
+            x = aligned((*shape, *self.shape), self._dtypes[0])
+            y = aligned((*shape, *self.target.shape), self._dtypes[1])
+            for slot in np.flatnonzero(counts).tolist():
+                own = slice(counts[slot])
+                some = picked[slot] if picked else None
+                stored, y[slot, own] = self.reader.rows(int(members[slot]), some)
+                self._scaled(stored, x[slot, own])
+        else:
+            x, y = whole
+            if x.dtype != self._dtypes[0]:
+                x = aligned(x.shape, self._dtypes[0])
+                self._scaled(whole[0], x)
+        for slot in np.flatnonzero(counts < rows).tolist():
+            x[slot, counts[slot] :] = 0
+            y[slot, counts[slot] :] = 0
         return x, y, counts
 
     def _scaled(self, stored: np.ndarray, x: np.ndarray) -> None:

@@ -52,6 +52,33 @@ def hostile(d: int, dtype: type) -> np.ndarray:
 
 
 @needs
+def test_stretches_of_a_file_are_read_to_their_places_however_much_is_read_at_once(tmp_path):
+    content = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
+    (tmp_path / "f").write_bytes(content.tobytes())
+    at = np.array([49_000, 0, 12_345, 12_345, 700])
+    lengths = np.array([1000, 1, 5000, 4097, 0])
+    places = np.array([3, 1003, 1004, 6004, 0])
+    expected = np.zeros(10_200, np.uint8)
+    for start, length, place in zip(at, lengths, places, strict=True):
+        expected[place : place + length] = content[start : start + length]
+    with (tmp_path / "f").open("rb", buffering=0) as file:
+        for most in (1 << 30, 4096, 999):
+            into = np.zeros_like(expected)
+            assert native.read(file.fileno(), at, lengths, into, places, most)
+            assert np.array_equal(into, expected)
+        with pytest.raises(EOFError):
+            native.read(file.fileno(), at, lengths + 1, into, places)
+        with pytest.raises(AssertionError):  # it is never written beside the memory
+            native.read(file.fileno(), at, lengths + 10_000, into, places)
+    with pytest.raises(IsADirectoryError):
+        folder = os.open(tmp_path, os.O_RDONLY)
+        try:
+            native.read(folder, at, lengths, into, places)
+        finally:
+            os.close(folder)
+
+
+@needs
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("d", LENGTHS)
 def test_norms_have_the_bits_of_the_reference_and_are_norms(d, dtype, monkeypatch):

@@ -5,8 +5,8 @@ machine (`cc`, or what CC names), into the cache directory, by a digest of the s
 command (`raydpfl.core.kernel_build`). What another user could have written there, is not what was
 compiled, cannot be loaded, or computes something else is compiled once more; where that cannot be
 stored, the process compiles a library for itself. Without a compiler `library` is None: sums then
-take numpy, with the same bits, and training takes another backend
-(`raydpfl.training.backends`).
+take numpy, with the same bits, clients' rows are read one by one, and training takes another
+backend (`raydpfl.training.backends`).
 
 The bits of what the library computes depend neither on the processor nor on the number of threads
 (`use`): every sum has a fixed order, and every vector length gives the same.
@@ -24,8 +24,10 @@ array([1.5, 4. ])
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -236,6 +238,45 @@ def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
         return False
     rows, numbers = out.shape
     _call(compiled.raydpfl_normals, rows, numbers // 2, names, stds, out)
+    return True
+
+
+def read(
+    file: int,
+    at: np.ndarray,
+    lengths: np.ndarray,
+    into: np.ndarray,
+    places: np.ndarray,
+    most: int = 1 << 30,
+) -> bool:
+    """Reads stretches of a file, those in memory first, while the system fetches the others; False
+    where nothing is compiled.
+
+    Args:
+        file: its descriptor.
+        at, lengths: where each begins in the file, and its length, in bytes, int64 [k].
+        into: uint8 [n].
+        places: where each goes in `into`, int64 [k].
+        most: bytes that are read at once, at most.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    done = np.zeros(len(at), np.int64)
+    starts, counts, targets = _whole(at, lengths, places)
+    assert (places >= 0).all() and (places + lengths <= into.size).all()
+    arrays = (starts, counts, into, targets, most, done)
+    failed = errno.EINTR
+    while failed == errno.EINTR:  # here Python handles the signal
+        failed = _call(compiled.raydpfl_read, ctypes.c_int(file), len(done), *arrays)
+    if failed < 0:
+        raise EOFError
+    if failed:
+        raise OSError(failed, os.strerror(failed))
     return True
 
 

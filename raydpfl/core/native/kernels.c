@@ -41,3 +41,4 @@ here keeps state but the threads, which take up clients, or parts of sums, one a
 #include "sums.c"
 #include "chunk.c"
 #include "convolution.c"
+#include "file_reading.c"
