@@ -239,6 +239,9 @@ def _with_idle(
     trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
 ) -> Iterator[Block]:
     """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
+    if not len(idle):
+        yield from trained
+        return
     for block in trained:
         first, last = block.slots[[0, -1]]
         yield from _idle(idle[idle < first], parameters)
