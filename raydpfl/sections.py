@@ -294,7 +294,7 @@ class Evaluate(Section):
         elif "personal" in setting.kinds or setting.local_parameters:
             expected = (
                 "none with models of clients' own (model.local, personal): who has one has taken "
-                "part, and a secret cohort would be told by the answers"
+                "part, and a secret cohort would be known by the answers"
             )
         if expected:
             histogram = self.histogram.model_dump(mode="json")

@@ -34,7 +34,7 @@ def covers(case: Claims) -> str:
 
 
 def surveys(case: Claims) -> str:
-    """A rigorous accountant counts what all clients are asked for besides the rounds."""
+    """A rigorous accountant counts what all clients are asked for next to the rounds."""
     if not case.accountants[0].rigorous:
         return "a formula as printed: no guarantee"
     looked = 0

@@ -248,7 +248,7 @@ def _columns(k: int, bound: float) -> dict[str, np.ndarray]:
 
 
 def answers(case: Example) -> str:
-    """What clients answer besides is within the bound of its query, of each client alone."""
+    """What clients answer to a query is within the bound of its query, of each client alone."""
     queries = case.member.queries()
     if not queries:
         return "no queries"

@@ -149,7 +149,7 @@ def _moved(form: Form, outputs: torch.Tensor, y: torch.Tensor, amount: float) ->
 
 
 def cells(case: MetricCase) -> str:
-    """A table that it has besides has the columns that it says, of one length, in whole numbers."""
+    """A table of its own has the columns that it says, of one length, in whole numbers."""
     for form, outputs, y in case.rows():
         cells = case.metric.cells(case.total(form, outputs, y, 25))
         columns: Sequence[str] = case.metric.columns()

@@ -98,7 +98,7 @@ class Schema(dict[str, Spec]):
             if key == "kind" and "kind" in node and node["kind"] != value:
                 lost = self._clear(node, ".".join(sections), value, paths)
                 if lost and not quiet:
-                    log.warning("%s; give beside it what is to stay", lost)
+                    log.warning("%s; give next to it what is to stay", lost)
             node[key] = value
         return tree
 

@@ -55,7 +55,7 @@ class Lora(BaseModel):
         ),
     )
     trained: tuple[str, ...] = Field(
-        default=(), description='patterns of parameters that are trained besides: ["head.*"]'
+        default=(), description='patterns of parameters that are trained too: ["head.*"]'
     )
 
 

@@ -78,7 +78,7 @@ class Answer:
     """What one accountant answers against one observer."""
 
     guarantee: Guarantee  # for that noise and those rounds (for one round if there are none)
-    noise_multiplier: float  # of the mechanism, whoever observes it; infinite: none is enough
+    noise_multiplier: float  # of the mechanism, for any observer; infinite: none is enough
     rounds: int  # of the run, or of the client with its samples; 0 if one spends too much
     true_epsilon: float | None = None  # of a formula: what holds there, at the formula's own delta
 

@@ -19,7 +19,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 MOST = 200  # clients that have a bar
 NAMED = 20  # classes that have a colour; all others have one together
 OTHERS = "#9A9A9A"
-# Told apart by the colour-blind too: two neighbours by 59 in CIELAB, any two by 24.
+# Distinct for the colour-blind too: two neighbours by 59 in CIELAB, any two by 24.
 CLASSES = (
     *("#A6D608", "#CC6677", "#332288", "#88CCEE", "#8C6D31"),
     *("#0072B2", "#A8DDB5", "#5A1A0A", "#DDCC77", "#882255"),

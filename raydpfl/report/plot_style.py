@@ -1,7 +1,7 @@
 """One look for every figure, and its files.
 
 Text and axes are drawn in the colour of the page around them (`currentColor`), so that one SVG
-reads in light, in the dark and on paper. Colours are told apart by the colour-blind (Okabe and Ito
+reads in light, in the dark and on paper. Colours are distinct for the colour-blind (Okabe and Ito
 2008), and each goes with a dash and a marker of its own. Nothing here touches pyplot.
 """
 
@@ -35,7 +35,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # inches of a panel
-NARROW = 3.5  # of one beside another, whose text is to be read where both have little room
+NARROW = 3.5  # of one next to another, whose text is to be read where both have little room
 HEIGHT = 3.0
 CHARACTERS = 42  # of a line of a panel's title
 PAPER = {1: 3.5, 2: 7.16}  # inches of one and two columns of a paper

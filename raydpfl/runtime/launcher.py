@@ -199,7 +199,7 @@ class Launcher:
         on_stage: Callable[[str], object] = lambda what: None,
     ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
-        or a plain object in this process. `on_stage` is told how many client actors have started.
+        or a plain object in this process. `on_stage` is given how many client actors have started.
         """
         with contained():
             pool = self._started(plan, on_stage) if self._count else None

@@ -92,10 +92,10 @@ def run(
         fresh_noise: with new noise, as code or processor changed; rounds done again count twice.
         data_root: the folder of data sets; None: RAYDPFL_DATA.
         address: of a Ray cluster to join. A Ray that this process had started is left running.
-        on_stage: is told what is done besides rounds, in words.
-        on_start: is told the plan.
+        on_stage: is given what is done before and after the rounds, in words.
+        on_start: is given the plan.
         on_rows: is given the rows that each round completed, one or more; True ends the run.
-        on_measure: is told the steps done, of how many, of measures after the last round.
+        on_measure: is given the steps done, of how many, of measures after the last round.
         prepare: in place of `raydpfl.data.prepare`, where this node lacks the source files.
 
     Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
@@ -132,7 +132,7 @@ def run(
 
 @contextmanager
 def _leaving(on_stage: Callable[[str], object]) -> Iterator[None]:
-    """Tells of an interrupt, after which a Ray that comes up is waited for."""
+    """Reports an interrupt, after which a Ray that comes up is waited for."""
     try:
         yield
     except KeyboardInterrupt:

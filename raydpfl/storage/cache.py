@@ -2,7 +2,7 @@
 what one has prepared is put there, and each of the others fetches it once, into the cache of its
 own that lies on its disk.
 
-`whole` and `put` are those of `raydpfl.storage.files` besides. The seal of a folder is put last,
+`whole` and `put` are those of `raydpfl.storage.files` too. The seal of a folder is put last,
 and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 

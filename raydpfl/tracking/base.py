@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from raydpfl.config.overrides import flat
 from raydpfl.config.registry import Member
 
-# Of a summary, what `facts` gives of it besides the scores.
+# Of a summary, what `facts` gives of it next to the scores.
 FACTS = ("status", "reason", "rounds", "seconds", "clients_per_second", "model_sha256")
 Row = Mapping[str, Any]  # of the rounds table, by column
 

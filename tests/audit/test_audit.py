@@ -163,6 +163,7 @@ def test_least_delta_is_near_the_accountants_and_never_above(
     assert least_delta(near * epsilon, mu, drawn, rounds) > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_the_one_shot_estimate_covers_the_truth(mirrored):
     """Intervals of 95 % over 200 draws of 500 canaries: 180 cover at least, but for one draw in
@@ -248,6 +249,7 @@ def test_sound_runs_of_every_kind_pass(change):
     assert "; ".join(done.unseen) in done.verdict and "what clients train" in done.verdict
 
 
+@pytest.mark.slow
 def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
     """A contribution is about half as long as the noise on all 64 coordinates: its angle with a
     canary is far from Gaussian, and would look like 1.3 times the epsilon that is claimed.
@@ -701,6 +703,7 @@ def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch)
     assert view.exceeded and view.estimate.low > 8 > view.claimed.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1, 0.5])
 def test_a_claim_on_a_few_parameters_is_doubted_where_it_is_false_alone(share, monkeypatch):
     """A sample's gradient is three times as long as the noise on all 8 coordinates: by their angle

@@ -73,6 +73,7 @@ class SomeOften(Selection):
         return Sampling("fixed", len(population), self.cohort)
 
 
+@pytest.mark.slow
 def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
     follows = next(clause for clause in check(SomeOften) if clause.name == "follows sampling")
     assert not follows.kept and "hardly ever gives" in follows.finding

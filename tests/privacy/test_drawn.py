@@ -281,6 +281,7 @@ def test_noise_on_a_histogram_that_is_not_what_was_accounted_for_ends_the_run(tm
         looked("OnSums", tmp_path, 9, on="less", evaluate=evaluate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, fields",
     [("OnSums", {"bounding": ASKING}), ("OfClients", {"multiplier": 2.0, "placement": "client"})],

@@ -786,6 +786,7 @@ def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_pa
     assert {each.get_subplotspec().get_geometry()[:2] for each in figure.axes} == {(4, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "inches"), [(1, 3.5), (2, 7.16)])
 def test_figures_for_a_paper_are_as_wide_as_its_columns_with_text_of_eight_points(columns, inches):
     def draw(axes):

@@ -227,6 +227,7 @@ def test_model_clipping_bounds_the_model_that_comes_out(tmp_path):
     assert float(flat.double().norm()) <= 0.7 + 1e-6
 
 
+@pytest.mark.slow
 def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
     """Bounding -Delta/lr at c and multiplying by lr again is bounding Delta at lr c."""
     base = {
@@ -389,7 +390,7 @@ def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
 ADAM = {"kind": "adam", "lr": 0.01, "beta1": 0.8}
 
 
-LEFT_OUT = "{} leaves out what {} had of {}; give beside it what is to stay"
+LEFT_OUT = "{} leaves out what {} had of {}; give next to it what is to stay"
 
 
 @pytest.mark.parametrize(

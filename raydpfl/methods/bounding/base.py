@@ -94,7 +94,7 @@ class Bounding(WithServerState):
             return
         if "local" in setting.stateful:
             local = setting.kinds["local"]
-            expected = f"a bounding without memory beside local.kind {local}, which has one"
+            expected = f"a bounding without memory next to local.kind {local}, which has one"
             raise ConfigError("bounding.kind", self.kind, expected)
         if setting.weighted:
             expected = f"uniform, as {self.kind} keeps the plain mean over all clients"

@@ -343,7 +343,7 @@ def _check_train(local: Local) -> None:
     """Raises `ConfigError` for hooks next to a user-defined `train`, which nothing would call."""
     for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
         if getattr(type(local), name) not in (getattr(Local, name), _not_linear):
-            expected = f"a class without {name} beside train, as nothing calls it"
+            expected = f"a class without {name} next to train, as nothing calls it"
             raise ConfigError("local.kind", local.kind, expected)
 
 

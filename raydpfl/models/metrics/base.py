@@ -42,7 +42,7 @@ class Metric(Member):
         raise NotImplementedError
 
     def cells(self, total: Total) -> dict[str, np.ndarray]:
-        """What it has besides a value, for a table of its own: columns by name, int64 [rows]."""
+        """What it has next to a value, for a table of its own: columns by name, int64 [rows]."""
         return {}
 
     def columns(self) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class TableItem(ReportItem):
         more = ""
         if self.published:
             more = f" Printed numbers are those of published/{self.published}; a number of another"
-            more += " data set is not put beside ours."
+            more += " data set is not put next to ours."
         name = name_of("cells", self.of)
         return [*tables, table(name, f"{title}, every cell", text, self._cells(grid, base), more)]
 

@@ -63,7 +63,7 @@ def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
-    """What tells a tree of leaves from others by these keys, in words. A key of a member is named
+    """How a tree of leaves differs from others by these keys, in words. A key of a member is named
     where others with the same member have another value of it.
     """
     words = []
@@ -82,7 +82,7 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
 
 
 def labels(values: Sequence[Any]) -> list[str]:
-    """A label for each of the values that a field takes in a sweep: a section by what tells it from
+    """A label for each of the values that a field takes in a sweep: a section by how it differs from
     the others, any other value in print. No two sections have the same one.
 
     >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])

@@ -156,7 +156,7 @@ def spent(run: Run) -> str:
         return "No privacy is guaranteed: there was no noise that an accountant accounted for."
     if not run.holds:
         return "No rigorous guarantee holds."
-    # what is not accounted for is told once for all
+    # what is not accounted for is said once for all
     return f"What holds: {run.holds[0].brief().sentence()}"
 
 

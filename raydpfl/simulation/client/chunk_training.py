@@ -67,10 +67,14 @@ class ChunkTraining:
         self._parts = 1  # that a chunk is trained in, as the device's memory is too small for it
 
     def train(
-        self, state: ChunkRound, members: np.ndarray, apart: bool = False, into: Sum | None = None
+        self,
+        state: ChunkRound,
+        members: np.ndarray,
+        independent: bool = False,
+        into: Sum | None = None,
     ) -> Iterator[Block]:
         """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.chunk`.
-        With `apart` they are trained independently of the round.
+        With `independent` they are trained independently of the round.
         """
         chunk = state.chunk
         present = np.flatnonzero(members >= 0)
@@ -82,7 +86,7 @@ class ChunkTraining:
             stds=chunk.stds,
             corrections=self.personal.corrections(self.local.correction(view)),
             starts=starts,
-            clipped=None if apart else state.clipped,
+            clipped=None if independent else state.clipped,
             into=into,
         )
         sizes = self.rows.sizes(members)
@@ -145,7 +149,7 @@ class ChunkTraining:
         for slot in np.flatnonzero(members >= 0).tolist():
             alone = replace(state.chunk, slot=slot)
             try:
-                for _ in self.train(state.of(alone), alone.members, apart=True):
+                for _ in self.train(state.of(alone), alone.members, independent=True):
                     pass
             except SystemExit as error:
                 failures[slot] = f"its training {exited(error)}"
@@ -196,7 +200,7 @@ class ChunkTraining:
         for k in range(1, times + 1):
             again = state.of(replace(chunk, draws=chunk.draws + (k << 20)))  # that no cohort has
             try:
-                for block in self.train(again, chunk.members, apart=True):
+                for block in self.train(again, chunk.members, independent=True):
                     view = state.view("bounding", block.slots)
                     sent = self.experiment.bounding.send(block.updates.double(), view)
                     sums[state.index(block.slots)] += sent

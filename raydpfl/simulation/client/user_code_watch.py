@@ -55,7 +55,7 @@ class UserCodeWatch:
     def _difference(self, state: ChunkRound, slot: int, update: torch.Tensor) -> str:
         """What differs when the client at this slot is trained a second time; empty: nothing."""
         alone = replace(state.chunk, slot=slot)
-        for block in self._training.train(state.of(alone), alone.members, apart=True):
+        for block in self._training.train(state.of(alone), alone.members, independent=True):
             repeated = block.updates[0].cpu().numpy()
             if not np.array_equal(repeated, update.cpu().numpy(), equal_nan=True):
                 client = state.chunk.clients[slot]
