@@ -82,8 +82,8 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
 
 
 def labels(values: Sequence[Any]) -> list[str]:
-    """A label for each of the values that a field takes in a sweep: a section by how it differs from
-    the others, any other value in print. No two sections have the same one.
+    """A label for each of the values that a field takes in a sweep: a section by how it differs
+    from the others, any other value in print. No two sections have the same one.
 
     >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])
     ['clip, bound 1', 'clip, bound 2', 'none', '0.5']
