@@ -107,7 +107,7 @@ CAPS = {
     "per-sample clipping, cnn layerwise": ONE_BY_ONE,
     # the loop, with a correction and a part of its own for each client, whose vector is measured
     # again as the module is user-defined
-    "FedBN, scaffold": {"waits": 6.5, "copies": 14.0},
+    "FedBN, scaffold": {"waits": 8.5, "copies": 15.5},
     "adapters, half of them of their own": {"waits": 1.2, "copies": 5.0},
     "Ditto": {"waits": 1.2, "copies": 6.5},  # trains each client twice
     "cnn by hand": ONE_BY_ONE,
@@ -119,7 +119,8 @@ CAPS = {
     "power of choice among the chosen": ASKED,
     # noise for every step, of which there are many
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
-    "validation": {"waits": 1.5, "copies": 5.5},
+    # the rows that are evaluated go there each time
+    "validation": {"waits": 1.5, "copies": 8.0},
     "no client of a chunk has rows": {"waits": 1.5, "copies": 4.5},  # chunks of two
     # chunks of four that join no others
     "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
