@@ -38,6 +38,8 @@ from raydpfl.data.shard_files import BATCH_BYTES, ArrowFile
 from raydpfl.data.sources import FAMILY, Data
 from raydpfl.models.tasks import Classification, Form, Target, Task
 
+CACHED = 160 << 10  # pixels that are scaled at once: with their float32 they fit the L2 cache
+
 
 class Shards:
     """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
@@ -204,11 +206,17 @@ class Shards:
 
     def _scaled(self, stored: np.ndarray, x: np.ndarray) -> None:
         """Puts rows as they are stored into x: pixels scaled to float32, all else as it is."""
-        x[...] = stored  # not by the product, which would convert them again in small parts
-        if stored.dtype == np.uint8:
-            x *= self._scale
+        if stored.dtype != np.uint8:
+            x[...] = stored
+            return
+        step = max(1, CACHED // max(1, stored[:1].size))
+        for start in range(0, len(x), step):
+            part = x[start : start + step]
+            # not by the product, which would convert them again in small parts
+            part[...] = stored[start : start + step]
+            part *= self._scale
             if self._shift is not None:
-                x += self._shift
+                part += self._shift
 
     def prefetch(self, clients: np.ndarray, rows: int) -> None:
         """Asks the system to load the rows of these clients, int64, -1 for a dummy, unless they
