@@ -36,7 +36,7 @@ WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake 
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class RankedSetting:
     """A setting that was tried: its searched values by key, in print; the rows of its trials; the
     metric of those that have it; whether it is the best.
     """
@@ -110,7 +110,7 @@ class SweepSource(PageSource):
         return values
 
     @cached_property
-    def settings(self) -> dict[int, Setting]:
+    def settings(self) -> dict[int, RankedSetting]:
         """By number, the best mean first, and at the end those without a score."""
         settings = {}
         rows = zip(self.trials, self.values, strict=True)
@@ -119,9 +119,9 @@ class SweepSource(PageSource):
             scores = [as_number(trial.get(self.metric)) for trial in trials]
             finite = [score for score in scores if score is not None]
             best = place == self.best.get("setting")
-            settings[place] = Setting(inside[0][1], trials, finite, best)
+            settings[place] = RankedSetting(inside[0][1], trials, finite, best)
 
-        def rank(pair: tuple[int, Setting]) -> tuple[bool, float]:
+        def rank(pair: tuple[int, RankedSetting]) -> tuple[bool, float]:
             scores = pair[1].scores
             return not scores, -self.measured.better * pair[1].spread.mean if scores else 0.0
 

@@ -101,7 +101,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Layer:
+class WeightedLayer:
     """A link with parameters. Every link of the chain has
 
     - `forward`: its output, and what is `saved` of the pass, from its input and all parameters;
@@ -121,7 +121,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Convolution(Layer):
+class Convolution(WeightedLayer):
     """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
     operators for them.
     """
@@ -185,7 +185,7 @@ class Convolution(Layer):
 
 
 @dataclass(frozen=True)
-class Dense(Layer):
+class Dense(WeightedLayer):
     """A linear layer."""
 
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
@@ -366,7 +366,7 @@ class Convolutional(OneByOne):
         self.unclipped = unpooled(self.links)  # why samples are not clipped
         if device.type != "cpu":
             self.unclipped = self.unclipped or "compiled code is for the CPU"
-        layers = [link for link in self.links if isinstance(link, Layer)]
+        layers = [link for link in self.links if isinstance(link, WeightedLayer)]
         every = [part for layer in layers for part in (layer.weight, layer.bias) if part]
         self.parameters = sorted(every, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]
