@@ -107,7 +107,7 @@ CAPS = {
     "per-sample clipping, cnn layerwise": ONE_BY_ONE,
     # the loop, with a correction and a part of its own for each client, whose vector is measured
     # again as the module is user-defined
-    "FedBN, scaffold": {"waits": 8.5, "copies": 15.5},
+    "FedBN, scaffold": {"waits": 6.5, "copies": 14.0},
     "adapters, half of them of their own": {"waits": 1.2, "copies": 5.0},
     "Ditto": {"waits": 1.2, "copies": 6.5},  # trains each client twice
     "cnn by hand": ONE_BY_ONE,
@@ -119,8 +119,7 @@ CAPS = {
     "power of choice among the chosen": ASKED,
     # noise for every step, of which there are many
     "tCDP, and clients that it does not fit": {"waits": 2.0, "copies": 14.0},
-    # the rows that are evaluated go there each time
-    "validation": {"waits": 1.5, "copies": 8.0},
+    "validation": {"waits": 1.5, "copies": 5.5},
     "no client of a chunk has rows": {"waits": 1.5, "copies": 4.5},  # chunks of two
     # chunks of four that join no others
     "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
@@ -177,6 +176,22 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
     # once for the evaluation, and once for what is trained on trial before the first round
     assert counts["to host"] <= 3 * rounds + 2, counts
     assert counts["to device"] <= 10 * rounds + 8, counts
+
+
+@pytest.mark.slow
+@needs_none
+def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
+    made = Explicit.vectors
+
+    def waiting(self, state, block):
+        vectors = made(self, state, block)
+        assert all(float(vector.sum()) < 1e9 for vector in vectors)
+        assert all(float(vector.sum()) < 1e9 for vector in vectors)
+        return vectors
+
+    monkeypatch.setattr(Explicit, "vectors", waiting)
+    with pytest.raises(AssertionError, match=r"waits"):
+        check_path("clip", tmp_path, monkeypatch)
 
 
 @needs_none

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raydpfl import models
-from raydpfl.core.device import sent
+from raydpfl.core.device import memory, sent
 from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
@@ -21,6 +21,8 @@ from raydpfl.models.metrics import Metric, Total
 from raydpfl.simulation.client.data_cache import check
 from raydpfl.simulation.client.personalization import FineTuning, LocalParameters
 from raydpfl.simulation.user_code import in_training
+
+SHARE = 8  # of the device's memory that is the actor's, batches may take one part in so many
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class Evaluator:
         # the sets that a batch of clients is scored for, and by what
         held_out = experiment.evaluate.validation and experiment.model.local
         self._by_client = [(metric_columns.VALIDATION, self.metrics)] if held_out else []
+        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # that a GPU keeps
+        self._left = memory(experiment.client.num_gpus) // SHARE  # bytes that it has for more
 
     def evaluate(
         self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
@@ -172,13 +176,19 @@ class Evaluator:
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a batch, on the device."""
+        if index in self._there:
+            return self._there[index]
         batch = self.batches[index]
         if batch.stored is None:
             x, y = self.shards.client_batch(batch.clients, batch.first)
         else:
             x, y = self.shards.decoded(*batch.stored)
         check(self.device, self.form, x, y)
-        return sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        tensors = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._left:
+            self._left -= x.nbytes + y.nbytes
+            self._there[index] = tensors
+        return tensors
 
     def _scored(self, index: int) -> list[tuple[str, list[torch.Tensor]]]:
         """By set, the sums of the batch by metric, or of its clients, [k] each."""

@@ -54,9 +54,9 @@ CONFIGS = {
     "rounds: 2\nseed: 1\nrounds: 3": "the key 'rounds' twice in one mapping",
     "model: {kind: softmax, kind: mlp}": "the key 'kind' twice in one mapping",
     "\n".join(
-        ["a0: &a0 {x: 1}"]
-        + [f"a{k + 1}: &a{k + 1} {{<<: [{', '.join([f'*a{k}'] * 9)}]}}" for k in range(9)]
-    ): "expected ",  # a mapping that is too large, or, by later versions of PyYAML, keys once each
+        [f"a{k}: &a{k} {{{', '.join(f'k{k}_{i}: 0' for i in range(1001))}}}" for k in range(10)]
+        + [f"all: {{<<: [{', '.join(f'*a{k}' for k in range(10))}]}}"]
+    ): "a mapping that others make larger than 10,000 keys",
     "\n".join(
         ["a0: &a0 [x]", *(f"a{k + 1}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k in range(9))]
     ): "aliases that stand for more values",

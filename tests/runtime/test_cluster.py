@@ -4,6 +4,7 @@ lost. And the files that start clusters.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import jsonschema
 import processes
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from conftest import experiment
 from test_study import check_same_tables, command, cut_short, longer, written
@@ -225,40 +227,103 @@ def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gi
 # The files of cluster/, without a cluster.
 
 FOLDER = Path(__file__).parents[2] / "cluster"
-KINDS = {
-    "kuberay-cluster": ("ray.io/v1", "RayCluster"),
-    "kuberay-job": ("ray.io/v1", "RayJob"),
-    "kuberay-volume": ("v1", "PersistentVolumeClaim"),
+TEXT = {"type": "string"}
+COUNT = {"type": "integer", "minimum": 0}
+QUANTITY = {"type": ["integer", "string"]}
+
+
+def mapping(required: str, **properties) -> dict:
+    """The schema of a mapping with these keys and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+def listed(item: dict) -> dict:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+AMOUNTS = {
+    "type": "object",
+    "propertyNames": {"enum": ["cpu", "memory", "nvidia.com/gpu"]},
+    "additionalProperties": QUANTITY,
 }
-# the fields of the CRDs of KubeRay and of Kubernetes that are used
-FIELDS = """
-accessModes apiVersion authOptions backoffLimit claimName containers cpu entrypoint env fsGroup
-enableInTreeAutoscaling groupName headGroupSpec image kind limits maxReplicas memory metadata
-minReplicas mode mountPath name persistentVolumeClaim rayClusterSpec rayStartParams rayVersion
-replicas requests resources secretName securityContext shutdownAfterJobFinishes spec storage
-storageClassName template ttlSecondsAfterFinished value volumeMounts volumes workerGroupSpecs
-"""
+CONTAINER = mapping(
+    "name image resources",
+    name=TEXT,
+    image=TEXT,
+    env=listed(mapping("name value", name=TEXT, value=TEXT)),
+    resources=mapping("requests limits", requests=AMOUNTS, limits=AMOUNTS),
+    volumeMounts=listed(mapping("name mountPath", name=TEXT, mountPath=TEXT)),
+)
+VOLUME = mapping(
+    "name persistentVolumeClaim",
+    name=TEXT,
+    persistentVolumeClaim=mapping("claimName", claimName=TEXT),
+)
+POD = mapping(
+    "containers",
+    containers=listed(CONTAINER),
+    volumes=listed(VOLUME),
+    securityContext=mapping("", fsGroup=COUNT),
+)
+START = {"type": "object", "additionalProperties": TEXT}
+GROUP = {
+    "rayStartParams": START,
+    "template": mapping("spec", metadata={"type": "object"}, spec=POD),
+}
+SCALE = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
+RAY_CLUSTER = mapping(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=mapping("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+    enableInTreeAutoscaling={"type": "boolean"},
+    headGroupSpec=mapping("rayStartParams template", **GROUP),
+    workerGroupSpecs=listed(
+        mapping("groupName minReplicas maxReplicas rayStartParams template", **SCALE, **GROUP)
+    ),
+)
+RAY_JOB = mapping(
+    "entrypoint rayClusterSpec",
+    entrypoint=TEXT,
+    rayClusterSpec=RAY_CLUSTER,
+    shutdownAfterJobFinishes={"type": "boolean"},
+    ttlSecondsAfterFinished=COUNT,
+    backoffLimit=COUNT,
+)
+STORAGE = mapping("requests", requests=mapping("storage", storage=TEXT))
+CLAIM = mapping(
+    "accessModes resources", accessModes=listed(TEXT), resources=STORAGE, storageClassName=TEXT
+)
+KINDS = {
+    "kuberay-cluster": ("ray.io/v1", "RayCluster", RAY_CLUSTER),
+    "kuberay-job": ("ray.io/v1", "RayJob", RAY_JOB),
+    "kuberay-volume": ("v1", "PersistentVolumeClaim", CLAIM),
+}
 
 
 def manifest(name: str) -> dict:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 
-def fields(tree, inside: str = "") -> set[str]:
-    """The keys of a manifest, but for those of a user's own choice."""
-    if isinstance(tree, list):
-        return set().union(*(fields(part) for part in tree))
-    if not isinstance(tree, dict) or inside == "rayStartParams":
-        return set()
-    return set(tree).union(*(fields(value, key) for key, value in tree.items()))
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_a_manifest_is_of_its_kind_and_has_no_field_that_kubernetes_does_not_know(name):
-    tree = manifest(name)
-    assert (tree["apiVersion"], tree["kind"]) == KINDS[name] and tree["metadata"]["name"]
-    unknown = fields(tree) - set(FIELDS.split())
-    assert unknown <= {"nvidia.com/gpu", "labels", "annotations"}, unknown
+def test_a_manifest_has_the_fields_that_kubernetes_requires_and_no_others(name):
+    version, kind, spec = KINDS[name]
+    schema = mapping(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": version},
+        kind={"const": kind},
+        metadata=mapping("name", name=TEXT),
+        spec=spec,
+    )
+    jsonschema.validate(manifest(name), schema)
+    broken = manifest(name)
+    broken["spec"]["sepc"] = broken["spec"].popitem()[1]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, schema)
 
 
 @pytest.mark.parametrize("name", ["kuberay-cluster", "kuberay-job"])
@@ -300,12 +365,11 @@ def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(tmp_pa
 
 @pytest.mark.parametrize("name", ["onpremise", "aws"])
 def test_a_launcher_file_passes_the_cluster_launchers_own_check(name):
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler/ray-schema.json").read_text())
     config = manifest(name)
-    validate_config(prepare_config(config))
+    jsonschema.validate(config, schema)
     with pytest.raises(jsonschema.ValidationError):
-        validate_config(prepare_config({**config, "setup_command": []}))
+        jsonschema.validate({**config, "setup_command": []}, schema)
     everything = yaml.safe_dump(config)
     assert (
         "RAY_AUTH_MODE=token" in everything

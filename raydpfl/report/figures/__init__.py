@@ -8,7 +8,7 @@ is the kind `curves` with `of: test_accuracy`.
 ('curves', ('test_accuracy',), 'seconds', ('data',))
 >>> parse({"curve": "test_accuracy"}, "study.show[0]")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: expected one of pers...
+raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: expected one of conf...
 >>> axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
 >>> parse({"points": "test_accuracy", "x": "date"}, "study.show[0]", axes)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
@@ -27,7 +27,8 @@ from raydpfl.report.figures.base import Missing, Piece, Plot, PlotItem, ReportIt
 
 __all__ = ["FAMILY", "Missing", "Piece", "Plot", "PlotItem", "ReportItem", "Words", "parse"]
 
-FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem)
+FIRST = ("confusion", "curves", "points")
+FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem, FIRST)
 
 
 def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None) -> ReportItem:

@@ -88,7 +88,7 @@ class LocalParameters:
         updates = self.split.shared(block.updates)
         final = starts.final[device.index(block.slots, starts.final.device)]
         local = self.split.kept(final)
-        updates[~local.isfinite().all(1)] = math.nan
+        updates.masked_fill_(~local.isfinite().all(1, keepdim=True), math.nan)
         return Block(block.slots, updates, block.losses, local)
 
     def train(self, state: ChunkRound) -> None:
