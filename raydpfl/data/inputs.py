@@ -18,6 +18,10 @@ from raydpfl.storage.files import check_memory
 
 PIXELS = 1 << 26  # of an image at most
 SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
+WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
+# bytes of images that are suspect where they are so many times what was encoded
+BOMB = 1 << 31
+RATIO = 200
 # no others: some would run other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
@@ -138,16 +142,17 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         for row, (which, data) in enumerate(zip(names, column, strict=True)):
+            encoded = data.as_py() or b""
             try:
-                with Image.open(io.BytesIO(data.as_py() or b""), formats=FORMATS) as image:
+                with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                     if image.mode.startswith(DEEP):
                         raise refused(f"{EIGHT_BITS}; {which} has more ({image.mode})")
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
-                    if image.height * image.width > PIXELS:
-                        pixels = image.height * image.width
-                        raise refused(f"{SMALL_ENOUGH}; {which} has {pixels:,}")
+                    flaw = _flaw(encoded, image.height * image.width)
+                    if flaw:
+                        raise refused(flaw.format(which))
                     if row == 0:
-                        check_memory(len(column) * math.prod(shape))
+                        _check_size(column, len(column) * math.prod(shape), name)
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
                         others = f"{which} is {shape}, {names[0]} is {images.shape[1:]}"
@@ -169,3 +174,25 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                 raise refused(f"encoded images; {which} is not of {formats}") from None
             images[row] = np.atleast_3d(colours).transpose(2, 0, 1)
     return images
+
+
+def _flaw(encoded: bytes, pixels: int) -> str:
+    """What is expected of an image, `{}`, that is too large or takes too long to decode; else
+    empty.
+    """
+    if pixels > PIXELS:
+        return f"{SMALL_ENOUGH}; {{}} has {pixels:,}"
+    # a progressive JPEG goes over its pixels again in every scan
+    scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
+    many = f"images that are soon decoded; {{}} has {pixels:,} pixels in {scans:,} scans"
+    return many if pixels * scans > WORK else ""
+
+
+def _check_size(column: pa.Array | pa.ChunkedArray, size: int, name: str) -> None:
+    """Raises MemoryError for images of so many bytes that no memory holds; `ConfigError` for those
+    that no camera took.
+    """
+    check_memory(size)
+    if size > BOMB and size > RATIO * column.nbytes:
+        amount = f"{size / 1e9:.1f} GB in {column.nbytes / 1e9:.4f}"
+        raise ConfigError("data.x", name, f"images with something in them; these are {amount}")

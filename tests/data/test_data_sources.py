@@ -395,7 +395,17 @@ def png(width: int, height: int, rows: bytes = b"") -> bytes:
 
 
 SMALL = png(2, 2, b"\0" * 6)
+
+
+def scanned(width: int, height: int, scans: int) -> bytes:
+    """A JPEG of so many scans, as a progressive one may have, each of them as good as empty."""
+    image = encoded(np.zeros((height, width), np.uint8), "JPEG")
+    return image[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x00\x00\x00\x00" * scans + b"\xff\xd9"
+
+
 BOMBS = {
+    "many of nothing": [png(8_000, 8_000)] * 80,
+    "scan upon scan": [scanned(2_000, 2_000, 1_000)],
     "16 bits": [encoded(np.full((2, 2), 40_000, np.uint16))],
     "numbers for pixels": [encoded(np.ones((2, 2), np.float32), "TIFF")],
     "200 million pixels": [png(20_000, 10_000)],
