@@ -87,6 +87,17 @@ class Lone:
         backends = ((self.p, self.q), (self.q, self.p))
         return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in backends)
 
+    def attacks(self) -> tuple[np.ndarray, np.ndarray]:
+        """The most powerful tests for the client's data (Neyman and Pearson): their rates of false
+        positives and of false negatives, some of them, float64 [n] each.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            order = np.argsort(-np.nan_to_num(self.p / self.q, nan=1.0), kind="stable")
+        rates = [
+            np.cumsum(density[order])[:: POINTS // 400] * self.step for density in (self.q, self.p)
+        ]
+        return rates[0], 1 - rates[1]
+
     def renyi(self, order: float) -> float:
         """The divergence at an order above 1, in the worse direction."""
         p, q = self._logs
@@ -128,6 +139,27 @@ def no_more_private_than_a_lone_client(case: Claims) -> str:
                 hold(claimed >= least * (1 - 1e-4) - 1e-9, wrong)
                 looked += 1
     return f"{looked} values of delta held against an integral"
+
+
+def no_less_than_an_attack(case: Claims) -> str:
+    """No trade-off curve is above the errors that an attack on a lone client makes."""
+    looked = 0
+    for accountant, mechanism, relation, words in case.covered(NOISE[0]):
+        if not accountant.rigorous:
+            continue
+        lone = Lone.of(mechanism.sampling, relation, mechanism.mu(relation))
+        false_positives, false_negatives = lone.attacks()
+        curve = accountant.tradeoff(mechanism, relation, 1, V)
+        claimed = curve.false_negatives(false_positives.clip(0, 1), "absent")
+        back = curve.false_negatives(false_negatives.clip(0, 1), "present")
+        for here, attack in ((claimed, false_negatives), (back, false_positives)):
+            worst = int(np.argmax(here - attack))
+            wrong = (
+                f"{words}: error rate {here[worst]:.4g}, where an attack has {attack[worst]:.4g}"
+            )
+            hold(here[worst] <= attack[worst] + 1e-4, wrong)
+        looked += 2 * len(claimed)
+    return f"{looked} points of trade-off curves held against the best test"
 
 
 def monotone(case: Claims) -> str:

@@ -39,6 +39,7 @@ from raydpfl.privacy.accounting import (
     epsilon_curve,
     guarantees,
     rigorous,
+    tradeoff,
 )
 from raydpfl.privacy.calibration import noise_for, rounds_for
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
@@ -49,6 +50,7 @@ from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 from raydpfl.privacy.release_report import ReleaseReport, report_of
 from raydpfl.privacy.sampling import Sampling, SamplingScheme
+from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation, Terms
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "Spent",
     "Survey",
     "Terms",
+    "TradeOff",
     "budget_variance",
     "calibrate_local_steps",
     "check_budget",
@@ -89,4 +92,5 @@ __all__ = [
     "rigorous",
     "rounds_for",
     "sentences",
+    "tradeoff",
 ]

@@ -19,6 +19,7 @@ from raydpfl.privacy.accountants.paper import paper_epsilon
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, column
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
+from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation, one_of
 
 NOISELESS = "no noise is added, so nothing is private"
@@ -111,6 +112,27 @@ def delta(
     if not mechanism.private:
         return 1.0
     return named(accountant).delta(mechanism, relation, epsilon, rounds, v)
+
+
+def tradeoff(
+    mechanism: Mechanism,
+    relation: Relation,
+    rounds: int | None = None,
+    accountant: str = "pld",
+    v: float = 4.0,
+) -> TradeOff:
+    """The trade-off curve f of a mechanism after some rounds, by an accountant: of a rigorous one
+    never above the truth, so that no attack does better; of pld that of its own loss distribution,
+    in both directions where they differ. Without noise f is 0.
+
+    Args:
+        mechanism, relation, rounds, accountant, v: as, and the errors are, those of `epsilon`.
+    """
+    rounds = mechanism.rounds if rounds is None else rounds
+    _check(mechanism, relation, 0.5, rounds, accountant)
+    if not mechanism.private:
+        return TradeOff(np.array([0.0, 1.0]), np.ones((1, 2)))
+    return named(accountant).tradeoff(mechanism, relation, rounds, v)
 
 
 def guarantees(

@@ -123,7 +123,7 @@ class LossDistribution:
         once: bool = False,
     ) -> float:
         """Delta at `epsilon` after `rounds` rounds; the others as for `epsilons`."""
-        (deltas,) = self._tails(rounds, rounds, every, also, once)
+        deltas = self.deltas(rounds, every, also, once)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])
@@ -131,6 +131,18 @@ class LossDistribution:
         share = math.exp((place - i - 1) * self.step) * math.expm1((i - place) * self.step)
         share /= math.expm1(-self.step)
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
+
+    def deltas(
+        self,
+        rounds: int,
+        every: int = 1,
+        also: LossDistribution | None = None,
+        once: bool = False,
+    ) -> np.ndarray:
+        """Delta at epsilon = 0, step, 2 step, ... after `rounds` rounds, float64 [n]; the last is
+        the mass at infinity. The others as for `epsilons`.
+        """
+        return next(self._tails(rounds, rounds, every, also, once))
 
     def std(self) -> float:
         """Standard deviation of the finite loss of one round."""

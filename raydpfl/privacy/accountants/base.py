@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.privacy.mechanism import Event, Mechanism
+from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation
 
 NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
@@ -62,6 +63,16 @@ class Accountant:
     ) -> float:
         """Delta at `epsilon` after `rounds` rounds of a mechanism with noise."""
         return self.delta_of(mechanism.event(relation), epsilon, rounds)
+
+    def tradeoff(self, mechanism: Mechanism, relation: Relation, rounds: int, v: float) -> TradeOff:
+        """The trade-off curve after `rounds` rounds of a mechanism with noise: a lower bound if the
+        accountant is rigorous.
+        """
+        return TradeOff.sampled(lambda at: self.delta(mechanism, relation, at, rounds, v))
+
+    def tradeoff_of(self, event: Event, count: int) -> TradeOff:
+        """The same after `count` events."""
+        return TradeOff.sampled(lambda at: self.delta_of(event, at, count))
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         """Epsilon at `delta` after `counts` int64 [n], consecutive numbers of events, and what is

@@ -9,6 +9,7 @@ import numpy as np
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import NEEDS, Accountant
 from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.tradeoff import TradeOff
 
 
 class Pld(Accountant):
@@ -29,6 +30,18 @@ class Pld(Accountant):
             for loss, other in _losses(event, last if once else gaussians)
         ]
         return np.max(curves, axis=0)
+
+    def tradeoff(self, mechanism, relation, rounds, v):
+        return self.tradeoff_of(mechanism.event(relation), rounds)
+
+    def tradeoff_of(self, event: Event, count: int) -> TradeOff:
+        if not event.sampling.hidden:
+            return TradeOff.gaussian(float(event.unamplified(count)))
+        times = count * event.gaussians
+        once = event.once > 0
+        losses = _losses(event, times if once else event.gaussians)
+        tails = [loss.deltas(times, event.gaussians, other, once) for loss, other in losses]
+        return TradeOff.of_directions(losses[0][0].step, tails)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
