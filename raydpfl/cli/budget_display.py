@@ -11,13 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from raydpfl.cli import guarantee_table
-from raydpfl.privacy import Guarantee
+from raydpfl.privacy import Guarantee, holding
 from raydpfl.privacy.calculator import MOST_ROUNDS, Answer, Budget, PersonalBudget
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
+from raydpfl.privacy.tradeoff import LOW_RATE
 from raydpfl.report.labels import accountant
 
 MOST_ROWS = 5  # clients that are shown
+PROFILE = (0.0, 0.25, 0.5, 1.0, 1.5)  # of the stated epsilon, where delta is shown
+RATES = (1e-4, 1e-3, 0.01, 0.05, 0.1)  # of false positives, likewise
 _PROMISED = {
     "rigorous": "to meet each client's budget",
     "paper": f"by the formula of {PAPERS['003']}",
@@ -31,7 +34,35 @@ def shown(budget: Budget | PersonalBudget) -> RenderableType:
     """
     parts = _of_clients(budget) if isinstance(budget, PersonalBudget) else _of_sums(budget)
     notes = [Text(f"- {note}") for note in budget.notes]
-    return Group(*parts, *notes, "", Text(budget.sentence(), style="bold"))
+    return Group(*parts, *_curves(budget), *notes, "", Text(budget.sentence(), style="bold"))
+
+
+def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
+    """Of every guarantee that holds the nearest Gaussian and the power of attacks; of the first
+    delta at some epsilons, and that power at some false-positive rates.
+    """
+    held = [(one, one.curve()) for one in holding(budget.guarantees) if one.curve]
+    if not held:
+        return
+    made = guarantee_table.plain("Trade-off curves: no attack does better")
+    made.add_column("against an observer of", no_wrap=True)
+    power = f"true positives at {LOW_RATE:g}"
+    for head in ("mu of nearest Gaussian", "regret", power):
+        made.add_column(head, justify="right", overflow="fold")
+    for one, curve in held:
+        mu, regret = curve.nearest_gaussian()
+        numbers = (mu, regret, float(curve.true_positives(LOW_RATE)))
+        made.add_row(guarantee_table.against(one), *(f"{value:.4g}" for value in numbers))
+    yield from (made, "")
+    one, curve = held[0]
+    made = guarantee_table.plain(f"The first of them, by {one.accountant}")
+    for head in ("epsilon", "delta", "false positives", "true positives at most"):
+        made.add_column(head, justify="right")
+    for share, rate in zip(PROFILE, RATES, strict=True):
+        delta, most = curve.delta(share * one.epsilon), curve.true_positives(rate)
+        cells = (share * one.epsilon, float(delta), rate, float(most))
+        made.add_row(*(f"{value:.4g}" for value in cells))
+    yield from (made, "")
 
 
 def _of_sums(budget: Budget) -> Iterator[RenderableType]:

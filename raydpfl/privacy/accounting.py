@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -177,7 +179,9 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
         return view.guarantee(accountant, 0.0, delta)
     spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), accountant)
     unreached = (UNREACHED.format(accountant),) * math.isinf(spent)
-    return view.guarantee(accountant, spent, delta, unreached)
+    released = (view.mechanism, view.relation, max(view.rounds, 1), accountant)
+    guarantee = view.guarantee(accountant, spent, delta, unreached)
+    return replace(guarantee, curve=partial(tradeoff, *released))
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:

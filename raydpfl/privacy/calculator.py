@@ -49,7 +49,7 @@ from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
 from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
-from raydpfl.privacy.guarantee import SHARES, Guarantee, loose
+from raydpfl.privacy.guarantee import SHARES, Guarantee, holding, loose
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
@@ -192,6 +192,7 @@ class Budget:
                 for answer in self.answers
             ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "holds": [one.to_dict(curve=True) for one in holding(self.guarantees)],
             "sentence": self.sentence(),
             "notes": self.notes,
         }
@@ -390,6 +391,7 @@ class PersonalBudget:
                 {name: _to_json(value) for name, value in row.items()} for row in self.rows
             ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "holds": [one.to_dict(curve=True) for one in holding(self.guarantees)],
             "broken": self.broken,
             "sentence": self.sentence(),
             "notes": self.notes,

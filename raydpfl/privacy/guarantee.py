@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
 from raydpfl.privacy.sampling import Participations, Sampling
+from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Unit
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the quantiles over clients that are reported
@@ -95,6 +96,8 @@ class Guarantee:
     delta: float
     exclusions: tuple[str, ...] = ()  # what is not accounted for, in words
     conditions_failed: tuple[str, ...] = ()  # conditions of the accountant, in words
+    # gives the trade-off curve of which epsilon is a point; None: there is none
+    curve: Callable[[], TradeOff] | None = field(default=None, compare=False, repr=False)
 
     @property
     def formula(self) -> bool:
@@ -121,7 +124,8 @@ class Guarantee:
             "exclusions": tuple(values["exclusions"]),
             "conditions_failed": tuple(values["conditions_failed"]),
         }
-        read.pop("knows", None)
+        for name in ("knows", "curve"):
+            read.pop(name, None)
         return cls(**read)
 
     @property
@@ -142,18 +146,26 @@ class Guarantee:
             exclusions=(*self.exclusions, what),
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, curve: bool = False) -> dict[str, Any]:
         """The fields for JSON: facts in words, tuples as lists, and an infinite epsilon as the
-        string "infinity", which `float` reads back.
+        string "infinity", which `float` reads back. With `curve` also what `TradeOff.to_dict` gives
+        of its curve.
         """
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {
-            "observer": self.observer.value,
-            "sampling": str(self.sampling),
-            "knows": self.sampling.knows,
-            "epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon,
-            "exclusions": list(self.exclusions),
-            "conditions_failed": list(self.conditions_failed),
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values.pop("curve")
+        drawn = {"curve": self.curve().to_dict()} if curve and self.curve else {}
+        return (
+            values
+            | drawn
+            | {
+                "observer": self.observer.value,
+                "sampling": str(self.sampling),
+                "knows": self.sampling.knows,
+                "epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon,
+                "exclusions": list(self.exclusions),
+                "conditions_failed": list(self.conditions_failed),
+            }
+        )
 
     def detection(self) -> str:
         """What it means: the largest power of any test at a false-alarm rate of 5%."""

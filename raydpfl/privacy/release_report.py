@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -262,6 +263,7 @@ class LocalStepsReport:
         epsilon = 0.0
         delta = release.delta
         failed: tuple[str, ...] = ()
+        curve = None
         scope = Scope("public clients alone took part" if len(clients) else "no client took part")
         if len(covered):
             spent = self.epsilons(name, counts)[covered]
@@ -269,6 +271,9 @@ class LocalStepsReport:
             epsilon = float(spent.max())
             scope = scope_of(release, worst, int(counts[worst]), spent)
             delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
+            if name not in FORMULAS and release.stds[worst]:
+                event = release.event(worst)
+                curve = partial(named(name).tradeoff_of, event, int(counts[worst]))
         elif len(clients):
             epsilon = math.inf
             failed = (NOISELESS,)
@@ -276,7 +281,7 @@ class LocalStepsReport:
         return Guarantee(
             "paper" if formula else "rigorous", name, release.unit,
             formula.relation if formula else "replace_one", Observer.UPDATES, scope, epsilon, delta,
-            (*release.exclusions, *unfit, *_public_words(public)), failed,
+            (*release.exclusions, *unfit, *_public_words(public)), failed, curve,
         )  # fmt: skip
 
     def _covered(self, name: str) -> np.ndarray:

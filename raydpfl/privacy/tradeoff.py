@@ -160,14 +160,17 @@ class TradeOff:
         mu = max(0.0, float((-ndtri(first) - ndtri(second)).max()))
         if math.isinf(mu):
             return mu, 1.0
-        rates = np.geomspace(LEAST_RATE, 0.5, 600)
-        rates = np.sort(np.append(rates, self.false_negatives(rates)))
-        own, gaussian = self.false_negatives(rates), TradeOff.gaussian(mu).false_negatives(rates)
+        order = np.argsort(false_positives, kind="stable")
+        low, high = false_positives[order], false_negatives[order]
+        corners = np.concatenate([low, high[::-1]]), np.concatenate([high, low[::-1]])
+        rates = np.geomspace(LEAST_RATE, 0.5, 400)
+        rates = np.append(rates, np.interp(rates, *corners))
+        gaussian = TradeOff.gaussian(mu).false_negatives(rates)
 
         def above(regret: np.ndarray) -> np.ndarray:
-            return np.interp(rates + regret, rates, own) - regret > gaussian
+            return np.interp(rates + regret, *corners) - regret > gaussian
 
-        return mu, float(halved(above, 0 * rates, own, times=40).max())
+        return mu, float(halved(above, 0 * rates, np.ones_like(rates), times=40).max())
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:

@@ -324,7 +324,7 @@ class Recorder:
             "replaced_actors": self.pool.replaced,
             "sentences": in_words(guarantees),
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
-            "holds": [guarantee.to_dict() for guarantee in holding(guarantees)],
+            "holds": [guarantee.to_dict(curve=True) for guarantee in holding(guarantees)],
         }
 
 

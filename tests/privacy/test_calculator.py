@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 from conftest import SMALL, experiment, messages
@@ -218,6 +219,10 @@ def test_the_table_fits_a_hundred_columns_and_the_json_is_strict(scheme, unknown
     assert {"noise_multiplier", "bound", "sensitivity", "std_of_the_sum"} <= tree["noise"].keys()
     assert tree["relation"] and tree["sampling"]["cohort"]
     assert tree["sentence"].startswith("Epsilon")
+    for one in tree["holds"]:
+        profile = one["curve"]["epsilon"], np.log(one["curve"]["delta"])
+        stated = np.interp(one["epsilon"], *profile)
+        assert stated == pytest.approx(np.log(one["delta"]), rel=0.06)
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson", "with_replacement", "full"])

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from raydpfl import Experiment
 from raydpfl.errors import ConfigError
+from raydpfl.privacy import TradeOff
 from raydpfl.report import write
 from raydpfl.report.figures import Missing, Plot, parse
 from raydpfl.report.figures.confusion import matrix_of
@@ -383,6 +384,26 @@ def test_the_bias_across_clients_says_what_is_in_it_without_repeats(folder):
     only_columns(folder, [name for name in SPANS if name != "bias_within"] + ["round"])
     caption = pieces(folder)["bias_within-by-round"].caption
     assert "Without repeats" in caption and "from their differences" not in caption
+
+
+def test_the_curve_of_the_guarantee_that_holds_is_drawn_with_what_it_proves(tmp_path):
+    curve = TradeOff.gaussian(1.5).to_dict()
+    folder = made(tmp_path / "run", holds=[{**GUARANTEE, "curve": curve}])
+    drawn = pieces(folder)
+    assert {"tradeoff-attacks", "tradeoff-profile"} <= drawn.keys()
+    caption = drawn["tradeoff-attacks"].caption
+    assert "0.001 no attack has a true-positive rate above 0.05589" in caption
+    assert "of mu 1.5 (regret 0)" in caption
+    axes = [whole(drawn[f"tradeoff-{of}"]).axes[0] for of in ("attacks", "profile")]
+    rates, power = axes[0].lines[0].get_data()
+    assert power == pytest.approx(TradeOff.gaussian(1.5).true_positives(rates))
+    assert axes[1].lines[0].get_ydata()[0] == pytest.approx(curve["delta"][0])
+    (left_out,) = {
+        piece.why
+        for piece in pieces(made(tmp_path / "old")).values()
+        if isinstance(piece, Missing) and "guarantee" in piece.why
+    }
+    assert left_out == "needs a guarantee that holds in summary.json, by an accountant"
 
 
 def test_budgets_that_nothing_finite_was_spent_of_are_left_out(folder):

@@ -35,6 +35,7 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
     "Accuracy and loss": [*SCORES, *LOSSES, {"confusion": "test"}],
     "Privacy": [
         *({"curves": "epsilon_*", "main": "epsilon", "x": x} for x in BY),
+        *({"tradeoff": of} for of in ("attacks", "profile")),
         {"personal": {}},
     ],
     "Bounding and noise": [
