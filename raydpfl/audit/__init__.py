@@ -1,7 +1,7 @@
 """An audit: does a run give the privacy that its accountants say it gives?
 
 Canaries take the place of clients in runs of the experiment itself, present or absent (or their
-opposites) by a coin. What an observer can tell about the coins bounds epsilon from below [2] and
+opposites) by a coin. What an observer can tell about the coins bounds epsilon from below [2, 3] and
 estimates it [1] (references in `bounds`). `checks` holds the noise and all else that is recorded
 against what was accounted for.
 
@@ -39,7 +39,7 @@ import pyarrow as pa
 
 from raydpfl import storage
 from raydpfl.audit import checks, client_canaries, local_step_canaries, observers
-from raydpfl.audit.bounds import OneShot, one_run_bound, one_shot
+from raydpfl.audit.bounds import OneShot, curve_bound, one_run_bound, one_shot
 from raydpfl.audit.checks import Check
 from raydpfl.audit.observers import ObserverAudit
 from raydpfl.errors import ConfigError
@@ -50,7 +50,16 @@ from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import write_table
 
-__all__ = ["Audit", "Check", "ObserverAudit", "OneShot", "audit", "one_run_bound", "one_shot"]
+__all__ = [
+    "Audit",
+    "Check",
+    "ObserverAudit",
+    "OneShot",
+    "audit",
+    "curve_bound",
+    "one_run_bound",
+    "one_shot",
+]
 
 WORTH_HAVING = 1000  # the fewest canaries for a useful bound
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
@@ -99,7 +108,7 @@ class Audit:
             return f"scores look like {interval}"
 
         def proven(view: ObserverAudit) -> float:
-            return view.lower / view.claimed.epsilon
+            return max(view.lower, view.lower_of_curve or 0.0) / view.claimed.epsilon
 
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
@@ -110,6 +119,9 @@ class Audit:
         if refuted:
             view = max(refuted, key=proven)
             least = f"the canaries prove at least {view.lower:.4g}"
+            if view.lower <= view.claimed.epsilon:
+                least = "the canaries refute its trade-off curve, and those for epsilon below "
+                least += f"{view.lower_of_curve:.4g}"
             problems.append(f"the claim is false: {claimed(view)}, and {least}")
         elif exceeded:
             view = max(exceeded, key=lambda view: view.estimate.epsilon / view.claimed.epsilon)
@@ -120,7 +132,7 @@ class Audit:
         if problems:
             text = ", and ".join(problems)
             return f"{text[0].upper()}{text[1:]}. {unseen}"
-        view = max(self.views, key=proven)
+        view = max(self.views, key=lambda view: view.lower / view.claimed.epsilon)
         looked = ", ".join(check.name for check in self.checks)
         return (
             f"Of what was looked at ({looked}) nothing speaks against the claims: {claimed(view)}, "
@@ -168,6 +180,7 @@ class Audit:
                 f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: "
                 f"of {view.canaries} canaries {view.guesses} are guessed, {view.right} right; "
                 f"all right would prove {view.reach:.4g}",
+                *view.of_curve,
                 f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})",
             ]
             if claim.relation != "replace_one":

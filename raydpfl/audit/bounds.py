@@ -1,36 +1,51 @@
-"""From guesses and scores of canaries to an epsilon: the one-run lower bound and the one-shot
+"""From guesses and scores of canaries to an epsilon: the one-run lower bounds and the one-shot
 estimate.
 
 >>> round(one_run_bound(canaries=1000, guesses=200, right=180, delta=1e-5), 4)
 1.7963
 >>> one_run_bound(canaries=1000, guesses=200, right=110, delta=1e-5)  # a coin does as well
 0.0
+>>> round(curve_bound(canaries=1000, guesses=200, right=180, delta=1e-5), 3)
+2.901
 
-The lower bound [2] is a theorem: however the guesses are made, the epsilon of a mechanism that is
-(epsilon, delta)-private for every canary is above it, with the confidence asked for. Several
-independent runs with different canaries are one such mechanism, so their canaries count together.
-The estimate [1] assumes that scores are Gaussian. It is sharp if they are, and proves nothing.
+The lower bounds are theorems: however the guesses are made, with the confidence asked for, that of
+[2] is below the epsilon of any mechanism that is (epsilon, delta)-private for every canary. That of
+[3] refutes more of less: trade-off curves of one family, as that of the claimed mechanism at any
+noise. Several independent runs with different canaries are one such mechanism, so their canaries
+count together. The estimate [1] assumes that scores are Gaussian. It is sharp if they are, and
+proves nothing.
 
 References:
 [1] Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot empirical privacy estimation for
     federated learning. ICLR 2024.
 [2] Steinke, Nasr, Jagielski. Privacy auditing with one (1) training run. NeurIPS 2023. Theorem 5.2.
+[3] Mahloujifar, Melis, Chaudhuri. Auditing f-differential privacy in one run. ICML 2025. The proof
+    for guesses on some of the canaries is in docs/proofs.md.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
-from scipy.special import expit
+from scipy.special import expit, ndtr, ndtri
 from scipy.stats import binom
 
 from raydpfl.privacy import gaussian_epsilon
 from raydpfl.privacy.search import safe_end
 
 _MOST = 700.0  # the largest epsilon that is tried
+_NOISE = 1e3  # the most noise that is tried, and the inverse of the least
 INTERVAL = 1.96  # standard errors to either side: 95 %
+
+# the least false-negative rate of attacks at a false-positive rate
+TradeOffCurve: TypeAlias = Callable[[float], float]
+# for an amount of noise above 0, a trade-off curve, which rises with the noise, and its epsilon at
+# every delta, which falls
+Family: TypeAlias = Callable[[float], tuple[TradeOffCurve, Callable[[float], float]]]
 
 
 def one_run_p_value(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
@@ -78,6 +93,84 @@ def one_run_bound(
     # At s = v / r half of the mass lies at v and above.
     most = _MOST if right == guesses else math.log(right / (guesses - right))
     return safe_end(excess, 0.0, most, xtol=tolerance) if excess(most) > 0 else most
+
+
+def refutes(
+    curve: TradeOffCurve, canaries: int, guesses: int, right: int, confidence: float = 0.95
+) -> bool:
+    """Whether so many right guesses refute, with this confidence, that every canary is protected by
+    a trade-off curve f ([3], Algorithm 2; docs/proofs.md). With p_j the probability that j guesses
+    are right, in shares of the m = `canaries`,
+
+        r_i = sum_(j >= i) j p_j / m,  h_i = sum_(j >= i) (guesses - j) p_j / m,
+        h_i >= f(1 - r_(i+1)).
+
+    If v = `right` or more came up with the probability 1 - confidence, then r_0 + h_0, which is
+    guesses / m, would be more than that.
+
+    Args:
+        curve: f, its own inverse (symmetric), or a lower bound on it.
+    """
+    if not 0 <= right <= guesses <= canaries:
+        raise ValueError(f"{right} right of {guesses} guesses on {canaries} canaries")
+    if right == 0:
+        return False
+    tail = (1 - confidence) / canaries
+    r, h = tail * right, tail * (guesses - right)
+    if curve(1 - r) < h:  # the least r_0 + h_0 is below then
+        return False
+    for i in range(right - 1, -1, -1):
+        following = max(h, curve(1 - r))
+        r += i / (guesses - i) * (following - h)
+        h = following
+        if r + h > guesses / canaries:
+            return True
+    return False
+
+
+def gaussian(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
+    """The family of N(0, noise^2) against N(1, noise^2)."""
+    mu = 1 / noise
+    return gaussian_curve(mu), lambda delta: float(gaussian_epsilon(mu, delta))
+
+
+def gaussian_curve(mu: float) -> TradeOffCurve:
+    """The trade-off curve of N(0, 1) against N(`mu`, 1)."""
+    return lambda rate: float(ndtr(-ndtri(rate) - mu))
+
+
+def curve_bound(
+    canaries: int,
+    guesses: int,
+    right: int,
+    delta: float,
+    confidence: float = 0.95,
+    family: Family = gaussian,
+    tolerance: float = 1e-9,
+) -> float:
+    """The largest epsilon at `delta` of a family's trade-off curves that the guesses refute (see
+    `refutes`); 0 if they refute none. The others are those of `one_run_bound`.
+
+    Args:
+        family: of curves by their noise; the search begins at 1.
+        tolerance: of the noise, relative.
+    """
+
+    def refuted(noise: float) -> bool:
+        return refutes(family(noise)[0], canaries, guesses, right, confidence)
+
+    high = 1.0
+    while not refuted(high):
+        high *= 2
+        if high > _NOISE:
+            return 0.0
+    low = high / 2
+    while low >= 1 / _NOISE and refuted(low):
+        low, high = low / 2, low
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if refuted(middle) else (middle, high)
+    return family(high)[1](delta)
 
 
 def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:

@@ -35,10 +35,14 @@ class CanaryRun(Coordinator):
     def start(self) -> tuple[int, list[str]]:
         started = super().start()
         assert isinstance(self.pool, Inline)
-        self.pool.client = CanaryActor(self)
+        self.pool.client = self.clients()
         self.rounds = []
         self._recorded: list[tuple[int, int, bytes]] = []  # (round, bytes of the ledger, last line)
         return started
+
+    def clients(self) -> ClientActor:
+        """What trains the clients."""
+        return CanaryActor(self)
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         text = self._ledger_text()

@@ -2,14 +2,14 @@
 
 All that goes into an audited round but its noise is recorded, so the noise itself can be tested.
 Exact checks never raise a false alarm. A statistical check, all its comparisons together, raises
-one in at most `FALSE_ALARM` of sound runs.
+one in at most `alarm` of sound runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +45,23 @@ class Check:
         return asdict(self)
 
 
-def of_runs(runs: Sequence[ClientCanaryRun]) -> list[Check]:
-    """All checks that the runs allow."""
-    checks: list[Callable[[Sequence[ClientCanaryRun]], Check | None]] = [
-        cohorts, matrix, bounds, sums, grid, noise_of_sums, noise_of_updates, noise_of_answers,
-        noise_of_histograms, keys, normality,
-    ]  # fmt: skip
-    results = [check(runs) for check in checks]
-    return [ledger(runs), *(check for check in results if check is not None)]
+def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
+    """All checks that the runs allow, each with this probability of a false alarm at most."""
+    results = [
+        ledger(runs),
+        cohorts(runs, alarm),
+        matrix(runs),
+        bounds(runs, alarm),
+        sums(runs),
+        grid(runs, alarm),
+        noise_of_sums(runs, alarm),
+        noise_of_updates(runs, alarm),
+        noise_of_answers(runs, alarm),
+        noise_of_histograms(runs, alarm),
+        keys(runs, alarm),
+        normality(runs, alarm),
+    ]
+    return [check for check in results if check is not None]
 
 
 def ledger(runs: Sequence[CanaryRun]) -> Check:
@@ -82,14 +91,15 @@ def curve(held: Sequence[Held]) -> Check | None:
     return Check("curve", share <= 1 + _CURVE, finding)
 
 
-def cohorts(runs: Sequence[ClientCanaryRun]) -> Check | None:
+def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
     """As many clients take part as the accountants believe, and none of them in more rounds than
     chance gives it. None where clients are not all alike, or take turns.
     """
     plan = runs[0].plan
     sampling = on_sums(plan).sampling
     population = len(plan.population)
-    if sampling.population != population or sampling.by_participation or sampling.repeats:
+    alike = sampling.population == population and plan.experiment.noise.stands_for is None
+    if not alike or sampling.by_participation or sampling.repeats:
         return None
     sizes = np.concatenate([run.cohorts for run in runs])
     wrong = sizes[sizes != sampling.size]
@@ -104,16 +114,16 @@ def cohorts(runs: Sequence[ClientCanaryRun]) -> Check | None:
     if sampling.q < 1:
         likely = binom.sf(times - 1, rounds, sampling.q) * population * len(runs)
         took = f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
-        strange = took if likely < FALSE_ALARM / 2 else ""
+        strange = took if likely < alarm / 2 else ""
     if sampling.coins is not None:
         total = int(sizes.sum())
         chance = binom(population * len(sizes), sampling.coins)
-        if min(chance.cdf(total), chance.sf(total - 1)) < FALSE_ALARM / 4:
+        if min(chance.cdf(total), chance.sf(total - 1)) < alarm / 4:
             strange = f"{total} clients took part in all, where {chance.mean():.0f} "
             strange += "were to be expected"
     detail = "cohorts have the size that was accounted for; "
     detail += f"no client took part more often than {times} times"
-    return Check("cohorts", not strange, strange or detail, FALSE_ALARM)
+    return Check("cohorts", not strange, strange or detail, alarm)
 
 
 def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
@@ -138,7 +148,7 @@ def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     return Check("matrix", longest <= 1 + ROUNDING, finding)
 
 
-def bounds(runs: Sequence[ClientCanaryRun]) -> Check:
+def bounds(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """No contribution is longer than the bound that was accounted for. Where clients draw noise on
     it: no canary's has more along its own direction than the bound lets it have.
     """
@@ -146,7 +156,7 @@ def bounds(runs: Sequence[ClientCanaryRun]) -> Check:
     noisy = runs[0].by_client  # else the contribution bare, in bounds
     if noisy:
         beyond, t, client = max(measured, key=lambda row: abs(row[0]), default=(0.0, 0, 0))
-        passed = abs(beyond) <= _normal_limit(len(measured))
+        passed = abs(beyond) <= _normal_limit(len(measured), alarm)
         distance = f"{abs(beyond):.1f} stds of its noise from its bound"
     else:
         excess, t, client = max(measured, default=(-1.0, 0, 0))
@@ -155,7 +165,7 @@ def bounds(runs: Sequence[ClientCanaryRun]) -> Check:
     finding = f"client {client} sent {distance} in round {t}"
     if passed:
         finding = f"no contribution goes further than {distance}"
-    return Check("bounds", passed, finding, FALSE_ALARM if noisy else 0.0)
+    return Check("bounds", passed, finding, alarm if noisy else 0.0)
 
 
 def sums(runs: Sequence[ClientCanaryRun]) -> Check:
@@ -165,7 +175,7 @@ def sums(runs: Sequence[ClientCanaryRun]) -> Check:
     return Check("sums", error <= ROUNDING, finding)
 
 
-def grid(runs: Sequence[ClientCanaryRun]) -> Check | None:
+def grid(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
     """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the
     digits of what clients send. None where nothing was sent that has random digits.
     """
@@ -174,37 +184,36 @@ def grid(runs: Sequence[ClientCanaryRun]) -> Check | None:
         return None
     # a coordinate is a multiple of 2^k steps by chance with probability 2^-k
     beyond = [
-        coarser - math.ceil(math.log2(len(counts) / FALSE_ALARM) / count)
-        for coarser, count in counts
+        coarser - math.ceil(math.log2(len(counts) / alarm) / count) for coarser, count in counts
     ]
     worst = max(coarser for coarser, _ in counts)
     finding = f"contributions are rounded to at most {2.0 ** max(worst, 0.0):.4g} times the grid "
-    return Check("grid", max(beyond) <= 0, finding + "that is declared", FALSE_ALARM)
+    return Check("grid", max(beyond) <= 0, finding + "that is declared", alarm)
 
 
-def noise_of_sums(runs: Sequence[ClientCanaryRun]) -> Check:
+def noise_of_sums(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """The squared norm of a round's noise is chi-squared with the std that accountants have."""
     rounds = (zip(run.rounds, run.squares, strict=True) for run in runs)
     squares = [(square, f"round {t}") for pairs in rounds for t, square in pairs]
-    return _chi_squared("noise of sums", runs[0].plan.d, squares)
+    return _chi_squared("noise of sums", runs[0].plan.d, squares, alarm)
 
 
-def noise_of_updates(runs: Sequence[ClientCanaryRun]) -> Check | None:
+def noise_of_updates(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
     """The same for the noise that clients draw; None where none does."""
     if not runs[0].by_client:
         return None
     updates = [update for run in runs for update in run.update_squares]
     squares = [(square, f"client {client} in round {t}") for t, client, square in updates]
-    return _chi_squared("noise of updates", runs[0].plan.d, squares)
+    return _chi_squared("noise of updates", runs[0].plan.d, squares, alarm)
 
 
-def noise_of_answers(runs: Sequence[ClientCanaryRun]) -> Check | None:
+def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
     """The same for the noise on the sums of the answers to side queries, in the rounds and in more
     draws like theirs. No answer passes its bound, no two queries share their noise, and the bound
     that adapts follows from nothing else. None where nothing is asked.
     """
     name = "noise of answers"
-    queries = on_sums(runs[0].plan).queries[1:]
+    queries = on_sums(runs[0].plan).sums[1:]
     if not queries:
         return None
     for run in runs:
@@ -224,19 +233,21 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun]) -> Check | None:
     for query, values in drawn.items():
         if len(np.unique(values)) < len(values):
             return Check(name, False, f"noise on {query} is drawn twice, or there is none")
-    limit = _normal_limit(max(1, len(drawn) * (len(drawn) - 1) // 2))
+    limit = _normal_limit(len(drawn) * (len(drawn) - 1) // 2, alarm)
     for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
         off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
         if off > limit:
             detail = f"the noise on {one} and {other} is correlated, by {off:.1f} standard errors"
-            return Check(name, False, detail, FALSE_ALARM)
+            return Check(name, False, detail, alarm)
     squares = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
     count = len(next(iter(drawn.values())))
-    check = _chi_squared(name, count, squares)
-    return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=2 * FALSE_ALARM)
+    check = _chi_squared(name, count, squares, alarm)
+    return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=2 * alarm)
 
 
-def noise_of_histograms(runs: Sequence[ClientCanaryRun]) -> Check | None:
+def noise_of_histograms(
+    runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
+) -> Check | None:
     """The same for the noise on all histograms of scores together, which have few bins each, and
     more like them; and one client less moves them by 1. None where there are none.
     """
@@ -250,22 +261,22 @@ def noise_of_histograms(runs: Sequence[ClientCanaryRun]) -> Check | None:
         detail = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
         return Check(name, False, detail)
     together = (sum(squares), f"all {len(squares)}")
-    return _chi_squared(name, histogram.bins * len(squares), [together])
+    return _chi_squared(name, histogram.bins * len(squares), [together], alarm)
 
 
-def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]]) -> Check:
+def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: float) -> Check:
     squares = np.array([square for square, _ in draws])
     tail = np.minimum(chi2.cdf(squares, d), chi2.sf(squares, d))
     worst = int(np.argmin(tail))
     ratio = math.sqrt(squares[worst] / d)
-    passed = tail[worst] * 2 * len(draws) >= FALSE_ALARM
+    passed = tail[worst] * 2 * len(draws) >= alarm
     overall = math.sqrt(squares.mean() / d)
     finding = f"{overall:.5f} of the std that was accounted for, over all"
     finding += "" if passed else f"; {ratio:.4g} of it for {draws[worst][1]}"
-    return Check(name, passed, finding, FALSE_ALARM)
+    return Check(name, passed, finding, alarm)
 
 
-def keys(runs: Sequence[ClientCanaryRun]) -> Check:
+def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """No noise is drawn twice: no two vectors of it are correlated."""
     worst = (0.0, "")
     comparisons = 0
@@ -282,20 +293,20 @@ def keys(runs: Sequence[ClientCanaryRun]) -> Check:
             later, first = np.unravel_index(int(products.argmax()), products.shape)
             where = f"{what} {first} and {start + later} (counted in order)"
             worst = max(worst, (float(products.max()) * math.sqrt(rows.shape[1]), where))
-    passed = worst[0] <= _normal_limit(comparisons)
+    passed = worst[0] <= _normal_limit(comparisons, alarm)
     finding = f"the largest of {comparisons:,} correlations is {worst[0]:.1f} standard errors"
     finding += "" if passed else f", of the noise of {worst[1]}"
-    return Check("keys", passed, finding, FALSE_ALARM)
+    return Check("keys", passed, finding, alarm)
 
 
-def normality(runs: Sequence[ClientCanaryRun]) -> Check:
+def normality(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """The noise on the sums is Gaussian, of the std accounted for (Kolmogorov and Smirnov)."""
     values = np.concatenate([noise for run in runs for noise in run.noises])[:_MOST]
     test = kstest(values, "norm")
     off = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"
     finding = f"the distribution of {len(values):,} coordinates is off by {off}"
-    return Check("normality", test.pvalue >= FALSE_ALARM, finding, FALSE_ALARM)
+    return Check("normality", test.pvalue >= alarm, finding, alarm)
 
 
-def _normal_limit(comparisons: int) -> float:
-    return -float(ndtri(FALSE_ALARM / (2 * max(1, comparisons))))
+def _normal_limit(comparisons: int, alarm: float) -> float:
+    return -float(ndtri(alarm / (2 * max(1, comparisons))))

@@ -132,6 +132,8 @@ class ClientCanaryRun(CanaryRun):
         noise = plan.experiment.noise
         self.by_client = noise.client_std(1.0, plan.clients_left) > 0
         self._weights = plan.weights(canaries.clients)
+        # std of the noise on a sum over its bound, by query
+        self._ratios = on_sums(plan).sum_stds(plan.cohort)
         self._seen = Whitening(noise.whitening())
         self._left = Whitening(noise.whitening())
         self._rows: list[np.ndarray] = []
@@ -156,8 +158,7 @@ class ClientCanaryRun(CanaryRun):
         if t and bound != self._following and not self.unanswered:
             self.unanswered = f"the bound of round {t} is not what the noisy answers make it"
         self._bound = bound
-        updates = on_sums(plan).queries[0]
-        self.stds.append(updates.std / updates.bound * bound * plan.weight)
+        self.stds.append(self._ratios["updates"] * bound * plan.weight)
         # The clients' noise is sized for the round with most dropouts: all others carry more.
         self._sum_std = self.stds[-1] * self._carried(cohort)
         self._client_std = plan.experiment.noise.client_std(self.stds[-1], plan.clients_left)
@@ -234,11 +235,14 @@ class ClientCanaryRun(CanaryRun):
         """What the client of a block must add to the sum, without its noise, float64 [d]."""
         view = state.view("bounding", block.slots)
         bounding = self.experiment.bounding
-        sent = bounding.send(block.updates.double(), view)[0]
+        updates = block.updates
+        sent = bounding.send(updates.double(), view)[0]
+        if not math.isfinite(torch.linalg.vector_norm(sent)):  # it counts as not having moved
+            updates = self.experiment.local.idle(state.view("local", block.slots))[None]
+            sent = bounding.send(updates.double(), view)[0]
         norm = float(torch.linalg.vector_norm(sent))
-        factor = bounding.factor(norm, self._bound) if math.isfinite(norm) else 0.0
         weight = float(state.chunk.weights[block.slots[0]])
-        return (torch.nan_to_num(sent) * (factor * weight)).cpu().numpy()
+        return (sent * (bounding.factor(norm, self._bound) * weight)).cpu().numpy()
 
     def _single(self, place: int, added: np.ndarray, noise: np.ndarray, accounted: float) -> float:
         """Scores a canary's own update; how far it is beyond its bound, in stds of its noise."""
@@ -281,10 +285,11 @@ class ClientCanaryRun(CanaryRun):
         assert self.state.bound is not None  # it adapts
         self._answered = True
         exact = self.experiment.bounding.answers(columns, self.state.bound)
-        for query in on_sums(self.plan).queries[1:]:
+        for query in on_sums(self.plan).sums[1:]:
             answers = np.nan_to_num(exact[query.name])
             added = sums[query.name] - float(answers.sum())
-            stds = added / (query.std * self._carried(cohort))
+            std = self._ratios[query.name] * query.bound
+            stds = added / (std * self._carried(cohort))
             self.answers.setdefault(query.name, []).append(stds)
             longest = float(np.abs(answers).max(initial=0.0)) / query.bound
             self.longest[query.name] = max(self.longest.get(query.name, 0.0), longest)

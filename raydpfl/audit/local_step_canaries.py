@@ -31,6 +31,7 @@ from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.audit import observers
+from raydpfl.audit.bounds import Family, TradeOffCurve
 from raydpfl.audit.canaries import CanaryRun, carried_out
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
@@ -38,7 +39,8 @@ from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import RowReader, Shards
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
-from raydpfl.privacy import Guarantee, rigorous
+from raydpfl.privacy import Guarantee, TradeOff, rigorous
+from raydpfl.privacy.accountants import named
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.release_report import LocalStepsReport, scope_of
@@ -56,6 +58,7 @@ REPLAYS = 20  # updates of a round that are done again
 LONGER = {1.0: 7 / 8, 1e3: 1 / 16, 1e6: 1 / 16}
 AGREES = 0.01  # of its clipped gradients: by how much an update may differ from what it should be
 ROUNDING = 1e-6  # relative: of float32
+KINDS = 4  # mechanisms of clients whose trade-off curves are looked at together
 CHUNK = 1 << 24  # numbers of per-sample gradients at once
 
 
@@ -320,7 +323,29 @@ class SampleCanaryRun(CanaryRun):
         weights = self._weights(n)
         momentum = weights.sum() / np.linalg.norm(weights)
         most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(count)
-        return observers.view(scores, claimed, float(most), True, confidence)
+        family = self._family(names[worst], counts)
+        return observers.view(scores, claimed, float(most), True, confidence, family)
+
+    def _family(self, accountant: str, counts: np.ndarray) -> Family | None:
+        """The clients' mechanisms, all together, at any noise; None: too many differ."""
+        steps = _steps(self.plan)
+        clients = self.canaries.clients.tolist()
+        pairs = dict.fromkeys((steps.event(k), int(counts[k])) for k in clients)
+        if len(pairs) > KINDS:
+            return None
+
+        def at(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
+            scaled = [(replace(event, mu=event.mu / noise), count) for event, count in pairs]
+            made = [named(accountant).tradeoff_of(*pair) for pair in scaled]
+            most = made[0]
+            if len(made) > 1:
+                most = TradeOff.sampled(lambda at: max(float(one.delta(at)) for one in made))
+            curve = named(accountant).curve
+            return observers.curve_of(most), lambda delta: max(
+                float(curve(event, delta, np.array([count]))[0]) for event, count in scaled
+            )
+
+        return at
 
     def least_deltas(self, claims: Sequence[Guarantee]) -> list[observers.Held]:
         """The claims of single clients, with their least deltas: a sample is in a batch by chance,

@@ -9,21 +9,39 @@ which the canary takes part count.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.signal import lfilter
 
-from raydpfl.audit.bounds import OneShot, guesses_for, one_run_bound, one_shot
+from raydpfl.audit.bounds import (
+    Family,
+    OneShot,
+    TradeOffCurve,
+    curve_bound,
+    gaussian_curve,
+    guesses_for,
+    one_run_bound,
+    one_shot,
+)
 from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Guarantee, covers, epsilon, gaussian_epsilon, rigorous
+from raydpfl.privacy import (
+    Guarantee,
+    TradeOff,
+    covers,
+    epsilon,
+    gaussian_epsilon,
+    rigorous,
+    tradeoff,
+)
 from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
@@ -91,13 +109,15 @@ def _worlds(seed: int, m: int, mirrored: bool) -> tuple[np.random.Generator, np.
 
 @dataclass(frozen=True)
 class ObserverAudit:
-    """What is `claimed`, the bound `lower` that the guesses prove, and an `estimate`."""
+    """What is `claimed`, the bounds that the guesses prove, and an `estimate`."""
 
     claimed: Guarantee
     canaries: int
     guesses: int
     right: int
-    lower: float
+    lower: float  # of any mechanism: (epsilon, delta) below it is refuted
+    # of the claimed trade-off curve, at any noise: those of a smaller epsilon are refuted
+    lower_of_curve: float | None  # None: not looked at
     confidence: float
     estimate: OneShot
     statistics: np.ndarray  # as in `Scores`, for the figure
@@ -111,9 +131,19 @@ class ObserverAudit:
         )
 
     @property
+    def of_curve(self) -> tuple[str, ...]:
+        """What the guesses refute of trade-off curves, in words."""
+        if self.lower_of_curve is None:
+            return ()
+        return (
+            f"  refuted    the claimed trade-off curve, at noise for epsilon "
+            f"{self.lower_of_curve:.4g} and less, with the same confidence",
+        )
+
+    @property
     def refuted(self) -> bool:
-        """Whether the claim is below what is proven."""
-        return self.lower > self.claimed.epsilon
+        """Whether the claim is below what is proven: the claimed epsilon, or its curve."""
+        return max(self.lower, self.lower_of_curve or 0.0) > self.claimed.epsilon
 
     @property
     def exceeded(self) -> bool:
@@ -122,7 +152,7 @@ class ObserverAudit:
         return mu > 0 and float(gaussian_epsilon(mu, self.claimed.delta)) > self.claimed.epsilon
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("canaries", "guesses", "right", "lower", "reach", "confidence")
+        names = ("canaries", "guesses", "right", "lower", "lower_of_curve", "reach", "confidence")
         return {
             "claimed": self.claimed.to_dict(),
             **{name: getattr(self, name) for name in names},
@@ -158,8 +188,29 @@ def of_runs(
         worst = (1.0 if q is None else q) * math.sqrt(seen.rounds) * updates.bound / updates.std
         scores = Scores(*map(np.concatenate, columns))
         claimed = seen.guarantee(name, spent[name], delta)
-        views.append(view(scores, claimed, worst, seen.relation == "replace_one", confidence))
+        mirrored = seen.relation == "replace_one"
+        views.append(view(scores, claimed, worst, mirrored, confidence, _family(seen, name)))
     return views
+
+
+def _family(seen: ObserverView, accountant: str) -> Family:
+    """The mechanism that an observer sees, at any noise."""
+
+    def at(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
+        mechanism = seen.mechanism.with_noise(seen.mechanism.noise_multiplier * noise)
+        facts = (mechanism, seen.relation)
+        return curve_of(tradeoff(*facts, seen.rounds, accountant)), lambda delta: epsilon(
+            *facts, delta, seen.rounds, accountant
+        )
+
+    return at
+
+
+def curve_of(tradeoff: TradeOff) -> TradeOffCurve:
+    """A trade-off curve, for one rate at a time."""
+    if tradeoff.mu is not None:
+        return gaussian_curve(tradeoff.mu)
+    return lambda rate: float(tradeoff.false_negatives(rate))
 
 
 def least_deltas(runs: Sequence[ClientCanaryRun], views: Sequence[ObserverAudit]) -> list[Held]:
@@ -176,7 +227,7 @@ def least_deltas(runs: Sequence[ClientCanaryRun], views: Sequence[ObserverAudit]
 
 def _most(runs: Sequence[ClientCanaryRun]) -> tuple[int, int]:
     """The most rounds that any run composes, and that any client was in."""
-    rounds = max(int(run.plan.composed_rounds[-1]) for run in runs)
+    rounds = max(int(run.plan.composed_rounds[len(run.rounds) - 1]) for run in runs)
     return rounds, max((times for run in runs for times in run.counts.values()), default=0)
 
 
@@ -214,16 +265,26 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
 
 
 def view(
-    scores: Scores, claimed: Guarantee, worst: float, mirrored: bool, confidence: float
+    scores: Scores,
+    claimed: Guarantee,
+    worst: float,
+    mirrored: bool,
+    confidence: float,
+    family: Family | None,
 ) -> ObserverAudit:
-    """The finding for one observer. `worst` is the exposure of the canary that the claim is about.
-    Raises `ConfigError` where no canary took part.
+    """The finding for one observer. Raises `ConfigError` where no canary took part.
+
+    Args:
+        worst: the exposure of the canary that the claim is about.
+        family: the claimed trade-off curve at any noise; None: it is not looked at.
     """
     m = len(scores.inside)
     guesses = guesses_for(scores.imagined, m, claimed.delta, confidence)
     order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
     right = int(((scores.evidence > 0) == scores.inside)[order].sum())
-    lower = one_run_bound(m, guesses, right, claimed.delta, confidence)
+    guessed = (m, guesses, right, claimed.delta, confidence)
+    lower = one_run_bound(*guessed)
+    lower_of_curve = None if family is None else curve_bound(*guessed, family, 1e-4)
     there = scores.shifts > 0
     if not (there & scores.inside).any():
         expected = "more of them, or more rounds: no canary took part in the run"
@@ -232,7 +293,7 @@ def view(
     inside = scores.inside[there]
     estimate = one_shot(statistics, scores.shifts[there], inside, mirrored, worst, claimed.delta)
     return ObserverAudit(
-        claimed, m, guesses, right, lower, confidence, estimate, statistics, inside
+        claimed, m, guesses, right, lower, lower_of_curve, confidence, estimate, statistics, inside
     )
 
 

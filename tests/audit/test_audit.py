@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 
 import conftest
+import cvxpy as cp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +22,14 @@ from scipy.stats import norm
 
 from raydpfl.audit import audit
 from raydpfl.audit.bounds import (
+    curve_bound,
+    gaussian_curve,
     gaussian_pair_epsilon,
     guesses_for,
     one_run_bound,
     one_run_p_value,
     one_shot,
+    refutes,
 )
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core import exact_sum
@@ -120,6 +124,63 @@ def test_the_one_run_bound_solves_its_equation(m, r, v, delta):
 def test_the_one_run_bound_is_zero_for_a_coin():
     bounds = [one_run_bound(1000, 100, v, 1e-5) for v in range(0, 101, 10)]
     assert bounds == sorted(bounds) and bounds[5] == 0 and bounds[-1] > bounds[-2] > 1
+
+
+@pytest.mark.parametrize(
+    "m,r,v,delta,expected",
+    [(2700, 219, 186, 1e-5, 2.005), (1000, 200, 180, 1e-5, 2.901), (1000, 200, 105, 1e-5, 0.0)],
+)
+def test_guesses_refute_more_of_a_curve_than_of_a_mechanism(m, r, v, delta, expected):
+    """Numbers of issue 29, and a coin's guesses."""
+    assert curve_bound(m, r, v, delta) == pytest.approx(expected, abs=5e-4)
+    assert curve_bound(m, r, v, delta) >= one_run_bound(m, r, v, delta)
+    with pytest.raises(ValueError):
+        curve_bound(m, r, r + 1, delta)
+
+
+@pytest.mark.parametrize("r,v", [(3, 3), (5, 4), (6, 6), (8, 7)])
+def test_no_distribution_of_right_guesses_escapes_what_is_refuted(r, v):
+    """Against the convex program itself: the most that P[right >= v] can be under the constraints
+    of the proof (docs/proofs.md), found by a solver, is below 5 % just where they refute.
+    """
+    mu = 0.4
+
+    def most(m):
+        p = cp.Variable(r + 1, nonneg=True)
+        j = np.arange(r + 1)
+        constraints = [cp.sum(p) == 1]
+        for i in range(r):
+            h = (r - j[i:]) @ p[i:] / m
+            after = j[i + 1 :] @ p[i + 1 :] / m
+            # h >= f(1 - after): the tangents of the convex curve
+            for x in np.geomspace(1e-5, 0.999, 60):
+                value = gaussian_curve(mu)(1 - x)
+                slope = float(norm.pdf(norm.ppf(x) - mu) / norm.pdf(norm.ppf(x)))
+                constraints.append(h >= value + slope * (after - x))
+        program = cp.Problem(cp.Maximize(cp.sum(p[v:])), constraints)
+        return program.solve(solver=cp.CLARABEL)
+
+    largest = most(m := r + 2)
+    assert not refutes(gaussian_curve(mu), m, r, v, 1 - 0.99 * largest)
+    assert refutes(gaussian_curve(mu), m, r, v, 1 - 1.03 * largest)
+
+
+def test_no_bound_of_a_curve_passes_the_claim_in_95_percent_of_400_seeds():
+    """Games against the mechanism of the claim itself, Gaussian and mirrored: at its own mu."""
+    mu, m = 1.1, 400
+    claim = float(gaussian_epsilon(mu, 1e-5))
+    above = 0
+    refuted = {}
+    for seed in range(400):
+        generator = np.random.default_rng(seed)
+        inside = generator.random(m) < 0.5
+        evidence = mu * (mu * (inside - 0.5) + generator.standard_normal(m))
+        order = np.argsort(-np.abs(evidence))[:60]
+        right = int(((evidence > 0) == inside)[order].sum())
+        if right not in refuted:
+            refuted[right] = curve_bound(m, 60, right, 1e-5, tolerance=1e-4)
+        above += refuted[right] > claim
+    assert above <= 20 and max(refuted.values()) > 0.3 * claim
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def table(views: Sequence[View]) -> Table:
                 "delta": claimed["delta"],
                 "accountant": claimed["accountant"],
                 "proven at least": view["lower"],
+                "curve refuted below": view.get("lower_of_curve"),
                 Quantity("confidence", "confidence", percent=True): view["confidence"],
                 "estimated": estimate["epsilon"],
                 "from": estimate["low"],
