@@ -403,7 +403,7 @@ def show(
 
 
 ASKED = (
-    "A config, or the directory of a run, to answer for; "
+    "A config, or the directory of a run, to answer for, or several: what they spend together; "
     "the import paths in it that decide its privacy are code that runs."
 )
 GIVE = "Two of noise, epsilon and rounds; the third is computed"
@@ -467,7 +467,10 @@ def budget(
         for name, value in context.params.items()
         if name not in NO_OPTIONS and value is not None
     }
-    if config:
+    runs = [name for name in overrides or () if "=" not in name or os.path.exists(name)]
+    if config and runs:
+        answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
+    elif config:
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
         for name in (name for name in stated if name != "data_root"):
             raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
@@ -484,6 +487,34 @@ def budget(
         _print_json(answer.to_dict())
     else:
         Console(highlight=False).print(budget_display.shown(answer))
+
+
+def _together(
+    runs: list[str],
+    others: list[str],
+    stated: dict[str, Any],
+    data_root: Path | None,
+    trust_code: bool,
+) -> Any:
+    """What several runs spend together."""
+    _load()
+    from raydpfl.experiment import Experiment
+    from raydpfl.simulation import composed_runs
+
+    for name in (name for name in stated if name not in ("delta", "data_root")):
+        raise ConfigError(f"--{name.replace('_', '-')}", stated[name], "none but --delta with RUNs")
+    for change in (change for change in others if change not in runs):
+        raise ConfigError(*change.partition("=")[::2], "no change of fields with several RUNs")
+    imports = set(Experiment.model_fields) - {"model", "server"}
+    stored = []
+    with ExitStack() as stack:
+        for name in runs:
+            stack.enter_context(_kept(name, trust_code))
+            experiment, folder = _read("budget", name, None, imports, trust_code)
+            reading = storage.reading(name, "run", "ledger.jsonl".__eq__)
+            place = stack.enter_context(reading) if folder else None
+            stored.append(composed_runs.StoredRun.of(name, experiment, place))
+        return composed_runs.compose(stored, data_root, stated.get("delta"))
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."

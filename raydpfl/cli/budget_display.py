@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydpfl.cli import guarantee_table
-from raydpfl.privacy import Guarantee, holding
+from raydpfl.privacy import Composition, Guarantee, holding
 from raydpfl.privacy.calculator import MOST_ROUNDS, Answer, Budget, PersonalBudget
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
@@ -28,10 +28,12 @@ _PROMISED = {
 }
 
 
-def shown(budget: Budget | PersonalBudget) -> RenderableType:
-    """A budget of sums, or of clients with noise at local steps: what is released, the answers in
-    tables, what they rely on, and the sentence.
+def shown(budget: Budget | PersonalBudget | Composition) -> RenderableType:
+    """A budget of sums, or of clients with noise at local steps, or of several runs: what is
+    released, the answers in tables, what they rely on, and the sentence.
     """
+    if isinstance(budget, Composition):
+        return _of_runs(budget)
     parts = _of_clients(budget) if isinstance(budget, PersonalBudget) else _of_sums(budget)
     notes = [Text(f"- {note}") for note in budget.notes]
     return Group(*parts, *_curves(budget), *notes, "", Text(budget.sentence(), style="bold"))
@@ -63,6 +65,23 @@ def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
         cells = (share * one.epsilon, float(delta), rate, float(most))
         made.add_row(*(f"{value:.4g}" for value in cells))
     yield from (made, "")
+
+
+def _of_runs(joint: Composition) -> RenderableType:
+    head = Table.grid(padding=(0, 2))
+    for run in joint.runs:
+        seed = f"seed {run.seed}, noise multiplier {run.mechanism.noise_multiplier:.4g}"
+        head.add_row(run.name, f"{run.rounds} rounds, {run.mechanism.sampling}, {seed}")
+    first = joint.guarantees[0]
+    title = f"Epsilon of {len(joint.runs)} runs together at delta {first.delta:g}"
+    cells = [(one, _spent(one)) for one in joint.guarantees]
+    excluded = [f"not accounted for: {words}" for words in first.exclusions]
+    failed = [f"{one.accountant}: {w}" for one in joint.guarantees for w in one.conditions_failed]
+    notes = [Text(f"- {note}") for note in dict.fromkeys([*joint.notes, *failed, *excluded])]
+    return Group(
+        head, "", guarantee_table.table(cells, title), *notes,
+        "", Text(first.detection(), style="bold"),
+    )  # fmt: skip
 
 
 def _of_sums(budget: Budget) -> Iterator[RenderableType]:

@@ -63,7 +63,7 @@ def prepare(
 
     Args:
         data: the source of samples.
-        seed: of the experiment.
+        seed: of the experiment; `data.seed` stands in its place.
         root: where the source files are (None: RAYDPFL_DATA).
         cache: where folders are kept (None: RAYDPFL_CACHE, or raydpfl under XDG_CACHE_HOME or
             ~/.cache).
@@ -73,6 +73,7 @@ def prepare(
     Raises:
         ConfigError: before anything is written, for what the data cannot give.
     """
+    seed = seed if data.seed is None else data.seed
     with source_errors(data):
         identity = _identity(data, seed, root, validation)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

@@ -25,7 +25,8 @@ A `mechanism` draws by a scheme of `sampling`; `pld` and `rdp` are the mathemati
 a mechanism, `observers` and `guarantee` against whom; `calibration` finds the noise for an epsilon.
 `local_steps` is a mechanism per client, with its own calibration. `release_report` is what a run's
 release costs round by round, `ledger` what is spent, `calculator` noise, epsilon or rounds from the
-other two. `budgets` reads tables, and is imported by that name.
+other two; `composition` is of several runs, `repetition` of a search that releases the best run.
+`budgets` reads tables, and is imported by that name.
 """
 
 from raydpfl.privacy.accountants import FALLBACK
@@ -42,6 +43,7 @@ from raydpfl.privacy.accounting import (
     tradeoff,
 )
 from raydpfl.privacy.calibration import noise_for, rounds_for
+from raydpfl.privacy.composition import Composition, RunRelease, together
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps, Release
@@ -49,6 +51,7 @@ from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.pld import gaussian_delta, gaussian_epsilon
 from raydpfl.privacy.release_report import ReleaseReport, report_of
+from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.sampling import Sampling, SamplingScheme
 from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation, Terms
@@ -56,6 +59,7 @@ from raydpfl.privacy.types import Relation, Terms
 __all__ = [
     "FALLBACK",
     "RIGOROUS",
+    "Composition",
     "Event",
     "Guarantee",
     "Ledger",
@@ -65,6 +69,8 @@ __all__ = [
     "Relation",
     "Release",
     "ReleaseReport",
+    "Repetition",
+    "RunRelease",
     "Sampling",
     "SamplingScheme",
     "Segment",
@@ -92,5 +98,6 @@ __all__ = [
     "rigorous",
     "rounds_for",
     "sentences",
+    "together",
     "tradeoff",
 ]

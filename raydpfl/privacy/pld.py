@@ -398,6 +398,59 @@ def and_gaussian(
     return tuple((_on_grid(*pair, step, n), also) for pair in pairs)
 
 
+def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:
+    """Epsilon at `delta` of all parts, composed adaptively: the curves of one release (one pair, or
+    one for each direction), and how often it is released.
+    """
+    losses = [discretise(*pairs[0]) for pairs, _ in parts]
+    reaches = [max(max(map(_reach, pair)) for pair in pairs) for pairs, _ in parts]
+    step = max(min(loss.step for loss in losses), max(reaches) / _MOST_POINTS)
+    epsilons = []
+    for direction in range(max(len(pairs) for pairs, _ in parts)):
+        grids = [
+            (_on_grid(*pairs[direction % len(pairs)], step, math.ceil(reach / step)), count)
+            for (pairs, count), reach in zip(parts, reaches, strict=True)
+        ]
+        epsilons.append(_epsilon_at(delta, step, _tail(grids)))
+    return max(epsilons)
+
+
+def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
+    """Delta at epsilon = 0, step, ... of the sum of losses on one grid, each so many times."""
+    from scipy.fft import irfft, next_fast_len
+
+    count = sum(n for _, n in losses)
+    halves = [len(loss.masses) // 2 for loss, _ in losses]
+    centre = sum(h * n for h, (_, n) in zip(halves, losses, strict=True))
+    step = losses[0][0].step
+    with np.errstate(divide="ignore"):
+        parts = [
+            (np.log(loss.masses), np.arange(-h, h + 1), np.array([n]))
+            for h, (loss, n) in zip(halves, losses, strict=True)
+        ]
+    surprise = math.log(1 / _WINDOW)
+    spread = max(math.sqrt(sum(n * loss.std() ** 2 for loss, n in losses)) / step, 1e-3)
+    order = math.sqrt(2 * surprise) / spread  # the best one if the sum were Gaussian
+    orders = np.geomspace(min(0.3 * order, 1 / max(halves)), max(3 * order, 100 / min(halves)), 60)
+    upper, below = (
+        int(min(centre, math.ceil(_chernoff(parts, sign, surprise, orders)[0]))) for sign in (1, -1)
+    )
+    upper, lower = max(upper, 1), min(-below, 0)
+    longest = max(upper - lower + 1, *(len(loss.masses) for loss, _ in losses))
+    size = next_fast_len(longest, real=True)
+    numbers = [n for _, n in losses]
+    transforms, moduli = zip(*(_transform(loss, size) for loss, _ in losses), strict=True)
+    power = np.prod([one**n for one, n in zip(transforms, numbers, strict=True)], axis=0)
+    fading = np.zeros(len(power))  # the largest product of the moduli of one loss less
+    for i in range(len(losses)):
+        less = [moduli[j] ** (n - (i == j)) for j, n in enumerate(numbers)]
+        fading = np.maximum(fading, np.prod(less, axis=0))
+    composed = np.roll(irfft(power, size), -centre)
+    lost = math.expm1(sum(n * math.log1p(-loss.infinite) for loss, n in losses))
+    masses = LossDistribution(step, composed, 0.0)
+    return masses._finite(composed, upper, upper) + (_WINDOW + _rounding(fading, count) - lost)
+
+
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
     for the likeliest client, of probability `p_max` at one draw, which holds for all

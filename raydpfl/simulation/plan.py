@@ -224,6 +224,11 @@ class Plan:
         ]
         return _digest64(facts)
 
+    @property
+    def noise_key(self) -> str:
+        """What the ledger says of `noise_seed`: 16 hexadecimal digits that do not tell it."""
+        return hashlib.sha256(str(self.noise_seed).encode()).hexdigest()[:16]
+
     @cached_property
     def survey_seed(self) -> int:
         """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all else

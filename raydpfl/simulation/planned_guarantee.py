@@ -34,7 +34,7 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
         ConfigError: the run would be refused, or has no noise.
     """
 
-    experiment = _without_model(experiment)
+    experiment = without_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
@@ -80,7 +80,7 @@ def _lasts(plan: Plan, budget: float) -> str:
     return f"privacy.budget {budget:g} lasts for {rounds}, by {' and '.join(plan.rigorous)}"
 
 
-def _without_model(experiment: Experiment) -> Experiment:
+def without_model(experiment: Experiment) -> Experiment:
     """The experiment as far as it bears on privacy. A user's own model is not imported if its size
     does not count, and an own server not if no noise is correlated over the rounds."""
     if experiment.accounted_with() & experiment.unread.keys():

@@ -4,7 +4,6 @@ turned into guarantees at the end.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from pathlib import Path
@@ -33,7 +32,6 @@ class Account:
         self.ledger = ledger
         self.draws = plan.counted_draws()  # the clients of all releases, where these are counted
         self.curves = plan.curves(self.draws)
-        self._key = hashlib.sha256(str(plan.noise_seed).encode()).hexdigest()[:16]
 
     def spent(self, t: int) -> dict[str, float]:
         """Epsilon after round t, by accountant."""
@@ -73,7 +71,7 @@ class Account:
         if asked:
             release["loss_std"] = asked.std
         release["delta"] = plan.terms.delta
-        return release | ({"key": self._key} if present else {})
+        return release | ({"key": self.plan.noise_key} if present else {})
 
     def verify(self, rounds: int, bound: float | None) -> None:
         """Raises `RunError` unless the `rounds` of a checkpoint are in the ledger as this plan

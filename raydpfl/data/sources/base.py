@@ -120,11 +120,20 @@ class Samples:
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `InMemoryData`."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"task"})
+    newer: ClassVar[frozenset[str]] = frozenset({"task", "seed"})
     location: ClassVar[str] = "given by its class"  # see `located`
 
     clients: int | None = Field(
         default=None, ge=1, le=10**9, description="N; None: as many as the data have"
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 64,
+        description=(
+            "of the partition, of rows held out and of synthetic samples, so that runs with other "
+            "seeds have the same clients; None: the run's"
+        ),
     )
     task: SerializeAsAny[Task] = Field(default=Classification(), description="what is learnt")
 

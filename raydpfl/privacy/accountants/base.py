@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,9 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.privacy.mechanism import Event, Mechanism
+from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation
 
+Part = tuple[Event, int]  # an event, and how often it is composed
 NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accountants of the package
 
 
@@ -84,6 +87,26 @@ class Accountant:
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         """Delta at `epsilon` after `count` events."""
         raise NotImplementedError
+
+    def together(self, parts: Sequence[Part], delta: float) -> float:
+        """Epsilon at `delta` of all `parts`, composed adaptively; here that of basic composition,
+        each part at an equal share of delta.
+        """
+        share = delta / len(parts)
+        return sum(float(self.curve(event, share, np.array([n]))[0]) for event, n in parts)
+
+    def best_of(self, repetition: Repetition, runs: Sequence[Part], delta: float) -> float:
+        """Epsilon at `delta` of a search whose every run is one of `runs`, drawn at random: by the
+        privacy profile that bounds all of them.
+        """
+
+        def epsilon_of(share: float) -> float:
+            return max(float(self.curve(event, share, np.array([n]))[0]) for event, n in runs)
+
+        def delta_of(epsilon: float) -> float:
+            return max(self.delta_of(event, epsilon, n) for event, n in runs)
+
+        return repetition.epsilon(delta, epsilon_of, delta_of)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants.base import NEEDS, Accountant
+from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
 from raydpfl.privacy.mechanism import Event
 from raydpfl.privacy.tradeoff import TradeOff
 
@@ -53,6 +56,23 @@ class Pld(Accountant):
             for loss, other in _losses(event, times if once else event.gaussians)
         ]
         return min(1.0, max(deltas))
+
+    def together(self, parts: Sequence[Part], delta: float) -> float:
+        """All Gaussians over everyone are one."""
+        secret = [part for part in parts if part[0].sampling.hidden]
+        open_ones = [event.unamplified(n) for event, n in parts if not event.sampling.hidden]
+        over_everyone = [math.sqrt(event.also**2 * n + event.once**2) for event, n in secret]
+        mu = math.hypot(*open_ones, *over_everyone)
+        if not secret:
+            return float(pld.gaussian_epsilon(mu, delta))
+        curves = [
+            (event.sampling.scheme.curves(event.sampling, event.mu), n * event.gaussians)
+            for event, n in secret
+        ]
+        if mu:
+            gaussian = functools.partial(pld.gaussian_delta, mu=mu)
+            curves.append((((gaussian, gaussian),), 1))
+        return pld.together(curves, delta)
 
 
 @lru_cache(maxsize=16)

@@ -4,13 +4,15 @@ amplifies: see `raydpfl.privacy.rdp`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from raydpfl.privacy import rdp
-from raydpfl.privacy.accountants.base import NEEDS, Accountant
+from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
 from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.repetition import Repetition
 
 
 class Rdp(Accountant):
@@ -25,8 +27,19 @@ class Rdp(Accountant):
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        spent = _divergences(event) * count + rdp.gaussian(event.once)
-        return float(compute_delta(rdp.ORDERS, spent, epsilon)[0])
+        return float(compute_delta(rdp.ORDERS, _spent(event, count), epsilon)[0])
+
+    def together(self, parts: Sequence[Part], delta: float) -> float:
+        return float(rdp.epsilons(np.sum([_spent(*part) for part in parts], axis=0), delta, 1))
+
+    def best_of(self, repetition: Repetition, runs: Sequence[Part], delta: float) -> float:
+        worst = np.max([_spent(*part) for part in runs], axis=0)
+        return float(rdp.epsilons(repetition.renyi(worst), delta, 1))
+
+
+def _spent(event: Event, count: int) -> np.ndarray:
+    """Renyi divergences float64 [orders] of so many events."""
+    return _divergences(event) * count + rdp.gaussian(event.once)
 
 
 @lru_cache(maxsize=64)

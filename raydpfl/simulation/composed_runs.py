@@ -1,0 +1,157 @@
+"""What runs on the same people spend together: `raydpfl budget RUN RUN ...`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, cast
+
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.privacy import Composition, Mechanism, RunRelease, rigorous, together
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.planned_guarantee import without_model
+from raydpfl.simulation.resolution import resolve
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run by its `name`: its experiment, and the lines of its ledger; None: it has not begun, and
+    all its rounds count.
+    """
+
+    name: str
+    experiment: Experiment
+    ledger: Sequence[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, name: str, experiment: Experiment, folder: Path | None) -> StoredRun:
+        """The run in a directory; None: only its config is there. Raises `ConfigError` for a ledger
+        that cannot be read.
+        """
+        if folder is None:
+            return cls(name, experiment)
+        path = folder / "ledger.jsonl"
+        try:
+            text = path.read_bytes() if path.exists() else b""
+            # a line torn by a kill was never released
+            return cls(name, experiment, [json.loads(line) for line in text.split(b"\n")[:-1]])
+        except (OSError, ValueError) as error:
+            raise ConfigError("RUN", name, f"a run whose ledger can be read ({error})") from None
+
+
+def compose(
+    runs: Sequence[StoredRun],
+    data_root: Path | None = None,
+    delta: float | None = None,
+    adaptive: bool = True,
+) -> Composition:
+    """What holds against an observer of all the runs, by the rigorous accountants that any of them
+    names.
+
+    Args:
+        runs: at least one; nothing is trained.
+        data_root: the folder of data sets.
+        delta: of the guarantees; None: that of all runs.
+        adaptive: see `raydpfl.privacy.together`.
+
+    Raises:
+        ConfigError: a run has no noise on sums, runs have different clients, the same noise or
+            different deltas.
+    """
+    plans = [_plan(run, data_root) for run in runs]
+    for (one, plan), (other, second) in combinations(zip(runs, plans, strict=True), 2):
+        if _key(one, plan) == _key(other, second):
+            expected = f"runs with noise of their own; {one.name} and {other.name} have the same "
+            expected += "(one release, or two whose difference is free of noise: noise.common)"
+            raise ConfigError("RUN", other.name, expected)
+        _check_people(one.name, other.name, plan, second)
+    deltas = sorted({plan.terms.delta for plan in plans})
+    if delta is None and len(deltas) > 1:
+        expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
+        raise ConfigError("--delta", None, expected)
+    accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.named))
+    releases = [released(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    return together(releases, deltas[0] if delta is None else delta, [*accountants], adaptive)
+
+
+def _plan(run: StoredRun, data_root: Path | None) -> Plan:
+    experiment = without_model(run.experiment)
+    if not experiment.private or experiment.noise.drawn_by() == "step":
+        drawn = "noise at local steps" if experiment.private else "no noise"
+        expected = f"a run with noise on what clients send, or on its sum; {run.name} has {drawn}"
+        raise ConfigError("RUN", run.name, expected)
+    plan = resolve(experiment, data_root)
+    assert plan.mechanism is not None
+    digest = plan.mechanism.round_digest()
+    if any(line.get("mechanism") != digest for line in run.ledger or ()):
+        expected = "a run whose ledger has the mechanism of its config, as this version reads it"
+        raise ConfigError("RUN", run.name, expected)
+    return plan
+
+
+def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
+    """Raises `ConfigError` unless two runs have the same clients, with the same rows but for those
+    that clients hold out.
+    """
+    if _people(plan) == _people(second) or _rows(plan) == _rows(second):
+        return
+    why = "their data sections differ"
+    seeds = plan.experiment.seed, second.experiment.seed
+    if plan.experiment.data == second.experiment.data:
+        why = f"seeds {seeds[0]} and {seeds[1]} divide the rows in other ways; data.seed fixes it"
+    expected = f"runs on the same clients; {name} and {other} have others ({why}). Of different "
+    raise ConfigError("RUN", other, f"{expected}people each run's own epsilon holds")
+
+
+def _people(plan: Plan) -> Any:
+    """The data by which rows are divided among clients."""
+    data = plan.experiment.data
+    seed = plan.experiment.seed if data.seed is None else data.seed
+    held = plan.experiment.evaluate.held_out
+    return data.model_copy(update={"seed": seed}), held if isinstance(held, dict) else None
+
+
+def _rows(plan: Plan) -> list[Any]:
+    """Digests of the rows of the clients."""
+    files = json.loads((plan.shards / "digests.json").read_text())["files"]
+    return [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")] + [
+        files.get("rows.arrow")
+    ]
+
+
+def _key(run: StoredRun, plan: Plan) -> str:
+    """Which tells the noise of a run from that of others."""
+    return str(run.ledger[-1]["key"]) if run.ledger else plan.noise_key
+
+
+def released(run: StoredRun, plan: Plan) -> RunRelease:
+    """What a run has released."""
+    experiment = plan.experiment
+    lines = run.ledger
+    rounds = experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
+    repeated = len(lines) - rounds if lines else 0  # released again, with noise and cohorts anew
+    composed = int(plan.composed_rounds[rounds - 1]) + repeated if rounds else 0
+    mechanism = cast(Mechanism, plan.mechanism)
+    surveys = int(plan.surveys[rounds - 1]) if rounds else 0
+    if mechanism.survey and lines:
+        surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
+    seen: Counter[int] = Counter()
+    for clients in plan.draws(rounds):
+        seen.update(clients.tolist())
+    known = experiment.noise.stands_for is None and not repeated
+    origin = plan.origin()
+    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], repeated]
+    return RunRelease(
+        name=run.name,
+        mechanism=mechanism.asking(surveys),
+        relation=plan.terms.relation,
+        rounds=composed,
+        participations=max(seen.values(), default=0) if known else None,
+        seed=experiment.seed,
+        cohorts=json.dumps(facts, sort_keys=True),
+    )

@@ -1,0 +1,162 @@
+"""Runs on the same people: dp-accounting's composition, one Gaussian where runs share their
+cohorts, and what is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import experiment, messages
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from scipy.stats import norm
+
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import overridden
+from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, epsilon, together
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.simulation.composed_runs import StoredRun, compose
+
+BOTH = ["pld", "rdp"]
+
+
+def released(kind, cohort, z, rounds, seed=0, cohorts="", relation="add_remove"):
+    mechanism = Mechanism(Sampling(kind, 1000, cohort), (Query("updates", 1.0, z),), rounds)
+    return RunRelease(f"{kind} {z}", mechanism, relation, rounds, None, seed, cohorts)
+
+
+def hidden(joint):
+    """Epsilon by pld and by rdp with the cohorts hidden."""
+    return [one.epsilon for one in joint.guarantees if one.sampling.knows == "cohort hidden"]
+
+
+def test_runs_of_other_seeds_compose_as_dp_accounting_composes_them():
+    runs = [
+        released("poisson", 10, 1.0, 100, seed=0),
+        released("poisson", 100, 2.6, 80, seed=1),
+        released("full", 1000, 20.0, 10, seed=2),
+    ]
+    events = [
+        dp_event.SelfComposedDpEvent(
+            dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), rounds
+        )
+        for q, z, rounds in ((0.01, 1.0, 100), (0.1, 2.6, 80), (1.0, 20.0, 10))
+    ]
+    library = [PLDAccountant(value_discretization_interval=1e-3), RdpAccountant()]
+    for accountant in library:
+        for event in events:
+            accountant.compose(event)
+    expected = [accountant.get_epsilon(1e-6) for accountant in library]
+    assert hidden(together(runs, 1e-6, BOTH)) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("cohort, z, rounds", [(10, 0.6, 50), (100, 2.6, 100), (500, 30.0, 3)])
+@pytest.mark.parametrize("kind", ["poisson", "fixed"])
+def test_a_run_in_two_halves_is_the_run(kind, cohort, z, rounds):
+    relation = "add_remove" if kind == "poisson" else "replace_one"
+    whole = released(kind, cohort, z, rounds, relation=relation)
+    event = whole.mechanism.event(relation)
+    for name in BOTH:
+        halves = [(event, rounds // 2), (event, rounds - rounds // 2)]
+        found = ACCOUNTANTS[name].together(halves, 1e-5)
+        assert found == pytest.approx(epsilon(whole.mechanism, relation, 1e-5, rounds, name), 1e-6)
+
+
+def test_runs_of_one_seed_are_one_gaussian_while_both_last():
+    """Sums over the same cohort are one Gaussian of mu sqrt(2); then the longer run goes on."""
+    short, long = (released("poisson", 100, 2.0, rounds) for rounds in (30, 50))
+    joint = long.mechanism.event("add_remove")
+    both = replace(joint, mu=joint.mu * math.sqrt(2))
+    expected = [ACCOUNTANTS[name].together([(both, 30), (joint, 20)], 1e-5) for name in BOTH]
+    found = hidden(together([short, long], 1e-5, BOTH))
+    assert found == pytest.approx(expected, rel=1e-12)
+    independent = hidden(together([short, replace(long, seed=1)], 1e-5, BOTH))
+    assert np.all(np.array(independent) < found)
+
+
+@pytest.mark.parametrize("second", ["same", "opposite", "only high", "smooth"])
+def test_adaptive_runs_of_one_seed_show_no_more_than_that_gaussian(second):
+    """One round each, one dimension, the second contribution chosen by the first release: the
+    exact divergences, against the theorem of docs/proofs.md.
+    """
+    q, z, e = 0.2, 1.0, 0.7
+    y = np.linspace(-8, 9, 801)
+    first, then = np.meshgrid(y, y, indexing="ij")
+    chosen = {
+        "same": np.ones_like(first),
+        "opposite": -np.sign(first),
+        "only high": (first > 0.5).astype(float),
+        "smooth": np.tanh(first),
+    }[second]
+    absent = norm.pdf(first) * norm.pdf(then)
+    there = (1 - q) * absent + q * norm.pdf(first - 1 / z) * norm.pdf(then - chosen / z)
+    runs = [released("poisson", 200, z, 1) for _ in range(2)]
+    event = runs[0].mechanism.event("add_remove")
+    joint = replace(event, mu=event.mu * math.sqrt(2))
+    bound = ACCOUNTANTS["pld"].delta_of(joint, e, 1)
+    area = (y[1] - y[0]) ** 2
+    for one, other in ((there, absent), (absent, there)):
+        assert np.maximum(one - math.exp(e) * other, 0).sum() * area <= bound * (1 + 1e-3)
+
+
+def test_what_seeds_and_schemes_forbid_is_said():
+    fixed = [released("fixed", 100, 4.0, 20, relation="replace_one") for _ in range(2)]
+    joint = together(fixed, 1e-5, ["pld"])
+    assert not hidden(joint) and "same seed 0" in joint.notes[0]
+    planned = together(fixed, 1e-5, ["pld"], adaptive=False)  # as the runs of a grid
+    assert hidden(planned) and hidden(planned)[0] < joint.guarantees[0].epsilon
+    other = together([fixed[0], replace(fixed[1], cohorts="other")], 1e-5, ["pld"], adaptive=False)
+    assert not hidden(other) and "different cohorts from the same seed" in other.notes[0]
+    with pytest.raises(ConfigError, match="one relation for all runs"):
+        together([fixed[0], released("poisson", 100, 4.0, 20)], 1e-5, ["pld"])
+
+
+PRIVATE = {
+    "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3},
+    "bounding": {"kind": "clip", "bound": 1.0},
+    "rounds": 4,
+}
+REFUSED = messages("runs together")
+
+
+def stored(name, *changes):
+    tree = overridden(experiment(**PRIVATE).to_dict(), changes)
+    return StoredRun(name, type(experiment()).from_dict(tree))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_runs_that_do_not_compose_are_refused_by_name(case):
+    *changes, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        compose([stored("a"), stored("b", *changes)])
+
+
+def test_runs_with_common_noise_are_refused():
+    runs = [
+        stored(name, "noise.common=true", f"local.lr={lr}")
+        for name, lr in zip("ab", (1, 2), strict=True)
+    ]
+    with pytest.raises(ConfigError, match=r"a and b have the same .*noise\.common"):
+        compose(runs)
+
+
+def test_stored_runs_compose_with_the_rounds_of_their_ledgers():
+    a, b = stored("a", "data.seed=3"), stored("b", "data.seed=3", "seed=1")
+    planned = compose([a, b])
+    mechanism = planned.runs[0].mechanism
+    line = {"mechanism": mechanism.round_digest(), "epsilon": {}}
+    begun = [{**line, "round": t, "key": "a"} for t in range(2)]
+    again = [{**line, "round": 1, "restart": 1, "key": "a1"}]  # released twice: three releases
+    part = compose([replace(a, ledger=begun), b])
+    twice = compose([replace(a, ledger=begun + again), b])
+    assert [joint.runs[0].rounds for joint in (planned, part, twice)] == [4, 2, 3]
+    spent = [hidden(joint)[0] for joint in (part, twice, planned)]
+    assert spent == sorted(spent) and spent[0] < spent[1] < spent[2]
+    other = replace(a, ledger=[{**begun[0], "mechanism": "other"}])
+    with pytest.raises(ConfigError, match="whose ledger has the mechanism of its config"):
+        compose([other, b])
