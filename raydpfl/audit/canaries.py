@@ -95,7 +95,8 @@ class CanaryRun(Coordinator):
 
     def finished(self) -> None:
         """Ends the run. What is needed of its files and clients is read now."""
-        self.printed = self.accounts.guarantees(self.state.t, self.state.participations)
+        held = self.accounts.guarantees(self.state.t, self.state.participations)
+        self.printed = [one for one in held if one.unit != "person"]
         self.misrecording = self.misrecorded()
         self.pool.close()
         del self.pool, self.record, self.problem

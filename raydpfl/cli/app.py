@@ -428,6 +428,7 @@ CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
 CONSTANT = "The constant that the formula `paper` leaves open. Default: 4."
 SAMPLE = "With --unit sample"
+PERSON = "Samples of one person, protected together; with a CONFIG, all of a client by default."
 NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculator
 
 
@@ -453,6 +454,7 @@ def budget(
     samples: Annotated[int | None, _count("Samples n of the client.", SAMPLE)] = None,
     batch: Annotated[int | None, _count("Samples B of a batch.", SAMPLE)] = None,
     steps: Annotated[int | None, _count("Local steps Q of a round.", SAMPLE)] = None,
+    person: Annotated[int | None, _count(PERSON, SAMPLE)] = None,
     as_json: Json = False,
     data_root: DataRoot = None,
     trust_code: Trust = False,
@@ -472,7 +474,7 @@ def budget(
         answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
     elif config:
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-        for name in (name for name in stated if name != "data_root"):
+        for name in (name for name in stated if name not in ("data_root", "person")):
             raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         _load()
         from raydpfl.experiment import Experiment
@@ -480,7 +482,7 @@ def budget(
         imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):
             asked = _read("budget", config, overrides, imports, trust_code)[0]
-            answer = planned_guarantee.of_config(asked, data_root)
+            answer = planned_guarantee.of_config(asked, data_root, person)
     else:
         answer = calculator.from_options(**stated)
     if as_json:

@@ -102,7 +102,7 @@ def _of_sums(budget: Budget) -> Iterator[RenderableType]:
     multiplier = f"{noise['noise_multiplier']:.4g}"
     head.add_row("noise multiplier", f"{multiplier} (std of the sum / bound{together})")
     yield from (head, "", _found(budget), "")
-    guarantees = budget.guarantees
+    guarantees = [one for one in budget.guarantees if one.unit != "person"]
     if budget.unknown != "epsilon":  # the epsilons at the noise and rounds of the first answer
         which = f"noise multiplier {multiplier}"
         if budget.unknown == "rounds":
@@ -110,6 +110,7 @@ def _of_sums(budget: Budget) -> Iterator[RenderableType]:
         title = f"Epsilon at delta {budget.delta:g} with {which}"
         yield guarantee_table.table([(one, _spent(one)) for one in guarantees], title)
         yield ""
+    yield from _persons(budget)
     for answer in budget.answers:
         if answer.guarantee.formula:
             yield Text(_worth(budget, answer), style="red" if answer.overclaims else "")
@@ -118,6 +119,18 @@ def _of_sums(budget: Budget) -> Iterator[RenderableType]:
     rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
     notes += [f"{one.accountant}: {why}" for one in rigorous for why in one.conditions_failed]
     yield from (Text(f"- {note}") for note in dict.fromkeys(notes))
+
+
+def _persons(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
+    """What holds for a person's samples together, with what the numbers rely on."""
+    if budget.persons:
+        title = f"Epsilon at delta {budget.persons[0].delta:g} of a person's samples together"
+        yield guarantee_table.table([(one, _spent(one)) for one in budget.persons], title)
+        for one in budget.persons:
+            yield Text(
+                f"- {one.accountant}: {'; '.join((*one.conditions_failed, one.sampling.words))}"
+            )
+        yield ""
 
 
 def _found(budget: Budget) -> Table:
@@ -149,6 +162,7 @@ def _of_clients(budget: PersonalBudget) -> Iterator[RenderableType]:
         head.add_row("also", f"the {query.name} of a client in each of its rounds, {noise}")
     names = _columns(budget)
     yield from (head, "", _spread(budget, names), "", _worst(budget, names), "")
+    yield from _persons(budget)
     if budget.broken:
         yield from (Text(f"{budget.broken[0].upper()}{budget.broken[1:]}.", style="red"), "")
     for one in budget.guarantees:

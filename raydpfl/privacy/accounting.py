@@ -18,7 +18,7 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS, named
 from raydpfl.privacy.accountants.paper import paper_epsilon
-from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, column
+from raydpfl.privacy.guarantee import GROUP, Guarantee, Observer, Scope, column
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.tradeoff import TradeOff
@@ -174,6 +174,9 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
         reason = covers(accountant, view.mechanism, view.relation)
     if reason:
         return view.guarantee(accountant, math.inf, delta, (reason,))
+    scheme = view.mechanism.sampling.scheme
+    grouped = scheme.by_group_privacy(named(accountant).needs)
+    view = replace(view, scope=view.scope.marked(GROUP * grouped))
     survey = view.mechanism.survey
     if not view.rounds and not (survey and survey.times):
         return view.guarantee(accountant, 0.0, delta)

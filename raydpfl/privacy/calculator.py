@@ -106,6 +106,7 @@ class Budget:
     participations: int | None = None  # the largest number of rounds of any client; None: unknown
     v: float = 4.0  # the constant of the formula of 000 and 001
     run: Mechanism | None = None  # what a config runs, if the question is about one
+    person: int | None = None  # how many samples a person has who is protected too; None: nobody is
 
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0
@@ -118,7 +119,8 @@ class Budget:
         held = self.answers
         if self.unknown != "epsilon":
             held = tuple(self._answers(self.mechanism, "epsilon"))
-        self.guarantees = tuple(answer.guarantee for answer in held)
+        self.persons = tuple(self._of_person())
+        self.guarantees = (*(answer.guarantee for answer in held), *self.persons)
         lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
         caveat = _CAVEATS.get(self.asked.placement)
         self.notes = [note for note in (lax, caveat) if note]
@@ -206,6 +208,13 @@ class Budget:
         else:
             for formula in FORMULAS.values():
                 yield self._by_formula(formula, mechanism, unknown)
+
+    def _of_person(self) -> Iterator[Guarantee]:
+        """What the mechanism guarantees a person's samples together."""
+        if self.person is not None:
+            (view,) = self._seen(self.mechanism.of_person(self.person), self.rounds)
+            for name in RIGOROUS:
+                yield guarantee_against(view, name, self.delta)
 
     def _at(self, z: float, rounds: int) -> Mechanism:
         """The mechanism with this noise multiplier, for so many rounds."""
@@ -328,11 +337,21 @@ class PersonalBudget:
     mechanism: LocalSteps
     participations: Participations
     accountants: Sequence[str] = ("pld", "rdp", "paper")
+    person: int | None = None  # how many samples of a client a person has; None: all of them
 
     def __post_init__(self) -> None:
         report = LocalStepsReport(self.mechanism, self.accountants)
         self.rows = report.client_table(self.participations)
-        self.guarantees = tuple(report.guarantees(self.participations))
+        whole = report.guarantees(self.participations)
+        self.persons = [one for one in whole if one.unit == "person"]
+        if self.person is not None:
+            if not 1 <= self.person <= self.mechanism.largest:
+                expected = (
+                    f"an integer from 1 to the {self.mechanism.largest} samples of the largest"
+                )
+                raise ConfigError("--person", self.person, expected)
+            self.persons = report.of_persons(self.participations, self.person)
+        self.guarantees = (*(one for one in whole if one.unit != "person"), *self.persons)
         self.broken: str | None = None
         try:
             report.check_claims(self.participations)
@@ -467,10 +486,12 @@ def of_samples(
     delta: float = 1e-5,
     sampling: str = "fixed",
     relation: str = "auto",
+    person: int | None = None,
 ) -> Budget:
     """The budget where one client's samples are protected, by noise at every local step, against an
     observer of every update (002, 003). Give two of epsilon, participations and noise:
     `noise_multiplier`, or the `std` on the mean gradient and the `bound`, the per-sample clip norm.
+    With `person`, what holds for so many of the samples together.
 
     `participations` are the rounds that the client takes part in, as they occur or capped; never
     T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError`
@@ -490,7 +511,10 @@ def of_samples(
         who = Sampling(sampling, samples, batch)
         mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
         asked = _covered(mechanism, relation, delta)
-        return Budget(mechanism.with_noise(z or 1.0), asked, delta, unknown, epsilon, steps=steps)
+        noisy = mechanism.with_noise(z or 1.0)
+        if person is not None:
+            noisy.of_person(person)  # refuses it before anything is computed
+        return Budget(noisy, asked, delta, unknown, epsilon, steps=steps, person=person)
 
 
 _UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_samples}

@@ -35,6 +35,7 @@ _EVENTS = {
     "zero_out": "contributed at all",
 }
 FALSE_ALARMS = 0.05  # at which `Guarantee.detection` says what can be detected
+GROUP = "by group privacy"  # in the scope of a person's guarantee that is not the person's own
 DECLARED = "(tested, not proved)"  # ends an exclusion: what a user-defined class declares
 KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
 
@@ -59,6 +60,10 @@ class Scope:
 
     def __str__(self) -> str:
         return self.words
+
+    def marked(self, words: str) -> Scope:
+        """The same that relies on something else besides, in words."""
+        return replace(self, words=f"{self.words}, {words}") if words else self
 
     @classmethod
     def of_cohorts(

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants.xu_2026 import budget_variance
+from raydpfl.privacy.group import together
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Unit, one_of
@@ -148,13 +149,25 @@ class LocalSteps:
         n = int(self.samples[k])
         return Sampling("fixed", n, int(self.batches[k]) if self.amplified[k] else n)
 
-    def event(self, k: int) -> Event:
-        """What one participation of client k releases about one of its samples."""
+    def event(self, k: int, group: int = 1) -> Event:
+        """What one participation of client k releases about one of its samples, or about `group` of
+        them together, or all if it has no more.
+        """
+        sampling, factor = self.batch_sampling(k), 1
+        batch, gaussians = int(self.batches[k]), int(self.compositions[k])
+        group = min(group, int(self.samples[k]))
+        if group > 1:
+            sampling, factor = together(sampling, group)
+            if not self.amplified[k]:
+                # a batch is no more than all of them; in epochs their Gaussians may be more
+                steps = int(self.client_steps[k])
+                if batch**2 * steps <= group**2 * gaussians:
+                    factor, gaussians = batch, steps
         return Event(
-            self.batch_sampling(k),
-            2 * self.bound / (int(self.batches[k]) * float(self.stds[k])),
-            int(self.compositions[k]),
-            float(self.side_mu[k]),
+            sampling,
+            factor * 2 * self.bound / (batch * float(self.stds[k])),
+            gaussians,
+            group * float(self.side_mu[k]),
         )
 
     def formula_arguments(self, k: int, count: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
+from raydpfl.privacy.group import together
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
@@ -275,6 +276,17 @@ class Mechanism:
         """The same mechanism for an observer who knows the cohorts: everyone in every round."""
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
         return replace(self, sampling=everyone)
+
+    def of_person(self, group: int) -> Mechanism:
+        """The same mechanism as it bears on `group` units of the population together, from 1 to all
+        of them, which one person owns.
+        """
+        if not (is_count(group) and 1 <= group <= self.sampling.population):
+            expected = f"an integer from 1 to the {self.sampling.population} samples"
+            raise ConfigError("person", group, expected)
+        sampling, factor = together(self.sampling, group)
+        queries = [replace(query, bound=factor * query.bound) for query in self.queries]
+        return replace(self, sampling=sampling, queries=tuple(queries), unit="person")
 
     def with_noise(self, multiplier: float) -> Mechanism:
         """The same mechanism at another noise multiplier. Every std of `sums` is scaled by the same

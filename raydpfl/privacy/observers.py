@@ -47,7 +47,7 @@ def views(
     that any client was drawn; None: unknown, so that every round counts.
     """
     sampling = mechanism.sampling
-    if mechanism.unit == "sample":
+    if mechanism.unit != "client":
         scope = Scope.of_batches(sampling)
         yield ObserverView(Observer.UPDATES, scope, mechanism, relation, rounds)
         return

@@ -26,6 +26,9 @@ infinity. The grid costs at most about 1e-4 of epsilon.
     AISTATS 2022. Theorem 10, Proposition 8.
 [5] Lebeda, Regehr, Kamath, Steinke. Avoiding pitfalls for privacy accounting of subsampled
     mechanisms under composition. 2024.
+[6] Charles, Ganesh, McKenna, McMahan, Mitchell, Pillutla, Rush. Fine-tuning large language models
+    with user-level differential privacy. 2024.
+[7] Vadhan. The complexity of differential privacy. 2017.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -315,6 +319,23 @@ def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
     return masses.clip(min=0.0), float(deltas[-1])
 
 
+def group_privacy(curve: Curve, group: int) -> Curve:
+    """A bound on the curve for `group` units, exchanged one after another, from that of one ([7]
+    Lemma 2.2): delta(eps / group) (e^eps - 1) / (e^(eps / group) - 1).
+    """
+
+    def bound(epsilon: np.ndarray) -> np.ndarray:
+        each = np.maximum(epsilon / group, 1e-12)  # where the factor is `group` in double precision
+        factor = (
+            np.expm1(-group * each)
+            / np.expm1(-each)
+            * np.exp(np.minimum((group - 1) * each, 700.0))
+        )
+        return np.minimum(factor * curve(epsilon / group), 1.0)
+
+    return bound
+
+
 def _reach(curve: Curve) -> float:
     """The epsilon at which the curve has fallen to 1e-17."""
     high = 1e-9 * 2.0 ** np.arange(8)
@@ -362,6 +383,88 @@ def fixed_size_curve(q: float, mu: float) -> Curve:
     ([4]; docs/proofs.md).
     """
     return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
+
+
+def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, CurvePair]:
+    """One round in which k units of a group are in the sample with probability `weights`[k] > 0,
+    float64 [units + 1], k = 0 among them: the curves of removing the group and of adding it,
+    delta(P, Q) and delta(Q, P) with P = sum_k weights[k] N(k mu, 1) and Q = N(0, 1). That pair
+    dominates the round where removal leaves the others' sample as it is given k = 0 ([6]
+    Theorem 1; docs/proofs.md).
+    """
+    counts, chances, rest = _of_group(weights)
+    drawn = float(chances.sum())
+    none = float(weights[0])
+
+    def removed(epsilon: np.ndarray) -> np.ndarray:
+        total = _unsampled(epsilon, drawn) + math.log(drawn)
+        ratios = _shared(total, counts * mu, chances, -math.inf)
+        return (chances * gaussian_delta(ratios, counts * mu)).sum(axis=-1) + rest
+
+    def added(epsilon: np.ndarray) -> np.ndarray:
+        # (w - e^eps sum_k weights[k] L_k)+ with w = 1 - e^eps weights[0], shared among the k
+        weight = -np.expm1(np.minimum(epsilon + math.log(none), 1.0)) if none else epsilon * 0 + 1
+        positive = np.maximum(weight, np.finfo(float).tiny)
+        total = np.log(positive) - epsilon
+        ratios = _shared(total, counts * mu, chances, -math.inf, above=True)
+        shares = chances * np.exp(np.minimum(epsilon[..., None] + ratios, 1.0))
+        return np.where(weight > 0, (shares * gaussian_delta(-ratios, counts * mu)).sum(-1), 0.0)
+
+    return (removed, added), (added, removed)
+
+
+def group_replaced_curve(weights: np.ndarray, mu: float) -> Curve:
+    """The same where the group is replaced by another: for eps >= 0
+
+        delta(eps) = sum_(k>0) weights[k] D(max(e^eps, L_k(x)); k mu),
+        L_k(x) = e^(k mu x - (k mu)^2 / 2),  sum_(k>0) weights[k] max(e^eps, L_k(x)) = e^eps - w_0,
+
+    with D(e^a; mu) = delta_G(a; mu). It bounds both directions of every pair of neighbours, and is
+    the curve of a dominating pair (docs/proofs.md). Of one unit it is `fixed_size_curve`.
+    """
+    counts, chances, rest = _of_group(weights)
+    drawn = float(chances.sum())
+
+    def curve(epsilon: np.ndarray) -> np.ndarray:
+        total = _unsampled(epsilon, drawn) + math.log(drawn)
+        ratios = _shared(total, counts * mu, chances, np.asarray(epsilon)[..., None])
+        return (chances * gaussian_delta(ratios, counts * mu)).sum(axis=-1) + rest
+
+    return curve
+
+
+def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Numbers of units from 1, float64 [k], their probabilities, and what is left out of these."""
+    order = np.argsort(weights[1:])
+    left_out = order[np.cumsum(weights[1:][order]) < _TAIL]
+    counts = np.delete(np.arange(1.0, len(weights)), left_out)
+    return counts, weights[counts.astype(int)], float(weights[1:][left_out].sum())
+
+
+def _shared(
+    total: np.ndarray, mus: np.ndarray, chances: np.ndarray, floor: Any, above: bool = False
+) -> np.ndarray:
+    """max(floor, log L_k(x)), float64 [..., k], with L_k the likelihood ratio of N(mus[k], 1) and
+    N(0, 1), at the x where the sum of chances[k] times its exponential has the logarithm
+    `total` [...]; a little below it, or `above` it. By Newton's method on that, which is convex.
+    """
+    from scipy.special import logsumexp
+
+    logs = np.log(chances)
+    # where one term alone is the whole
+    x = ((total[..., None] - logs + mus**2 / 2) / mus).min(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for _ in range(60):
+            ratios = mus * x[..., None] - mus**2 / 2
+            terms = logs + np.maximum(ratios, floor)
+            value = logsumexp(terms, axis=-1)
+            slope = (mus * (ratios > floor) * np.exp(terms - value[..., None])).sum(axis=-1)
+            step = np.where(slope > 0, (value - total) / slope, 0.0)
+            x = x - step
+            if (np.abs(step) <= 1e-13 * (1 + np.abs(x))).all():
+                break
+    x = x + (1 if above else -1) * 1e-12 * (1 + np.abs(x))
+    return np.maximum(mus * x[..., None] - mus**2 / 2, floor)
 
 
 def distributions(pairs: Sequence[CurvePair]) -> tuple[LossDistribution, ...]:

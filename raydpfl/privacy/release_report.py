@@ -27,7 +27,8 @@ from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, named, resolved
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
-from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope, column
+from raydpfl.privacy.group import together
+from raydpfl.privacy.guarantee import GROUP, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
 from raydpfl.privacy.mechanism import Mechanism
@@ -155,10 +156,11 @@ class LocalStepsReport:
         self.names = resolved(accountants, release.unit)
         self._curves: dict[tuple, np.ndarray] = {}  # by kind of client
 
-    def epsilons(self, name: str, participations: Participations) -> np.ndarray:
+    def epsilons(self, name: str, participations: Participations, group: int = 1) -> np.ndarray:
         """Epsilon of every client's samples, float64 [N], by an accountant or one of `FORMULAS`, at
         the release's delta (002 Theorem 5 has a delta of its own): 0 for a client that took no
-        part, infinite for one that took part without noise.
+        part, infinite for one that took part without noise. It is that of any `group` samples of a
+        client together, or of all if it has no more.
         """
         release = self.release
         counts, exposed = self._exposed(participations)
@@ -174,7 +176,7 @@ class LocalStepsReport:
             of_kinds = FORMULAS[name].claims(stds, release.delta, times, **client)
         else:
             pairs = zip(noisy[first].tolist(), times.tolist(), strict=True)
-            of_kinds = np.array([self._curve(name, k, n, n)[0] for k, n in pairs])
+            of_kinds = np.array([self._curve(name, k, n, n, group)[0] for k, n in pairs])
         epsilons[noisy] = of_kinds[member.reshape(-1)]
         return epsilons
 
@@ -183,19 +185,19 @@ class LocalStepsReport:
         counts = self.release.counts(participations)
         return counts, (counts > 0) & (self.release.samples > 0)
 
-    def _curve(self, name: str, k: int, first: int, last: int) -> np.ndarray:
+    def _curve(self, name: str, k: int, first: int, last: int, group: int = 1) -> np.ndarray:
         """Epsilon of client k after first, ..., last participations, once for clients alike."""
         release = self.release
         arguments = release.formula_arguments(k, 1)
         std = float(release.stds[k])
-        key = (name, *arguments.values(), std, first, last)
+        key = (name, *arguments.values(), std, first, last, group)
         if key not in self._curves:
             counts = np.arange(first, last + 1)
-            self._curves[key] = (
-                FORMULAS[name].claims(std, release.delta, counts, **arguments)
-                if name in FORMULAS
-                else named(name).curve(release.event(k), release.delta, counts)
-            )
+            if name in FORMULAS:
+                curve = FORMULAS[name].claims(std, release.delta, counts, **arguments)
+            else:
+                curve = named(name).curve(release.event(k, group), release.delta, counts)
+            self._curves[key] = curve
         return self._curves[key]
 
     def curves(
@@ -252,10 +254,29 @@ class LocalStepsReport:
         """
         assert participations is not None
         counts, exposed = self._exposed(participations)
-        return [self._guarantee(name, counts, np.flatnonzero(exposed)) for name in self.names]
+        clients = np.flatnonzero(exposed)
+        claims = [self._guarantee(name, counts, clients) for name in self.names]
+        return claims + self.of_persons(participations)
 
-    def _guarantee(self, name: str, counts: np.ndarray, clients: np.ndarray) -> Guarantee:
-        """By one accountant or formula, for the worst of the clients that it covers."""
+    def of_persons(
+        self, participations: Participations, group: int | None = None
+    ) -> list[Guarantee]:
+        """What holds for `group` samples of one client together, by the rigorous accountants; None:
+        for all samples of any client.
+        """
+        counts, exposed = self._exposed(participations)
+        names = [name for name in self.names if name not in FORMULAS]
+        if group is not None:  # others know nothing of groups in a batch
+            names = [name for name in names if self._by_group(name, group)]
+        group = self.release.largest if group is None else group
+        return [self._guarantee(name, counts, np.flatnonzero(exposed), group) for name in names]
+
+    def _guarantee(
+        self, name: str, counts: np.ndarray, clients: np.ndarray, group: int = 0
+    ) -> Guarantee:
+        """By one accountant or formula, for the worst of the clients that it covers: for a sample,
+        or for a person who has a `group` of them.
+        """
         release = self.release
         covered = clients[self._covered(name)[clients]]
         public = int(release.public[clients].sum())
@@ -266,10 +287,12 @@ class LocalStepsReport:
         curve = None
         scope = Scope("public clients alone took part" if len(clients) else "no client took part")
         if len(covered):
-            spent = self.epsilons(name, counts)[covered]
+            spent = self.epsilons(name, counts, max(group, 1))[covered]
             worst = int(covered[np.argmax(spent)])
             epsilon = float(spent.max())
-            scope = scope_of(release, worst, int(counts[worst]), spent)
+            scope = scope_of(release, worst, int(counts[worst]), spent, group)
+            if group and self._by_group_privacy(name, worst, group):
+                scope = scope.marked(GROUP)
             delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             if name not in FORMULAS and release.stds[worst]:
                 event = release.event(worst)
@@ -279,10 +302,24 @@ class LocalStepsReport:
             failed = (NOISELESS,)
         formula = FORMULAS.get(name)
         return Guarantee(
-            "paper" if formula else "rigorous", name, release.unit,
+            "paper" if formula else "rigorous", name, "person" if group else release.unit,
             formula.relation if formula else "replace_one", Observer.UPDATES, scope, epsilon, delta,
             (*release.exclusions, *unfit, *_public_words(public)), failed, curve,
         )  # fmt: skip
+
+    def _by_group(self, name: str, group: int) -> bool:
+        """Whether an accountant covers any `group` samples of every client together."""
+        release = self.release
+        hidden = np.flatnonzero(release.amplified & (release.samples > group))
+        schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden[:1])
+        return all(scheme.gives(named(name).needs) for scheme in schemes)
+
+    def _by_group_privacy(self, name: str, k: int, group: int) -> bool:
+        release = self.release
+        if release.sampling == "epochs":
+            return group < release.samples[k]
+        scheme = release.event(k, group).sampling.scheme
+        return scheme.by_group_privacy(named(name).needs)
 
     def _covered(self, name: str) -> np.ndarray:
         """Bool [N]: clients not public, with noise of the formula where it calibrates any."""
@@ -423,13 +460,18 @@ def _quantiles(values: Sequence[float]) -> list[float]:
     return [ordered[place] for place in places] if ordered else []
 
 
-def scope_of(release: LocalSteps, k: int, count: int, spent: Sequence[float] = ()) -> Scope:
+def scope_of(
+    release: LocalSteps, k: int, count: int, spent: Sequence[float] = (), group: int = 0
+) -> Scope:
     """What a guarantee of client k relies on after `count` participations. `spent` are the epsilons
-    of all clients that took part, of which client k spent most; empty: unknown.
+    of all clients that took part, of which client k spent most; empty: unknown. `group`: of how
+    many samples that a person has; 0: of any one.
     """
     scope = Scope.of_batches(release.batch_sampling(k))
-    words = scope.words
     batch, samples = int(release.batches[k]), int(release.samples[k])
+    whole = group >= samples > 1  # every batch is hers, whichever samples it has
+    words = f"batches: {batch} of {samples}" if whole else scope.words
+    knows = "" if whole else scope.knows
     if not scope.knows and batch < samples:
         gaussians = int(release.compositions[k]) * count
         words = f"batches: {batch} of {samples} in shuffled epochs, order known, {gaussians} "
@@ -441,7 +483,10 @@ def scope_of(release: LocalSteps, k: int, count: int, spent: Sequence[float] = (
     if len(spent) > 1:
         values = ", ".join(f"{value:.4g}" for value in _quantiles(spent))
         words += f", the worst of {len(spent)} whose epsilons have quartiles {values}"
-    return Scope(words, scope.knows, client=k)
+    if group:
+        owned = f"{group} of its {samples}" if group < samples else f"all its {samples}"
+        words += f"; a person has {owned} samples"
+    return Scope(words, knows, client=k)
 
 
 def _public_words(count: int) -> tuple[str, ...]:

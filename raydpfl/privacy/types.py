@@ -9,7 +9,8 @@ from raydpfl.errors import ConfigError
 
 Relation = Literal["add_remove", "zero_out", "replace_one"]
 Placement = Literal["client", "server", "step"]
-Unit = Literal["client", "sample"]
+# a person: some samples, or all, of a client together
+Unit = Literal["client", "sample", "person"]
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,16 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
 
-def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget | PersonalBudget:
+def of_config(
+    experiment: Experiment, data_root: Path | None = None, person: int | None = None
+) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
     ask for. Nothing is trained; the data are prepared, for the clients' sizes.
 
     Args:
         experiment: of the run.
         data_root: the folder of data sets.
+        person: how many samples of a client a person has; None: all of them.
 
     Returns:
         A `PersonalBudget`, client by client, if the noise is at local steps.
@@ -46,7 +49,10 @@ def of_config(experiment: Experiment, data_root: Path | None = None) -> Budget |
     budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
         steps = cast(LocalSteps, plan.mechanism)
-        budget = PersonalBudget(steps, seen, experiment.privacy.accountants)
+        budget = PersonalBudget(steps, seen, experiment.privacy.accountants, person)
+    elif person is not None:
+        expected = "none where whole clients are protected, with all their samples"
+        raise ConfigError("--person", person, expected)
     else:
         budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
     if experiment.privacy.budget is not None:

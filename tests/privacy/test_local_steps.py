@@ -238,7 +238,7 @@ def test_the_formula_that_calibrates_speaks_of_its_own_clients_and_the_truth_of_
     counts = [1, 1, 1, 1, 0]
     given = {**SMALL_002, "participations": counts}
     found = calibrate_local_steps(**given, calibration="tcdp")
-    by = {each.accountant: each for each in report_of(found).guarantees(counts)}
+    by = {each.accountant: each for each in reversed(report_of(found).guarantees(counts))}
     printed = by["Chen 2024 tCDP"]
     assert printed.epsilon == pytest.approx(0.3) and printed.conditions_failed == ()
     assert any("does not calibrate the noise of 2 of 4" in each for each in printed.exclusions)
@@ -283,10 +283,11 @@ def test_no_noise_for_public_clients_for_absent_ones_and_for_those_without_sampl
     spent = report.epsilons("pld", [1, 1, 1, 0])
     assert spent == pytest.approx([1.0, math.inf, 0.0, 0.0], rel=1e-3)
     report.check_claims([1, 1, 1, 0])
-    (guarantee,) = report.guarantees([1, 1, 1, 0])
+    guarantee, person = report.guarantees([1, 1, 1, 0])
+    assert person.exclusions == guarantee.exclusions and person.unit == "person"
     assert guarantee.epsilon == pytest.approx(1.0, rel=1e-3)
     assert "1 public clients" in guarantee.exclusions[0]
-    (none,) = report.guarantees([0, 1, 0, 0])
+    none, _ = report.guarantees([0, 1, 0, 0])
     assert none.epsilon == math.inf and none.conditions_failed
     assert report.curves([[1], [0]])["pld"] == pytest.approx([0.0, 1.0], rel=1e-3)
 
@@ -377,7 +378,8 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
     found = calibrate_local_steps(**given, exclusions=("tuning",))
     counts = given["participations"]
     report = report_of(found)
-    guarantees = {each.accountant: each for each in report.guarantees(counts)}
+    held = report.guarantees(counts)
+    guarantees = {each.accountant: each for each in held if each.unit == "sample"}
     rows = report.client_table(counts)
     assert list(guarantees) == ["pld", "rdp", *FORMULAS]
     for name, guarantee in guarantees.items():
@@ -471,7 +473,7 @@ def test_what_is_no_mechanism_is_refused(field):
 
 def test_a_delta_out_of_numerical_reach_is_said_to_be_the_reason_for_an_infinite_epsilon():
     steps = LocalSteps([600], 10, 300, 1.0, 1e-16, [2.0])
-    by_pld, by_rdp = report_of(steps, ["pld", "rdp"]).guarantees([1])
+    by_pld, by_rdp, *_ = report_of(steps, ["pld", "rdp"]).guarantees([1])
     assert by_pld.epsilon == math.inf and "too small for pld" in by_pld.conditions_failed[0]
     assert by_rdp.conditions_failed == ()
     (row,) = report_of(steps, ["pld"]).client_table([1])

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy import pld
 from raydpfl.privacy.pld import CurvePair
 from raydpfl.privacy.types import Relation, is_count
 
@@ -173,6 +174,10 @@ class SamplingScheme:
         """Whether this scheme has a method that an accountant needs (`curves` or `renyi`)."""
         return bool(method) and getattr(type(self), method) is not getattr(SamplingScheme, method)
 
+    def by_group_privacy(self, method: str) -> bool:
+        """Whether what this method says is of a group of units, by group privacy from one."""
+        return False
+
     def plural(self) -> str:
         """What its cohorts are called in messages."""
         return f"cohorts by sampling scheme {self.kind}"
@@ -199,6 +204,15 @@ class SamplingScheme:
         without this method rdp does not cover the scheme.
         """
         raise NotImplementedError
+
+    def group_curves(self, sampling: Sampling, mu: float, group: int) -> tuple[CurvePair, ...]:
+        """As `curves`, of `group` units of the population together, which one person may own. By
+        default the bound of group privacy.
+        """
+        return tuple(
+            (pld.group_privacy(up, group), pld.group_privacy(down, group))
+            for up, down in self.curves(sampling, mu)
+        )
 
     def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
         """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`

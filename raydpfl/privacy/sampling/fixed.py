@@ -26,5 +26,14 @@ class FixedSizeSampling(SamplingScheme):
         curve = pld.fixed_size_curve(sampling.q, mu)
         return ((curve, curve),)
 
+    def group_curves(self, sampling, mu, group):
+        """Of the samples `cohort` are in a batch: hypergeometric (docs/proofs.md)."""
+        from scipy.stats import hypergeom
+
+        counts = range(min(group, sampling.cohort) + 1)
+        weights = hypergeom.pmf(counts, sampling.population, group, sampling.cohort)
+        curve = pld.group_replaced_curve(weights, mu)
+        return ((curve, curve),)
+
     def renyi(self, sampling, mu):
         return rdp.fixed_size(sampling.q, mu)

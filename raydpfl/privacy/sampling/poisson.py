@@ -42,6 +42,12 @@ class PoissonSampling(SamplingScheme):
     def curves(self, sampling, mu):
         return pld.poisson_curves(sampling.q, mu)
 
+    def group_curves(self, sampling, mu, group):
+        """Exact: a mixture of Gaussians with binomial weights (docs/proofs.md)."""
+        from scipy.stats import binom
+
+        return pld.group_removed_curves(binom.pmf(range(group + 1), group, sampling.q), mu)
+
     def renyi(self, sampling, mu):
         """By dp-accounting, whose noise multiplier is std / sensitivity under every relation."""
         from dp_accounting import dp_event, rdp

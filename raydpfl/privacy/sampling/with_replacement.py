@@ -49,6 +49,12 @@ class SamplingWithReplacement(SamplingScheme):
         curve = pld.with_replacement_curve(self._likeliest(sampling), sampling.cohort, mu)
         return ((curve, curve),)
 
+    def group_curves(self, sampling, mu, group):
+        """As of one client so many times as likely."""
+        chance = min(group * self._likeliest(sampling), 1.0)
+        curve = pld.with_replacement_curve(chance, sampling.cohort, mu)
+        return ((curve, curve),)
+
     def _likeliest(self, sampling):
         """The largest probability of any client at one draw."""
         return sampling.p_max or 1 / sampling.population

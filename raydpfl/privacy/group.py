@@ -1,0 +1,91 @@
+"""Several units of a population protected together: the samples of a person.
+
+A person's `group` samples come into batches k at a time, so that a batch is a mixture over k of
+Gaussians moved k times as far ([1], Theorem 1). `together` says so as a sampling, which accountants
+read like any other, and by how much a sample's sensitivity grows besides:
+
+>>> from raydpfl.privacy.sampling import Sampling
+>>> sampling, factor = together(Sampling("poisson", 10_000, 100), group=5)
+>>> print(sampling, factor)
+Poisson, 100 of 10000 expected (5 of them of one person) 1
+>>> print(*together(Sampling("fixed", 600, 10), group=600))  # every batch is all hers
+all 600 (all of one person) 10
+
+[1] Charles, Ganesh, McKenna, McMahan, Mitchell, Pillutla, Rush. Fine-tuning large language models
+    with user-level differential privacy. 2024.
+[2] Mironov. Renyi differential privacy. CSF 2017. Proposition 11.
+[3] Vadhan. The complexity of differential privacy. 2017. Lemma 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from raydpfl.privacy import rdp
+from raydpfl.privacy.sampling import Sampling, SamplingScheme
+
+
+class GroupSampling(SamplingScheme):
+    """A hidden scheme as it bears on `group` units together: as its own `group_curves` say, or else
+    by group privacy from one, in curves ([3]) or Renyi divergences ([2]).
+    """
+
+    def __init__(self, scheme: SamplingScheme, group: int):
+        self.scheme = scheme
+        self.group = group
+
+    def gives(self, method):
+        alone = method == "curves" or not self.scheme.gives("group_curves")
+        return alone and self.scheme.gives(method)
+
+    def by_group_privacy(self, method):
+        return not self.scheme.gives("group_curves")
+
+    def check(self, sampling):
+        """Nothing: that of the scheme has passed."""
+
+    def hidden(self, sampling):
+        return True
+
+    def everyone(self, sampling):
+        return False
+
+    def plural(self):
+        return "samples of one person together"
+
+    def words(self, sampling):
+        return self.scheme.words(self._of_one(sampling))
+
+    def refuses(self, relation):
+        return self.scheme.refuses(relation)
+
+    def curves(self, sampling, mu):
+        return self.scheme.group_curves(self._of_one(sampling), mu, self.group)
+
+    def renyi(self, sampling, mu):
+        """Of up to 2^c units at order a >= 2 it is 3^c times that of one at 2^c a."""
+        doublings = math.ceil(math.log2(self.group))
+        one = self.scheme.renyi(self._of_one(sampling), mu)
+        at = np.searchsorted(rdp.ORDERS, 2**doublings * np.maximum(rdp.ORDERS, 2.0))
+        return 3**doublings * np.append(one, np.inf)[at]
+
+    def _of_one(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, kind=self.scheme)
+
+
+def together(sampling: Sampling, group: int) -> tuple[Sampling, int]:
+    """The sampling as it bears on `group` units of the population, from 1 to all of them, and the
+    factor on the sensitivity of one: `group` where all are in every batch, and the size of a batch
+    where a batch of fixed size has no others.
+    """
+    whose = "all" if group == sampling.population else f"{group} of them"
+    rule = ", ".join(filter(None, (sampling.rule, f"{whose} of one person")))
+    if group < sampling.population or sampling.size is None:
+        if not sampling.hidden:
+            return replace(sampling, rule=rule), group
+        return replace(sampling, kind=GroupSampling(sampling.scheme, group), rule=rule), 1
+    everyone = Sampling("full", sampling.population, sampling.population, rule=rule)
+    return everyone, sampling.size
