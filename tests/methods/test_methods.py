@@ -286,7 +286,7 @@ def test_every_method_of_002_has_its_papers_noise_and_the_exact_one_at_one_epsil
         plan = resolve(Experiment.from_dict(tree, [override]))
         seen = plan.participations(2)
         plan.check_guarantees()
-        said = {each.accountant: each for each in plan.guarantees(2, seen)}
+        said = {each.accountant: each for each in reversed(plan.guarantees(2, seen))}
         assert said.keys() == {"pld", "rdp", *privacy.accountants.FORMULAS}
         assert said["pld"].epsilon <= 0.3 * (1 + 1e-6) and said["pld"].kind == "rigorous"
         by = {row["calibrated_by"] for row in plan.report.client_table(seen)}
@@ -458,7 +458,7 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
     clients = pq.read_table(tmp_path / "out" / "clients.parquet")["client"].to_numpy()
     took_part = np.bincount(clients, minlength=12)
     candidates = np.bincount(np.concatenate(plan.draws(4)), minlength=12)
-    said = {each.accountant: each for each in result.guarantees}
+    said = {each.accountant: each for each in reversed(result.guarantees)}
     for name in ("pld", "rdp"):
         assert said[name].kind == "rigorous"
         assert said[name].epsilon == plan.report.epsilons(name, candidates).max() > 2.0
