@@ -295,7 +295,7 @@ class LocalStepsReport:
                 scope = scope.marked(GROUP)
             delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             if name not in FORMULAS and release.stds[worst]:
-                event = release.event(worst)
+                event = release.event(worst, max(group, 1))
                 curve = partial(named(name).tradeoff_of, event, int(counts[worst]))
         elif len(clients):
             epsilon = math.inf
