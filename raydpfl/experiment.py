@@ -174,6 +174,7 @@ class Experiment(Section):
             dropout=self.selection.dropout,
             cohort_hidden=self.selection.hides_size(),
             min_separation=self.selection.separation,
+            most_participations=self.selection.most_participations(self.rounds),
             asks_losses=self.selection.asks,
             loss_query=self.selection.loss_query,
             data_weighted=self.selection.weighs_data,

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.signal import lfilter
 from scipy.special import ndtri
 from scipy.stats import binom, chi2, kstest
 
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
+from raydpfl.methods.noise import whitening_matrix
+from raydpfl.privacy import Event
 
 if TYPE_CHECKING:
     from raydpfl.audit.observers import Held
@@ -128,22 +129,22 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
 
 def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     """Where noise is correlated over the rounds: what a client's participations come to in the sums
-    that the noise is independent in is no longer than what is accounted for, one bound each.
+    that the noise is independent in is no longer than what is accounted for.
     None where rounds have noise of their own.
     """
-    whitening = runs[0].plan.experiment.noise.whitening()
-    if whitening == (1.0,):
+    plan = runs[0].plan
+    if not plan.experiment.noise.correlated:
         return None
-    rounds = len(runs[0].rounds)
-    column = np.zeros(rounds)  # of the matrix C
-    column[: len(whitening)] = whitening[:rounds]
-    overlaps = np.abs(np.correlate(column, column, "full")[rounds - 1 :])
-    times = np.concatenate([run.times for run in runs])[:, :rounds]
-    before = lfilter(overlaps[: len(whitening)], 1.0, times)  # the round itself among them
-    squares = (times * (2 * before - overlaps[0] * times)).sum(1)
-    counted = times.sum(1)
-    shares = np.divide(squares, counted, out=np.zeros_like(squares), where=counted > 0)
-    longest = math.sqrt(max(shares.max(initial=0.0), overlaps[0]))
+    times = np.concatenate([run.times for run in runs])[:, : len(runs[0].rounds)]
+    matrix = whitening_matrix(plan.experiment.noise, times.shape[1])
+    overlaps = np.abs(matrix.T @ matrix)
+    patterns = np.concatenate([times, np.eye(times.shape[1])])  # each round by itself, too
+    squares = ((patterns @ overlaps) * patterns).sum(1)
+    mechanism = on_sums(plan)
+    counted = patterns.sum(1).astype(np.int64)
+    accounted = Event(mechanism.sampling, 1.0, squares=mechanism.squares).amounting(counted)
+    shares = np.divide(squares, accounted, out=np.zeros_like(squares), where=counted > 0)
+    longest = math.sqrt(shares.max())
     finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
     return Check("matrix", longest <= 1 + ROUNDING, finding)
 

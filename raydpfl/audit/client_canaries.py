@@ -134,8 +134,8 @@ class ClientCanaryRun(CanaryRun):
         self._weights = plan.weights(canaries.clients)
         # std of the noise on a sum over its bound, by query
         self._ratios = on_sums(plan).sum_stds(plan.cohort)
-        self._seen = Whitening(noise.whitening())
-        self._left = Whitening(noise.whitening())
+        self._seen = Whitening(noise)
+        self._left = Whitening(noise)
         self._rows: list[np.ndarray] = []
 
     @cached_property

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
-from scipy.signal import lfilter
 
 from raydpfl.audit.bounds import (
     Family,
@@ -31,6 +30,7 @@ from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
+from raydpfl.methods.noise import whitening_matrix
 from raydpfl.privacy import (
     Guarantee,
     TradeOff,
@@ -321,7 +321,8 @@ def _whitened(run: ClientCanaryRun, rows: np.ndarray, adjoint: bool = False) -> 
     """C x for every row x of float64 [k, T]: what a participation adds to the whitened sums of its
     round and those after it. `adjoint`: C^T x, all that whitened sums x say about a participation.
     """
-    whitening = run.experiment.noise.whitening()
-    if adjoint:
-        return lfilter(whitening, 1.0, rows[:, ::-1])[:, ::-1]
-    return lfilter(whitening, 1.0, rows)
+    noise = run.experiment.noise
+    if not noise.correlated:
+        return rows
+    matrix = whitening_matrix(noise, rows.shape[1])
+    return rows @ (matrix if adjoint else matrix.T)

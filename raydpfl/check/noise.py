@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
+from typing import cast
 
 import numpy as np
 from scipy.special import ndtri
@@ -11,7 +13,8 @@ from scipy.stats import chi2, kstest
 
 from raydpfl.check.contract import FALSE_ALARM, hold
 from raydpfl.check.example import Example
-from raydpfl.methods.noise import SideQuery, Whitening
+from raydpfl.methods.noise import SideQuery, Whitening, whitening_matrix
+from raydpfl.privacy import Event, Mechanism
 from raydpfl.simulation.noise_monitor import products
 
 D = 2000
@@ -30,7 +33,7 @@ def _on_sums(case: Example, seed: int = 3) -> list[np.ndarray]:
     """
     noise = case.plan.experiment.noise
     source = noise.source(seed, D)
-    whiten = Whitening(noise.whitening())
+    whiten = Whitening(noise)
     draws = [source.on_sum(t, STD) for t in range(ROUNDS)]
     return [whiten(draw) for draw in draws if draw is not None]
 
@@ -134,7 +137,7 @@ def late_rounds(case: Example) -> str:
     chance = 1.0
     for seed, size, d, rounds in MANY:
         source = noise.source(seed, d)
-        whiten = Whitening(noise.whitening())
+        whiten = Whitening(noise)
         of_server = [source.on_sum(t, size) for t in range(rounds)]
         of_client = [noise.on_clients(seed, t, who, first, size, d) for t in range(rounds)]
         for drawn, says in ((of_server, "the server"), (of_client, "a client")):
@@ -176,6 +179,33 @@ def as_accounted(case: Example) -> str:
     share = math.sqrt(drawn) / total
     hold(share >= 1 - 1e-9, f"the sum of {least} clients carries {share:.4g} of its std")
     return f"{share:.4g} of it, with {least} clients"
+
+
+def sensitivity(case: Example) -> str:
+    """Where noise is correlated over the rounds, no participations of a client move the sums that
+    it is independent in by more than is accounted for.
+    """
+    plan = case.plan
+    noise = plan.experiment.noise
+    if not noise.correlated:
+        return "rounds have noise of their own"
+    mechanism = cast(Mechanism, plan.mechanism)
+    event = Event(mechanism.sampling, 1.0, squares=mechanism.squares)
+    rounds = plan.experiment.rounds
+    matrix = whitening_matrix(noise, rounds)
+    most = plan.experiment.selection.most_participations(rounds)
+    patterns = [
+        list(pattern)
+        for count in range(1, most + 1)
+        for pattern in combinations(range(rounds), count)
+        if (np.diff(pattern) >= plan.experiment.selection.separation).all()
+    ]
+    for pattern in patterns:
+        moved = float(np.linalg.norm(np.abs(matrix[:, pattern]).sum(1)))
+        accounted = math.sqrt(event.amounting(len(pattern)))
+        wrong = f"rounds {pattern} move them by {moved:.6g}, where {accounted:.6g} is accounted for"
+        hold(moved <= accounted * (1 + 1e-9), wrong)
+    return f"{len(patterns)} sets of rounds, at most as much as is accounted for"
 
 
 def on_queries(case: Example) -> str:

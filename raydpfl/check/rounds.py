@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 from scipy.stats import chi2
@@ -108,6 +109,7 @@ def epsilon(case: Example) -> str:
         stateful=plan.experiment.stateful.kind if plan.experiment.stateful else "",
         noise_in_state=plan.experiment.local.stateful
         and plan.experiment.noise.drawn_by() == "client",
+        squares=cast(Mechanism, mechanism).squares,  # which the clause `sensitivity` holds
     )
     terms = plan.terms
     report = report_of(held, plan.rigorous, terms)
@@ -122,7 +124,7 @@ def epsilon(case: Example) -> str:
 def noise_on_sums(case: Example) -> str:
     """The noise that the server adds in a run has the std that was accounted for."""
     plan = case.plan
-    whiten = Whitening(plan.experiment.noise.whitening())
+    whiten = Whitening(plan.experiment.noise)
     tails = []
     for added, bound in zip(case.whole.added, case.whole.bounds, strict=True):
         if added is None:

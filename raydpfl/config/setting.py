@@ -39,6 +39,7 @@ class Setting:
     dropout: float  # probability that a client of a cohort does not answer
     cohort_hidden: bool  # whether the size of a cohort is a secret
     min_separation: int  # the fewest rounds from one participation of a client to its next
+    most_participations: int  # the most rounds of the run that a client takes part in
     asks_losses: bool  # whether cohorts are chosen by losses that clients are asked for
     loss_query: Any  # their answers as accountants count them (`raydpfl.privacy.Query`); None: not
     data_weighted: bool  # whether the plain mean of a cohort already weighs clients by their data

@@ -1,23 +1,39 @@
-"""Correlated noise: banded Toeplitz factorisations, whose noise of one round takes back a part of
-the noise of the rounds before ([1], [2]; its privacy is proved in docs/proofs.md).
+"""Correlated noise: factorisations A = B C of the sums so far, by which the noise of one round
+takes back a part of the noise of the rounds before ([1]; its privacy is proved in docs/proofs.md).
 
-With A the lower triangle of ones, A x are the sums so far of the rounds' sums x (a row each). With
-A = B C the server releases A x + B z = A (x + C^-1 z). C x + z is one Gaussian mechanism, and round
-t shows x_t + y_t with y = C^-1 z. C is lower-triangular Toeplitz with `bands` diagonals c, so that
-y follows from the last few of its own values (`raydpfl.methods.noise.banded_gaussian.Correlated`).
-c makes the noise in the sums so far least:
+With A the lower triangle of ones, A x are the sums so far of the rounds' sums x (a row each). The
+server releases A x + B z = A (x + C^-1 z). C x + z is one Gaussian mechanism, and round t shows x_t
++ y_t with y = C^-1 z. C is lower-triangular Toeplitz with first column c, or the binary tree. What
+a client moves C x by follows from the fewest rounds between two of its participations, and from how
+many there are (`toeplitz_squares`, `tree_squares`).
 
->>> c = banded_toeplitz(bands=8, rounds=1000)
->>> c.round(3)
-array([0.5  , 0.387, 0.356, 0.338, 0.323, 0.309, 0.293, 0.269])
->>> # std of that noise (root mean square, in noise multiplier x bound), without and with it
->>> round(error([1.0], 1000), 2), round(error(c, 1000), 2)
-(22.37, 8.35)
+Of 2,000 rounds, where a client is in at most 3 that are at least 484 apart, the std of the noise in
+the sums so far (root mean square, in bounds, for z of std 1 times the sensitivity):
+
+>>> at_most = {"separation": 484, "participations": 3}
+>>> round(error([1.0], 2000, **at_most), 1)  # independent noise
+54.8
+>>> round(error(banded_toeplitz(484, 2000), 2000, **at_most), 1)
+6.0
+>>> round(error(square_root(2000), 2000, **at_most), 1)
+6.8
+>>> decays, scales = buffered_toeplitz(4, 2000, **at_most)
+>>> round(error(buffered(decays, scales, 2000), 2000, **at_most), 1)
+6.1
 
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
 private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
 [2] McKenna. Scaling up the banded matrix factorization mechanism for large scale differentially
 private ML. 2024.
+[3] Kalinin, Lampert. Banded square root matrix factorization for differentially private model
+training. NeurIPS 2024. Theorem 2.
+[4] Dvijotham, McMahan, Pillutla, Steinke, Thakurta. Efficient and near-optimal noise generation for
+streaming differential privacy. FOCS 2024.
+[5] McMahan, Xu, Zhang. A hassle-free algorithm for private learning in practice: don't use tree
+aggregation, use BLTs. 2024.
+[6] Kairouz, McMahan, Song, Thakkar, Thakurta, Xu. Practical and private (deep) learning without
+sampling or shuffling. ICML 2021. Appendix D.
+[7] Honaker. Efficient use of differentially private binary trees. 2015.
 """
 
 from __future__ import annotations
@@ -31,24 +47,37 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.sampling import Sampling
 
+Coefficients = Sequence[float] | np.ndarray
+
+# --- strategies ---
+
+
+def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
+    """The first column of the square root of A, float64 [rounds]: 1, 1/2, 3/8, ... ([3]); with
+    momentum that of the velocities' sums, the product of the series (1 - x)^-1/2 and (1 - momentum
+    x)^-1/2. Neither increases. Raises `ConfigError` if momentum is out of range.
+    """
+    _check_shape(1, rounds, momentum)
+    steps = np.arange(1, rounds)
+    root = np.concatenate([[1.0], np.cumprod((2 * steps - 1) / (2 * steps))])
+    if not momentum:
+        return root
+    from scipy.signal import fftconvolve
+
+    return np.minimum.accumulate(fftconvolve(root, root * momentum ** np.arange(rounds))[:rounds])
+
 
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The coefficients c with the least `error`, float64 [bands], of norm 1, for a server of this
-    momentum, by L-BFGS. Raises `ConfigError` if bands or momentum are out of range.
+    """The coefficients c of least `error` for participations that are `bands` apart, float64
+    [bands], of norm 1, for a server of this momentum, by L-BFGS ([2]). Raises `ConfigError` if
+    bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
-    return _optimum(bands, rounds, momentum).copy()
-
-
-def _check_shape(bands: int, rounds: int, momentum: float) -> None:
-    if not 1 <= bands <= rounds:
-        raise ConfigError("bands", bands, f"an integer from 1 to the {rounds} rounds of the run")
-    if not 0 <= momentum < 1:
-        raise ConfigError("momentum", momentum, "a number from 0, below 1")
+    return _banded(bands, rounds, momentum).copy()
 
 
 @lru_cache(maxsize=64)
-def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
+def _banded(bands: int, rounds: int, momentum: float) -> np.ndarray:
     from scipy.optimize import minimize
 
     steps = np.arange(1, bands)
@@ -61,14 +90,98 @@ def _optimum(bands: int, rounds: int, momentum: float) -> np.ndarray:
     return c / np.linalg.norm(c)
 
 
+def buffered(decays: Coefficients, scales: Coefficients, rounds: int) -> np.ndarray:
+    """The first column of a buffered linear Toeplitz matrix ([4]), float64 [rounds]: c_0 = 1 and
+    c_j = sum over the buffers of scale x decay^(j - 1).
+    """
+    powers = np.power.outer(np.asarray(decays, float), np.arange(rounds - 1))
+    return np.concatenate([[1.0], np.asarray(scales, float) @ powers])
+
+
+def buffered_toeplitz(
+    buffers: int, rounds: int, momentum: float = 0.0, separation: int = 1, participations: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decays and scales of so many buffers ([4]), float64 [buffers] each, of least `error` among
+    those that do not increase, as L-BFGS finds it from several starts ([5]). Raises `ConfigError`
+    for a number of buffers that is no integer from 1 to 20, or as `error`.
+    """
+    if not 1 <= buffers <= 20:
+        raise ConfigError("buffers", buffers, "an integer from 1 to 20")
+    _check_shape(1, rounds, momentum)
+    decays, scales = _buffered(buffers, rounds, momentum, separation, participations)
+    return decays.copy(), scales.copy()
+
+
+@lru_cache(maxsize=64)
+def _buffered(
+    buffers: int, rounds: int, momentum: float, separation: int, participations: int
+) -> tuple[np.ndarray, np.ndarray]:
+    from scipy.optimize import minimize
+    from scipy.special import expit, logit
+
+    workload = _workload(rounds, momentum)
+    powers = np.arange(rounds - 1)
+
+    def of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # scales add up to less than 1, so that c does not increase
+        weights = np.exp(x[buffers:] - max(x[buffers:].max(), 0.0))
+        rest = math.exp(-max(x[buffers:].max(), 0.0))
+        return expit(x[:buffers]), weights / (weights.sum() + rest)
+
+    def excess(x: np.ndarray) -> tuple[float, np.ndarray]:
+        decays, scales = of(x)
+        c = buffered(decays, scales, rounds)
+        value, slope = _log_error(c[1:], workload, separation, participations, True)
+        each = np.power.outer(decays, powers)
+        by_scale = each @ slope
+        by_scale = scales * (by_scale - scales @ by_scale)
+        each[:, 1:] = each[:, :-1] * powers[1:]
+        each[:, :1] = 0.0
+        return value, np.concatenate([(each @ slope) * scales * decays * (1 - decays), by_scale])
+
+    best, least = None, math.inf
+    for slowest in (1.0, 0.1, 0.01):  # of the rates at which a buffer fades, in 1 / rounds
+        rates = np.geomspace(0.5, min(0.4, 1 / (slowest * rounds)), buffers)
+        start = np.concatenate([logit(1 - rates), np.log(rates**0.5 / (rates**0.5).sum())])
+        bounds = [(-10.0, 16.0)] * buffers + [(-20.0, 10.0)] * buffers
+        options = {"ftol": 1e-9, "gtol": 1e-6, "maxiter": 300}
+        optimum = minimize(
+            excess, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+        )
+        if optimum.fun < least:
+            best, least = optimum.x, float(optimum.fun)
+    assert best is not None
+    decays, scales = of(best)
+    order = np.argsort(decays)
+    return decays[order], scales[order]
+
+
+def _check_shape(bands: int, rounds: int, momentum: float) -> None:
+    if not 1 <= bands <= rounds:
+        raise ConfigError("bands", bands, f"an integer from 1 to the {rounds} rounds of the run")
+    if not 0 <= momentum < 1:
+        raise ConfigError("momentum", momentum, "a number from 0, below 1")
+
+
+# --- how much noise there is in the sums so far ---
+
+
 def _workload(rounds: int, momentum: float) -> np.ndarray:
     """The first column of A: how much of round 0's noise is in the model after 1, 2, ... rounds."""
     return np.cumsum(momentum ** np.arange(rounds))
 
 
-def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarray]:
-    """log(mean over the rounds of the squares in A C^-1, times |c|^2), and its gradient in tail."""
-    from scipy.signal import lfilter
+def _log_error(
+    tail: np.ndarray,
+    workload: np.ndarray,
+    separation: int = 1,
+    participations: int = 1,
+    transformed: bool = False,
+) -> tuple[float, np.ndarray]:
+    """log(mean over the rounds of the squares in A C^-1, times the squared sensitivity), and its
+    gradient in tail; `transformed`: by FFT, which suits long tails, to the last bits alike.
+    """
+    from scipy.signal import fftconvolve, lfilter
 
     c = np.concatenate([[1.0], tail])
     rounds = len(workload)
@@ -77,48 +190,173 @@ def _log_error(tail: np.ndarray, workload: np.ndarray) -> tuple[float, np.ndarra
         weighted = column * np.arange(rounds, 0, -1) / rounds  # entry k stands in rounds - k rows
         mean = weighted @ column
         fall = lfilter([1.0], c, column)  # d column / d c_j = -fall, j places later
-        slope = -2 * np.array([weighted[j:] @ fall[: rounds - j] for j in range(1, len(c))])
+        if transformed:
+            slope = -2 * fftconvolve(weighted, fall[::-1])[rounds : rounds + len(tail)]
+        else:
+            slope = -2 * np.array([weighted[j:] @ fall[: rounds - j] for j in range(1, len(c))])
     # a step too far, where C^-1 grows exponentially
     if not (np.isfinite(mean) and np.isfinite(slope).all()):
         return 1e300, np.zeros(len(tail))
-    return math.log(mean * (c @ c)), slope / mean + 2 * tail / (c @ c)
+    if participations == 1:
+        return math.log(mean * (c @ c)), slope / mean + 2 * tail / (c @ c)
+    moved = _moved(c, rounds, separation, participations)
+    square = moved @ moved
+    places = range(0, min(participations * separation, rounds), separation)
+    shifted = [np.pad(moved[place:], (0, len(c)))[1 : len(c)] for place in places]
+    return math.log(mean * square), slope / mean + 2 * np.sum(shifted, axis=0) / square
 
 
-def error(c: Sequence[float] | np.ndarray, rounds: int, momentum: float = 0.0) -> float:
+def error(
+    c: Coefficients,
+    rounds: int,
+    momentum: float = 0.0,
+    separation: int = 1,
+    participations: int = 1,
+) -> float:
     """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities v =
-    momentum v + u), root mean square over the rounds, in units of noise multiplier x bound. Only
-    the direction of c [bands], the diagonals of C, matters. Raises `ConfigError`.
+    momentum v + u), root mean square over the rounds, in units of bound x (std of z over
+    `sensitivity`). Only the direction of c, the first column of C, matters. Raises `ConfigError` as
+    `sensitivity`, or if momentum is out of range.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
-    return math.exp(_log_error(c[1:] / c[0], _workload(rounds, momentum))[0] / 2)
+    alone = _log_error(c[1:] / c[0], _workload(rounds, momentum))[0] / 2
+    moved = sensitivity(c, rounds, separation, participations) if participations > 1 else None
+    return math.exp(alone) * (1.0 if moved is None else moved / float(np.linalg.norm(c)))
 
 
-def sensitivity(c: Sequence[float] | np.ndarray, rounds: int, separation: int) -> float:
-    """The most that one client can add to C x, an L2 norm: sqrt(ceil(rounds / separation)) |c|, for
-    updates of norm at most 1, at least `separation` rounds apart. Exact if `separation` divides
-    `rounds` and is `len(c)`; else an upper bound, as the last columns are cut off. Raises
-    `ConfigError` if participations may be nearer than the bands, where columns overlap.
+# --- what a client can move ---
+
+
+def sensitivity(c: Coefficients, rounds: int, separation: int, participations: int) -> float:
+    """The most that one client can move C x by, an L2 norm, for updates of norm at most 1 in at
+    most so many rounds, at least `separation` apart: exact, in linear time ([3] Theorem 2). Raises
+    `ConfigError` for coefficients that are covered by no theorem: those that are negative or
+    increase, where participations may be nearer than they are long.
     """
-    if separation < len(c):
-        expected = (
-            f"at most the {separation} rounds that lie between two participations of a client"
-        )
-        raise ConfigError("bands", len(c), expected)
-    return math.sqrt(math.ceil(rounds / separation)) * float(np.linalg.norm(c))
+    c = np.asarray(c, np.float64)
+    _check_covered(c, separation)
+    return float(np.linalg.norm(_moved(c, rounds, separation, participations)))
 
 
-def check(bands: int, sampling: Sampling, separation: int) -> None:
-    """Raises `ConfigError` unless noise of so many bands is covered: all of the group whose turn it
-    is take part, or a Poisson sample of it. `sampling` is that of the group, without turns that of
-    the population; `separation` the rounds from one turn of a group to its next, 1 without turns.
+def _check_covered(c: np.ndarray, separation: int) -> None:
+    if len(c) > separation and (c[-1] < 0 or (np.diff(c) > 0).any()):
+        expected = f"as many as the {separation} rounds after which a client may take part again, "
+        expected += "or numbers from 0 that do not increase"
+        raise ConfigError("coefficients", len(c), expected)
+
+
+def _moved(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
+    """The sum of the columns of C at rounds 0, separation, ...: float64 [rounds]."""
+    turns = -(-rounds // separation)
+    rows = np.zeros(turns * separation)
+    rows[: min(len(c), rounds)] = c[:rounds]
+    sums = rows.reshape(turns, separation).cumsum(0)
+    sums[participations:] -= sums[: max(turns - participations, 0)].copy()
+    return sums.reshape(-1)[:rounds]
+
+
+def toeplitz_squares(
+    c: Coefficients, rounds: int, separation: int, participations: int
+) -> np.ndarray:
+    """The squared `sensitivity` of 1, 2, ... participations, float64 [at most participations]."""
+    c = np.asarray(c, np.float64)
+    _check_covered(c, separation)
+    most = max(1, min(participations, -(-rounds // separation)))
+    column = np.zeros(rounds)
+    column[: min(len(c), rounds)] = c[:rounds]
+    moved = np.zeros(rounds)
+    squares = np.zeros(most)
+    total = 0.0
+    for n in range(most):
+        place = n * separation
+        new, before = column[: rounds - place], moved[place:]
+        total += float(new @ new + 2 * (new @ before))
+        before += new
+        squares[n] = total
+    return squares
+
+
+def tree_squares(
+    rounds: int, separation: int, participations: int, restart: int | None = None
+) -> np.ndarray:
+    """The most that 1, 2, ... participations at least `separation` rounds apart can come to in the
+    binary trees over `restart` rounds each (None: one tree), float64 [at most participations]: the
+    sum over the complete nodes of (participations in it)^2 ([6] Appendix D), as a client moves each
+    node by at most that number of updates of norm 1. Exact: the best of all patterns, by dynamic
+    programming over the nodes.
     """
-    if bands == 1:
-        return
-    if separation < bands:
-        expected = f"at most {separation}, the rounds after which a client may take part again; "
-        expected += "or a selection by turns with more groups"
-        raise ConfigError("bands", bands, expected)
-    if not (sampling.everyone or not sampling.hidden or sampling.coins is not None):
-        expected = "above 1 all of a group must take part, or a Poisson sample of it"
-        raise ConfigError("bands", bands, f"1 under {sampling}; {expected}")
+    most = max(1, min(participations, -(-rounds // separation)))
+    nodes = _Nodes(separation, most)
+    block = min(restart or rounds, rounds)
+    sizes = [block] * (rounds // block) + [rounds % block]
+    best = np.full((most + 1, separation), -np.inf)
+    best[0, 0] = 0.0
+    for size in sizes:
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                best = nodes.then(best, height)
+    return best.max(1)[1:]
+
+
+class _Nodes:
+    """The best values of participations in a complete node of a tree: float64 [participations from
+    0, rounds that the next must still wait for after the node], -inf where there is no such
+    pattern, or a better one that waits no longer.
+    """
+
+    def __init__(self, separation: int, most: int):
+        self._separation = separation
+        self._most = most
+        self._known: dict[tuple[int, int], np.ndarray] = {}
+
+    def of(self, height: int, wait: int) -> np.ndarray:
+        """Of a node of 2^height rounds, of which the first `wait` are barred."""
+        key = height, wait
+        if key not in self._known:
+            self._known[key] = self._computed(height, wait)
+        return self._known[key]
+
+    def _computed(self, height: int, wait: int) -> np.ndarray:
+        size = 1 << height
+        best = np.full((2, self._separation), -np.inf)
+        if size > self._separation:
+            best = self.then(self.of(height - 1, wait), height - 1)
+            return best + np.arange(len(best))[:, None] ** 2
+        best[0, max(wait - size, 0)] = 0.0
+        if wait < size:  # one at most, the earliest
+            best[1, min(max(self._separation + wait - size, 0), self._separation - 1)] = height + 1
+        return best
+
+    def then(self, before: np.ndarray, height: int) -> np.ndarray:
+        """Of what has these values, followed by a node of this height."""
+        rows = min(len(before) + (1 << height), self._most + 1)
+        best = np.full((rows, self._separation), -np.inf)
+        for count, wait in np.argwhere(np.isfinite(before)).tolist():
+            after = self.of(height, wait)[: rows - count]
+            part = best[count : count + len(after)]
+            np.maximum(part, before[count, wait] + after, out=part)
+        longer = np.maximum.accumulate(best, axis=1)[:, :-1]
+        best[:, 1:][best[:, 1:] <= longer] = -np.inf
+        return best
+
+
+# --- what is covered ---
+
+
+def covered(sampling: Sampling, separation: int, bands: int | None = None) -> str | None:
+    """Why noise that is correlated over the rounds is not covered, and what is; None: it is, by the
+    squares above where who takes part is no secret, and under a Poisson sample of the group whose
+    turn it is as independent noise, if it spans no two turns. `sampling` is that of the group,
+    without turns that of the population; `separation` the fewest rounds from one participation of a
+    client to its next; `bands` the rounds that noise is correlated over, None: all.
+    """
+    if not sampling.hidden or bands == 1:
+        return None
+    if sampling.coins is None:
+        reason = f"under {sampling} it is not covered; public cohorts, "
+        return f"{reason}all clients, or a Poisson sample of the group whose turn it is are"
+    if bands is None or bands > separation:
+        reason = f"at most {separation} bands, the rounds after which a client may take part again"
+        return f"{reason}, are covered under {sampling}; any with public cohorts"
+    return None

@@ -249,6 +249,10 @@ class LocalSteps:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
+    def restarted(self) -> LocalSteps:
+        """The same for a run that was restarted with fresh noise: steps have noise of their own."""
+        return self
+
     def round_digest(self) -> str:
         return self.digest()
 

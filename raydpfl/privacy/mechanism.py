@@ -97,11 +97,27 @@ class Event:
     gaussians: int = 1  # how many there are, over a fresh sample each
     also: float = 0.0  # mu of one more Gaussian, over everyone; 0: there is none
     once: float = 0.0  # mu of a Gaussian over everyone released once for all events; 0: none
+    # how many independent events 1, 2, ... with correlated noise amount to; empty: as many
+    squares: tuple[float, ...] = ()
+
+    def amounting(self, counts: ArrayLike) -> np.ndarray:
+        """How many events with independent noise `counts` amount to where no sample is a secret,
+        float64 with the shape of `counts`. More than `squares` has are bounded by the costliest.
+        """
+        counts = np.asarray(counts)
+        if not self.squares:
+            return counts
+        squares = np.array((0.0, *self.squares))
+        most = len(self.squares)
+        more = counts * (squares[1:] / np.arange(1, most + 1)).max()
+        return np.where(counts > most, more, squares[np.minimum(counts, most)])
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
-        float64 with the shape of `counts`: sqrt(counts (gaussians mu^2 + also^2) + once^2).
+        float64 with the shape of `counts`: sqrt(counts (gaussians mu^2 + also^2) + once^2), with
+        counts as they are `amounting` to.
         """
+        counts = self.amounting(counts)
         if self.gaussians == 1 and not self.also and not self.once:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
         square = self.gaussians * self.mu**2 + self.also**2
@@ -130,6 +146,10 @@ class Mechanism:
         noise_in_state: whether a client's state holds what it sent with the noise that it drew, of
             which an observer sees only the sum.
         survey: what all clients also answer; None: nothing.
+        squares: where the noise on the first query is correlated over the rounds, the squared
+            sensitivity of 1, 2, ... participations of a client, in its bounds and z being the noise
+            that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
+            `rounds` is then the number of participations.
     """
 
     sampling: Sampling
@@ -141,6 +161,7 @@ class Mechanism:
     stateful: str = ""
     noise_in_state: bool = False
     survey: Survey | None = None
+    squares: tuple[float, ...] = ()
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
@@ -238,7 +259,21 @@ class Mechanism:
     def event(self, relation: Relation) -> Event:
         """What accountants compose: one round, and all surveys once, under this relation."""
         once = self.survey.mu(relation) if self.survey else 0.0
-        return Event(self.sampling, self.mu(relation), once=once)
+        event = Event(self.sampling, self.mu(relation), once=once)
+        if not (self.squares and self.private):
+            return event
+        # the other queries of a round have noise of their own
+        first = self.queries[0]
+        share = (first.bound / first.std * _joint_multiplier(self.queries)) ** 2
+        squares = enumerate(self.squares, 1)
+        return replace(event, squares=tuple(share * s + (1 - share) * n for n, s in squares))
+
+    def restarted(self) -> Mechanism:
+        """The same for a run that was restarted with fresh noise, so that any participations may be
+        of different segments, each with correlated noise of its own.
+        """
+        costliest = max((s / n for n, s in enumerate(self.squares, 1)), default=0.0)
+        return replace(self, squares=tuple(costliest * n for n, _ in enumerate(self.squares, 1)))
 
     def asking(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""
@@ -312,7 +347,7 @@ class Mechanism:
 
     def round_digest(self) -> str:
         """The digest of one round, the same for runs that differ in their number of rounds."""
-        return replace(self.asking(0), rounds=1).digest()
+        return replace(self.asking(0), rounds=1, squares=()).digest()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal; a user-defined
@@ -339,6 +374,7 @@ class Mechanism:
         tree |= {"memory": self.stateful} if self.stateful else {}
         tree |= {"remembers_noise": True} if self.noise_in_state else {}
         tree |= {"survey": asdict(self.survey)} if self.survey else {}
+        tree |= {"squares": self.squares} if self.squares else {}
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

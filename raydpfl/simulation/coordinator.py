@@ -28,7 +28,7 @@ from raydpfl.methods.probes import Finished, Round
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import provenance, sampling_monitor, scheduler
 from raydpfl.simulation.checkpoint import RunState
-from raydpfl.simulation.noise_monitor import MonitoredNoise
+from raydpfl.simulation.noise_monitor import MonitoredNoise, check_whitening
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.recorder import Recorder, joined, open_tables
@@ -79,6 +79,7 @@ class Coordinator:
         bound = self.experiment.bounding.initial_bound
         self.state = state or RunState(0, model, bound, started(plan))
         std = plan.sum_std if plan.mechanism else None
+        check_whitening(plan)
         self.noise = MonitoredNoise(
             self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
         )

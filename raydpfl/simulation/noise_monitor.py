@@ -21,7 +21,7 @@ on, these statistics have exact distributions, conditional on the draws before:
 Every round, window and kind of test has its part of `FALSE_ALARM`, so that a run with sound noise
 ends with probability 1e-6 at most, however long it is and however often it is resumed. Draws that
 follow the distribution but can be predicted pass: no sequence of draws shows that. Of noise that is
-correlated over the rounds the part that `Noise.carried` leaves is tested.
+correlated over the rounds what `Noise.whitening` makes of it is tested.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from scipy.special import betainc, chdtr, chdtrc, erf, erfc, ndtri
 
 from raydpfl.errors import RunError
 from raydpfl.methods.noise import Whitening
+from raydpfl.privacy import Event, Mechanism
 
 if TYPE_CHECKING:
     from raydpfl.core.messages import ChunkResult, Work
     from raydpfl.methods.noise import Noise, SideQuery
+    from raydpfl.simulation.plan import Plan
 
 FALSE_ALARM = 1e-6  # of a whole run with sound noise
 TESTS = 256  # at most, of one draw and window
@@ -271,6 +273,38 @@ def _over(length: int) -> str:
     return "alone" if length == 1 else f"over the last {length} draws"
 
 
+def check_whitening(plan: Plan) -> None:
+    """Raises `RunError` where the earliest participations of a client, of which any number may be
+    all, move the sums that a user-defined noise is said to be independent in by more than was
+    accounted for.
+    """
+    noise = plan.experiment.noise
+    if plan.mechanism is None or not (noise.is_user_defined and noise.correlated):
+        return
+    mechanism = cast(Mechanism, plan.mechanism)  # the server draws it
+    event = Event(mechanism.sampling, 1.0, squares=mechanism.squares)
+    separation = plan.experiment.selection.separation
+    rounds = range(plan.experiment.rounds)
+    squares = np.zeros(plan.experiment.selection.most_participations(len(rounds)))
+    for t in rounds:
+        row = noise.whitening(t)
+        entries = np.zeros(len(squares))
+        near = np.arange(t % separation, min(t + 1, len(row)), separation)
+        turns = (t - near) // separation
+        within = turns < len(squares)
+        entries[turns[within]] = row[near[within]]
+        squares += np.where(np.arange(len(squares)) * separation <= t, entries, 0.0).cumsum() ** 2
+    accounted = event.amounting(np.arange(1, len(squares) + 1))
+    beyond = np.flatnonzero(squares > accounted * (1 + 1e-9))
+    if len(beyond):
+        n = int(beyond[0])
+        raise RunError(
+            f"noise.kind {noise.kind}: {n + 1} participations move the sums whitened by "
+            f"whitening() by {math.sqrt(squares[n]):.6g}, where {math.sqrt(accounted[n]):.6g} was "
+            "accounted for"
+        )
+
+
 class MonitoredNoise:
     """Draws the noise of a run, and tests what a user-defined class draws: all methods, and the
     constructor, raise `RunError` for noise other than was accounted for.
@@ -298,16 +332,9 @@ class MonitoredNoise:
         self._tested = noise.is_user_defined and sum_std is not None
         if not self._tested:
             return
-        carried = noise.whitening()
-        norm = math.hypot(*carried)
-        if norm > 1 + 1e-9:
-            raise RunError(
-                f"noise.kind {noise.kind}: whitening() has norm {norm:.6g} over {len(carried)} "
-                f"rounds, where 1 was accounted for"
-            )
-        self._whiten = Whitening(carried)
+        self._whiten = Whitening(noise)
         source = noise.source(seed, d)
-        for before in range(max(0, t - len(carried) + 1), t if len(carried) > 1 else 0):
+        for before in range(t if noise.correlated else 0):
             drawn = source.on_sum(before, 1.0)
             self._whiten(np.zeros(d) if drawn is None else drawn)
         self._kinds: dict[str, Draws] = {}

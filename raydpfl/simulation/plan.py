@@ -119,7 +119,9 @@ class Plan:
             )
             for restart in range(len(history) + 1)
         )
-        return replace(self, history=history, first=first, clients_left=clients_left)
+        mechanism = self.mechanism and self.mechanism.restarted()
+        changed = replace(self, history=history, first=first, clients_left=clients_left)
+        return replace(changed, mechanism=mechanism)
 
     def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a run's bits depend on, next to the experiment, by name; as a checkpoint of fewer

@@ -24,7 +24,7 @@ follow the scheme but are no secret (they can be predicted) pass: no sequence of
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -57,7 +57,7 @@ class SamplingMonitor:
         least: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
         separation: the fewest rounds from one participation of a client to its next that correlated
-            noise needs.
+            noise counts on.
         planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
             accountants do not count draws.
         pairs: whether to look for pairs of clients that come together.
@@ -85,7 +85,7 @@ class SamplingMonitor:
         self._bets = Bets(self._sampling, self._count, pairs) if hidden else None
         self._most = -math.log(false_alarm)
         self._separation = separation
-        self._recent: deque[np.ndarray] = deque(maxlen=separation - 1)
+        self._last: dict[int, int] = {}  # the latest round of every client, where these count
         self._planned = planned or {}
         self._asked = Counter[int]()
         self._candidates: np.ndarray | None = None  # who was asked in this round
@@ -106,15 +106,19 @@ class SamplingMonitor:
         candidates = self._candidates
         self._candidates = None
         self._refuse(self._faults(t, cohort, candidates, participations))
-        self._recent.append(cohort.clients)
+        self._seen(t, cohort.clients)
 
-    def resume(self, exposed: Sequence[np.ndarray], asks: bool) -> None:
-        """Takes up the rounds of a resumed run: the clients int64 [k] that each exposed, as
-        candidates if the selection `asks` them.
+    def _seen(self, t: int, clients: np.ndarray) -> None:
+        if self._separation > 1:
+            self._last.update(zip(clients.tolist(), repeat(t)))
+
+    def resume(self, first: int, exposed: Sequence[np.ndarray], asks: bool) -> None:
+        """Takes up the rounds of a resumed run from round `first` on: the clients int64 [k] that
+        each exposed, as candidates if the selection `asks` them.
         """
-        for clients in exposed if asks else ():
-            self._asked.update(clients.tolist())
-        self._recent.extend(exposed[max(0, len(exposed) - self._separation + 1) :])
+        for t, clients in enumerate(exposed, first):
+            self._seen(t, clients)
+            self._asked.update(clients.tolist() if asks else ())
 
     def replay(self, cohorts: Iterable[Cohort]) -> None:
         """Bets on the cohorts of a resumed run, round by round; no more on any where one cannot be
@@ -181,9 +185,10 @@ class SamplingMonitor:
             worst = int(before.argmax())
             times = f"{before[worst] + 1} of {t + 1} rounds"
             yield f"took client {clients[worst]} in {times}, where at most {most} are accounted for"
-        for both in filter(len, (np.intersect1d(clients, recent) for recent in self._recent)):
-            least = f"{self._separation} rounds between them, which the noise counts on"
-            yield f"took client {both[0]} in round {t} again, less than {least}"
+        for client in clients.tolist() if self._last else ():
+            if t - self._last.get(client, -self._separation) < self._separation:
+                least = f"{self._separation} rounds between them, which the noise counts on"
+                yield f"took client {client} in round {t} again, less than {least}"
         yield from self._lost_bets(t, cohort, before)
 
     def _malformed(self, t: int, cohort: Cohort) -> Iterator[str]:
@@ -228,7 +233,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     check_scheme(plan)
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(population).hidden
-    separation = len(noise.whitening())
+    separation = selection.separation if noise.correlated else 1
     planned = None
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
@@ -246,7 +251,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     seed = plan.cohort_seed()
     first = 0 if selection.asks else max(0, t - separation + 1)
     exposed = [selection.exposed(seed, before, population) for before in range(first, t)]
-    monitor.resume(exposed, selection.asks)
+    monitor.resume(first, exposed, selection.asks)
 
     def drawn(before: int) -> Cohort:
         """The latest release of a round."""

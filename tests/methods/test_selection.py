@@ -46,6 +46,7 @@ EXAMPLES = {
     },
     "cyclic": {"period": 4, "cohort": 7},
     "availability": {"period": 6, "window": 2, "cohort": 7},
+    "min_separation": {"cohort": 7, "min_separation": 3},
     "power_of_choice": {"cohort": 7, "pool": 12},
 }
 
@@ -371,6 +372,48 @@ def test_sampling_within_windows_is_that_of_the_emptiest_round():
     ):
         # nobody is left who might have been taken instead
         assert all_of_them.sampling(Population.balanced(11)).kind == "public"
+
+
+# A minimum separation.
+
+
+@pytest.mark.parametrize("count, separation, most", [(20, 4, None), (30, 5, 4), (12, 1, 9)])
+def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_enough(
+    count, separation, most
+):
+    """Against a plain list of who may take part, in 24 rounds of many seeds."""
+    chosen = member("min_separation", cohort=3, min_separation=separation, participations=most)
+    population = Population.balanced(count)
+    rounds = 24
+    drawn_then: Counter = Counter()
+    expected = np.zeros(count)
+    for seed in range(300):
+        rows = [chosen.draw(seed, t, population).clients for t in range(rounds)]
+        counts = np.zeros(count, int)
+        for t, row in enumerate(rows):
+            recent = {k for before in rows[max(0, t - separation + 1) : t] for k in before.tolist()}
+            may = [k for k in range(count) if k not in recent and counts[k] < (most or rounds)]
+            assert set(row.tolist()) <= set(may) and len(set(row.tolist())) == 3
+            counts[row] += 1
+            if t == rounds - 6:
+                drawn_then.update(row.tolist())
+                expected[may] += 3 / len(may)
+    observed = np.array([drawn_then[k] for k in range(count)])
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+    again = chosen.draw(5, 11, Population.balanced(count)).clients  # by itself, without the others
+    assert np.array_equal(again, chosen.draw(5, 11, population).clients)
+    composed = chosen.composed_rounds(0, rounds, population)
+    turns = -(-np.arange(1, rounds + 1) // separation)
+    assert composed.tolist() == np.minimum(turns, most or rounds).tolist()
+    assert chosen.most_participations(rounds) == composed[-1]
+
+
+def test_too_few_clients_for_a_minimum_separation_are_refused_before_the_run():
+    chosen = member("min_separation", cohort=3, min_separation=2, participations=2)
+    with pytest.raises(
+        ConfigError, match=r"at most the \d clients that may still take part in round [56]"
+    ):
+        chosen.composed_rounds(0, 10, Population.balanced(9))
 
 
 # Power-of-choice.

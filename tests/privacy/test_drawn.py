@@ -303,9 +303,8 @@ class Banded(BandedGaussian):
             return Wrong(seed, d, "sound")
         return source
 
-    def whitening(self) -> tuple[float, ...]:
-        factors = super().whitening()
-        return tuple(2 * each for each in factors) if self.how == "longer" else factors
+    def whitening(self, t: int) -> np.ndarray:
+        return super().whitening(t) * (2 if self.how == "longer" else 1)
 
 
 BANDED = {
@@ -318,7 +317,7 @@ BANDED = {
 
 def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(tmp_path):
     assert looked("Banded", tmp_path, 40, **BANDED).summary["status"] == "completed"
-    norm = r"whitening\(\) has norm 2 over 3"
+    norm = r"1 participations move the sums whitened by whitening\(\) by 2, where 1 was accounted"
     for how, message in (("white", "accounted for"), ("longer", norm)):
         with pytest.raises(RunError, match=message):
             looked("Banded", tmp_path / how, 40, how=how, **BANDED)

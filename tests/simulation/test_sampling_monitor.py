@@ -373,7 +373,7 @@ def test_separation_holds_when_a_run_goes_on():
     monitor = SamplingMonitor(
         Liar(how="restless"), Population.balanced(300), np.arange(1, 11), 0, False, separation=3
     )
-    monitor.resume([np.arange(30), np.arange(30, 60)], asks=False)
+    monitor.resume(0, [np.arange(30), np.arange(30, 60)], asks=False)
     with pytest.raises(RunError, match="round 2 again, less than 3 rounds between them"):
         monitor.check(2, Cohort.of(np.arange(30)), Counter())
 

@@ -12,9 +12,25 @@ The noise is for simulation: floating-point Gaussians from a non-cryptographic g
 from __future__ import annotations
 
 from raydpfl.config.registry import family
-from raydpfl.methods.noise.base import Noise, NoiseSource, RunFacts, SideQuery, Whitening
+from raydpfl.methods.noise.base import (
+    Noise,
+    NoiseSource,
+    RunFacts,
+    SideQuery,
+    Whitening,
+    whitening_matrix,
+)
 from raydpfl.methods.noise.gaussian import Gaussian
 
-__all__ = ["FAMILY", "Gaussian", "Noise", "NoiseSource", "RunFacts", "SideQuery", "Whitening"]
+__all__ = [
+    "FAMILY",
+    "Gaussian",
+    "Noise",
+    "NoiseSource",
+    "RunFacts",
+    "SideQuery",
+    "Whitening",
+    "whitening_matrix",
+]
 
 FAMILY: dict[str, type[Noise]] = family(__name__, Noise, first=("none", "gaussian"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raydpfl.config.registry import Member
+from raydpfl.config.registry import Member, overrides
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Local
@@ -86,20 +86,38 @@ class Silent(NoiseSource):
 
 class Whitening:
     """Turns released sums, float64 [d] round after round, into sums whose noise is independent over
-    the rounds: multiplies by the banded Toeplitz matrix of `coefficients`, those of a round's sum
-    in the whitened sum of that round, of the next one, and so on.
+    the rounds, by the rows of `Noise.whitening`.
     """
 
-    def __init__(self, coefficients: Sequence[float]):
-        self._coefficients = coefficients
-        self._past: deque[np.ndarray] = deque(maxlen=len(coefficients))
+    def __init__(self, noise: Noise):
+        self._noise = noise
+        self._t = 0
+        self._past: deque[np.ndarray] = deque()  # the latest first
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
-        self._past.appendleft(row)
-        if len(self._coefficients) == 1:
+        if not self._noise.correlated:
             return row
-        parts = zip(self._coefficients, self._past, strict=False)
-        return np.asarray(sum(c * past for c, past in parts))
+        coefficients = self._noise.whitening(self._t)
+        self._t += 1
+        self._past.appendleft(row)
+        while len(self._past) > len(coefficients):
+            self._past.pop()
+        return np.tensordot(coefficients, np.stack(self._past), 1)
+
+
+def whitening_matrix(noise: Noise, rounds: int) -> np.ndarray:
+    """What `Whitening` multiplies the sums of so many rounds by: lower-triangular, float64 [rounds,
+    rounds]. Its columns are what a participation adds to the whitened sums.
+
+    Args:
+        noise: resolved.
+        rounds: of the run, or the first of them.
+    """
+    matrix = np.zeros((rounds, rounds))
+    for t in range(rounds):
+        row = noise.whitening(t)
+        matrix[t, t + 1 - len(row) : t + 1] = row[::-1]
+    return matrix
 
 
 class Noise(Member):
@@ -176,11 +194,15 @@ class Noise(Member):
         by_clients = clients if self.drawn_by() == "client" else None
         return survey_noise(seed, t, std, bins, by_clients)
 
-    def whitening(self) -> tuple[float, ...]:
-        """The coefficients of `Whitening` for released sums: as many as the rounds that must lie
-        from one participation of a client to its next.
+    def whitening(self, t: int) -> np.ndarray:
+        """What the released sums of rounds t, t - 1, ... have to be multiplied by and added up, so
+        that the noise in the results is independent over the rounds and has the std asked for:
+        float64 [at most t + 1]. A round that is left out is left out of all later ones too.
         """
-        return (1.0,)
+        return np.ones(1)
+
+    # whether noise of a round depends on that of others
+    correlated = overrides(whitening)
 
     @property
     def of_seed(self) -> bool:

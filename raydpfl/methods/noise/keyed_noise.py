@@ -33,9 +33,11 @@ def client_noise(
     return _scaled(drawn, std)
 
 
-def server_noise(seed: int, t: int, std: float, d: int) -> np.ndarray:
-    """The noise on the sum of round t, drawn once by the server: float64 [d] of this std."""
-    return _scaled(normals(seed, Purpose.SERVER_NOISE, d, t=t), std)
+def server_noise(seed: int, t: int, std: float, d: int, step: int = 0) -> np.ndarray:
+    """The noise on the sum of round t, drawn once by the server: float64 [d] of this std; with
+    another `step` another draw of the round.
+    """
+    return _scaled(normals(seed, Purpose.SERVER_NOISE, d, t=t, step=step), std)
 
 
 def query_noise(

@@ -196,6 +196,10 @@ class Selection(Member):
         """The fewest rounds from one participation of a client to its next."""
         return 1
 
+    def most_participations(self, rounds: int) -> int:
+        """The most of `rounds` rounds that a client takes part in."""
+        return -(-rounds // self.separation)
+
     def divisor(self, population: Population) -> float:
         """What the server divides the sum of the contributions by."""
         return float(self.sampling(population).cohort)

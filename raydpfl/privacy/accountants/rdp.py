@@ -22,7 +22,8 @@ class Rdp(Accountant):
     needs = NEEDS["rdp"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        return rdp.epsilons(_divergences(event), delta, counts, rdp.gaussian(event.once))
+        amounting = event.amounting(counts)
+        return rdp.epsilons(_divergences(event), delta, amounting, rdp.gaussian(event.once))
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
@@ -39,7 +40,7 @@ class Rdp(Accountant):
 
 def _spent(event: Event, count: int) -> np.ndarray:
     """Renyi divergences float64 [orders] of so many events."""
-    return _divergences(event) * count + rdp.gaussian(event.once)
+    return _divergences(event) * event.amounting(count) + rdp.gaussian(event.once)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,100 @@
+"""The base of Gaussian noise that is correlated over the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from pydantic import model_validator
+
+from raydpfl.config.setting import Setting
+from raydpfl.errors import ConfigError
+from raydpfl.methods.noise.base import NoiseSource
+from raydpfl.methods.noise.gaussian import Gaussian
+from raydpfl.privacy import Mechanism, Sampling
+from raydpfl.privacy.factorization import covered
+
+
+class CorrelatedGaussian(Gaussian):
+    """Base of correlated noise y = C^-1 z on the sum, drawn by the server, for a matrix C and
+    independent z of N(0, std^2 I) (`raydpfl.privacy.factorization`). `epsilon`, `multiplier` and
+    `std` are those of z.
+
+    A member gives `squares`, `fitted`, `source` and `whitening`. Its fields are what C follows
+    from; `fitted` fills in those that are None, so that a resumed run cannot come to others.
+    """
+
+    accounted_with = ("server",)  # C is fitted to it
+    kind: str = ""
+    placement: Literal["server"] = "server"
+
+    @model_validator(mode="after")
+    def _rigorous(self) -> CorrelatedGaussian:
+        expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
+        self._refuse("calibration", expected, "rigorous")
+        return self
+
+    def span(self) -> int | None:
+        """How many rounds the noise of one is correlated with, itself among them; None: all."""
+        return None
+
+    def fitted(self, setting: Setting) -> CorrelatedGaussian:
+        """The same noise with all fields that C follows from. Raises `ConfigError` where there is
+        no such C.
+        """
+        return self
+
+    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
+        """Of `fitted` noise, the squared sensitivity of 1, 2, ... participations of a client, for
+        updates of norm at most 1 at least `separation` rounds apart: float64 [at most
+        participations]. Raises `ConfigError` where no theorem covers it.
+        """
+        raise NotImplementedError
+
+    def resolved(self, setting: Setting, cohorts: Sampling) -> CorrelatedGaussian:
+        """`fitted` to the run. Raises `ConfigError` where it is not covered."""
+        reason = covered(cohorts, setting.min_separation, self.span())
+        if reason:
+            raise ConfigError("noise.kind", self.kind, f"another: {reason}")
+        return self.fitted(setting)
+
+    def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
+        outline = super().outline(setting, cohorts)
+        noise = self.resolved(setting, cohorts())
+        if outline is None or outline.sampling.hidden:  # a turn costs what independent noise costs
+            return outline
+        most = setting.min_separation, setting.most_participations
+        return replace(outline, squares=tuple(noise.squares(setting.rounds, *most).tolist()))
+
+
+class ReplayedSource(NoiseSource):
+    """A source whose noise of a round follows from that of the rounds before: a function of (seed,
+    round) alone. Asked for any round but the next (after a resume, or for a round that was cut off)
+    it draws again from round 0, so that nothing need be in a checkpoint. A class gives `restart`
+    and `following`.
+    """
+
+    def __init__(self, seed: int, d: int):
+        super().__init__(seed, d)
+        self._next = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all rounds."""
+        raise NotImplementedError
+
+    def following(self, t: int) -> np.ndarray:
+        """The noise y of round t for z of std 1, float64 [d], called for t = 0, 1, ... in turn."""
+        raise NotImplementedError
+
+    def on_sum(self, t: int, std: float) -> np.ndarray:
+        """See `NoiseSource.on_sum`; `std` is that of z."""
+        if t != self._next:
+            self._next = 0
+            self.restart()
+        while self._next <= t:
+            y = self.following(self._next)
+            self._next += 1
+        return y * std

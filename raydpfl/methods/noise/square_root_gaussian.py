@@ -1,0 +1,105 @@
+"""Gaussian noise that is correlated over all rounds by the square root of the sums so far."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl.config.setting import Setting
+from raydpfl.core.prng import Purpose, normals
+from raydpfl.methods.noise.base import NoiseSource
+from raydpfl.methods.noise.correlated import CorrelatedGaussian
+from raydpfl.privacy.factorization import square_root, toeplitz_squares
+
+KEPT = 1 << 26  # bytes of normals that are kept; more are drawn again in every round
+TOGETHER = 8  # rounds whose normals are added up as one
+
+
+class SquareRootGaussian(CorrelatedGaussian):
+    """Correlated noise by the full square root C of the sums so far, C C = A (Fichtenberger,
+    Henzinger and Upadhyay 2023; Kalinin and Lampert 2024), scaled to a first column of norm 1 over
+    all rounds. With a server of momentum A is that of the sums of velocities.
+
+    `epsilon`, `multiplier` and `std` are those of z. The noise of round t adds up t + 1 normals a
+    parameter: of large models they are drawn again in every round, as none of their history is
+    kept. `buffered_gaussian` comes as near, at the cost of a few.
+    """
+
+    examples = ({"multiplier": 1.0},)
+    kind: str = "square_root_gaussian"
+    momentum: float | None = Field(
+        default=None, ge=0, lt=1, description="of the server that it is fitted to; None: the run's"
+    )
+    norm: float | None = Field(
+        default=None, gt=0, description="of the column 1, 1/2, ... over the rounds; filled in"
+    )
+
+    def source(self, seed: int, d: int) -> NoiseSource:
+        assert self.momentum is not None and self.norm is not None
+        return SquareRootSource(seed, self.momentum, self.norm, d)
+
+    def whitening(self, t: int) -> np.ndarray:
+        return self._column(1 << t.bit_length())[: t + 1]
+
+    def _column(self, rounds: int) -> np.ndarray:
+        """The first column of C, float64 [rounds]."""
+        assert self.momentum is not None and self.norm is not None
+        return _root(rounds, self.momentum) / self.norm
+
+    def fitted(self, setting: Setting) -> SquareRootGaussian:
+        momentum = setting.momentum if self.momentum is None else self.momentum
+        norm = self.norm or float(np.linalg.norm(_root(setting.rounds, momentum)))
+        return self.model_copy(update={"momentum": momentum, "norm": norm})
+
+    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
+        return toeplitz_squares(self._column(rounds), rounds, separation, participations)
+
+
+@lru_cache(maxsize=8)
+def _root(rounds: int, momentum: float) -> np.ndarray:
+    return square_root(rounds, momentum)
+
+
+@lru_cache(maxsize=8)
+def _inverse(rounds: int, momentum: float) -> np.ndarray:
+    """The first column of C^-1 for a first entry of 1, float64 [rounds]."""
+    from scipy.signal import lfilter
+
+    return lfilter([1.0], _root(rounds, momentum), np.eye(1, rounds)[0])
+
+
+class SquareRootSource(NoiseSource):
+    """The noise of a resolved `SquareRootGaussian` on models of `d` parameters: a function of
+    (seed, round) alone, norm times the sum over the rounds s up to t of z_s times the entry t - s
+    of the first column of C^-1, where z_s are the standard normals of round s. It keeps at most 64
+    MiB of these.
+    """
+
+    def __init__(self, seed: int, momentum: float, norm: float, d: int):
+        super().__init__(seed, d)
+        self._momentum = momentum
+        self._norm = norm
+        self._kept: dict[int, np.ndarray] = {}  # by number of a whole block of rounds
+
+    def on_sum(self, t: int, std: float) -> np.ndarray:
+        """See `NoiseSource.on_sum`; `std` is that of z."""
+        entries = _inverse(1 << (t + 1).bit_length(), self._momentum)[t::-1] * self._norm
+        total = np.zeros(self.d)
+        for first in range(0, t + 1, TOGETHER):
+            z = self._normals(first, min(t + 1 - first, TOGETHER))
+            total += np.einsum("s,sd->d", entries[first : first + len(z)], z)
+        return total * std
+
+    def _normals(self, first: int, count: int) -> np.ndarray:
+        """Those of `count` rounds, float32 [count, d]."""
+        if first in self._kept:
+            return self._kept[first][:count]
+        rounds = range(first, first + count)
+        z = np.stack(
+            [normals(self.seed, Purpose.SERVER_NOISE, self.d, t=s).numpy() for s in rounds]
+        )
+        if count == TOGETHER and (len(self._kept) + 1) * z.nbytes <= KEPT:
+            self._kept[first] = z
+        return z
