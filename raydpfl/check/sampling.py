@@ -51,7 +51,7 @@ def renyi_curve(case: Claims) -> str:
     for relation in [relation for relation in RELATIONS if scheme.refuses(relation) is None]:
         for z in NOISE:
             mu = next(case.mechanisms(z)).mu(relation)
-            curve = scheme.renyi(case.sampling, mu)
+            curve = scheme.renyi(case.sampling, mu, relation)
             hold(curve.shape == rdp.ORDERS.shape, f"{list(curve.shape)} divergences")
             lone = Lone.of(case.sampling, relation, mu)
             for order, claimed in zip(rdp.ORDERS.tolist(), curve.tolist(), strict=True):

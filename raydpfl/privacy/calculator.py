@@ -277,11 +277,10 @@ class Budget:
         return Answer(printed, z, rounds, self._truth(z, rounds, self.delta))
 
     def _truth(self, z: float, rounds: int, delta: float) -> float:
-        """Epsilon by pld, or by rdp where `delta` is too small for pld to tell."""
+        """Epsilon by pld."""
         if not 0 < delta < 1:
             return math.inf
-        spent = (self._against(0, name, z, rounds, delta).epsilon for name in RIGOROUS)
-        return next((epsilon for epsilon in spent if math.isfinite(epsilon)), math.inf)
+        return self._against(0, "pld", z, rounds, delta).epsilon
 
     def _by_formula(self, formula: Formula, mechanism: Mechanism, unknown: Unknown) -> Answer:
         """By a formula for the local steps of one client."""
@@ -455,7 +454,7 @@ def of_clients(
     size = scheme_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
     # auto: the clients, unless their part of the noise would depend on a secret
-    auto: Placement = "client" if who.coins is None else "server"
+    auto: Placement = "server" if who.size_secret else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
     place = places.get(placement)
     if not place:
@@ -578,14 +577,14 @@ def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeate
 
 
 def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
-    """The relation asked for; auto: replace_one, unless the sampling scheme refuses it. Raises
+    """The relation asked for; auto: replace_one, unless the size of a cohort is a secret. Raises
     `ConfigError` for a delta out of range, and for what no rigorous accountant covers, with the
     nearest combination that is covered.
     """
     if not 0 < delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
     who = mechanism.sampling
-    auto = "add_remove" if who.scheme.refuses("replace_one") else "replace_one"
+    auto = "add_remove" if who.size_secret else "replace_one"
     relation = cast(Relation, auto if asked == "auto" else asked)  # `covers` refuses other words
     reason = covers("pld", mechanism, relation)
     if not reason:

@@ -62,13 +62,13 @@ class GroupSampling(SamplingScheme):
     def refuses(self, relation):
         return self.scheme.refuses(relation)
 
-    def curves(self, sampling, mu):
-        return self.scheme.group_curves(self._of_one(sampling), mu, self.group)
+    def curves(self, sampling, mu, relation):
+        return self.scheme.group_curves(self._of_one(sampling), mu, self.group, relation)
 
-    def renyi(self, sampling, mu):
+    def renyi(self, sampling, mu, relation):
         """Of up to 2^c units at order a >= 2 it is 3^c times that of one at 2^c a."""
         doublings = math.ceil(math.log2(self.group))
-        one = self.scheme.renyi(self._of_one(sampling), mu)
+        one = self.scheme.renyi(self._of_one(sampling), mu, relation)
         at = np.searchsorted(rdp.ORDERS, 2**doublings * np.maximum(rdp.ORDERS, 2.0))
         return 3**doublings * np.append(one, np.inf)[at]
 

@@ -97,6 +97,7 @@ class Event:
     gaussians: int = 1  # how many there are, over a fresh sample each
     also: float = 0.0  # mu of one more Gaussian, over everyone; 0: there is none
     once: float = 0.0  # mu of a Gaussian over everyone released once for all events; 0: none
+    relation: Relation = "replace_one"
     # how many independent events 1, 2, ... with correlated noise amount to; empty: as many
     squares: tuple[float, ...] = ()
 
@@ -259,7 +260,7 @@ class Mechanism:
     def event(self, relation: Relation) -> Event:
         """What accountants compose: one round, and all surveys once, under this relation."""
         once = self.survey.mu(relation) if self.survey else 0.0
-        event = Event(self.sampling, self.mu(relation), once=once)
+        event = Event(self.sampling, self.mu(relation), once=once, relation=relation)
         if not (self.squares and self.private):
             return event
         # the other queries of a round have noise of their own
@@ -296,13 +297,16 @@ class Mechanism:
 
     def refuses(self, relation: Relation) -> str | None:
         """Why no accountant covers noise drawn where it is, and the nearest that is; or None."""
+        if self.stateful and relation == "replace_one" and self.sampling.coins is not None:
+            known = "covered where a client may be absent, nearest: zero_out or add_remove"
+            return f"clients with state ({self.stateful}) in a Poisson cohort are {known}"
         if not self.distributed:
             return None
         nearest = "nearest: noise.placement server"
-        if self.sampling.coins is not None:
+        if self.sampling.size_secret:
             reason = "has a std that depends on the secret Poisson cohort"
             return f"noise drawn by the clients {reason}; {nearest}"
-        if relation == "add_remove":
+        if relation == "add_remove" and (self.survey or not self.sampling.hidden):
             reason = "comes and goes with a client under add_remove"
             return f"noise drawn by the clients {reason}; {nearest}, or replace_one"
         return None

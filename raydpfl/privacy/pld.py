@@ -19,6 +19,10 @@ of rounds is one inverse FFT of a power of one transform. The mass beyond the wi
 most 1e-15 per number of rounds) and a bound on the rounding of the FFTs are added to the mass at
 infinity. The grid costs at most about 1e-4 of epsilon.
 
+At a delta that this drowns, the distribution of e^(order loss) / E e^(order loss) is composed in
+the place of that of the loss, at the order of the best Chernoff bound [8]: what is lost is then
+relative to that bound, and deltas down to 1e-290 are in reach.
+
 [1] Balle, Wang. Improving the Gaussian mechanism for differential privacy. ICML 2018.
 [2] Balle, Barthe, Gaboardi. Privacy amplification by subsampling. NeurIPS 2018. Theorems 8-10.
 [3] Doroshenko, Ghazi, Kamath, Kumar, Manurangsi. Connect the dots. PETS 2022. Algorithm 1.
@@ -29,6 +33,8 @@ infinity. The grid costs at most about 1e-4 of epsilon.
 [6] Charles, Ganesh, McKenna, McMahan, Mitchell, Pillutla, Rush. Fine-tuning large language models
     with user-level differential privacy. 2024.
 [7] Vadhan. The complexity of differential privacy. 2017.
+[8] Alghamdi, Asoodeh, Calmon, Gomez, Kosut, Sankar. The saddle-point method in differential
+    privacy. ICML 2023.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -59,6 +65,8 @@ _MOST_POINTS = 1 << 17  # of one side of the grid; beyond it the grid is coarser
 _SHORT = 4_000_000  # steps of a recursion that Python does while scipy.signal is imported
 _TAIL = 1e-17  # of one round's loss, moved to infinity
 _WINDOW = 1e-15  # of the composed loss, likewise
+_DIRECT = 5e-13  # deltas below it, a round, are those of tilted distributions
+_LEAST_TAIL = 1e-300
 
 
 def gaussian_delta(epsilon: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
@@ -99,6 +107,9 @@ class LossDistribution:
     step: float
     masses: np.ndarray
     infinite: float
+    # where it is tilted, `masses` are those of the losses times e^(order index - log_mean)
+    order: float = 0.0
+    log_mean: float = 0.0
 
     def epsilons(
         self,
@@ -115,8 +126,16 @@ class LossDistribution:
         `also` is the loss, on the same grid, of what is released in addition: once in all (`once`),
         else once in `every` rounds, of which `first` is then a multiple.
         """
-        tails = self._tails(first, last, every, also, once)
-        return np.array([_epsilon_at(delta, self.step, tail) for tail in tails])
+        tilted = is_small(delta, last)
+        epsilons: list[float] = []
+        while first <= last:
+            # numbers of rounds that one order suits
+            end = min(last, first + first // (2 * every) * every) if tilted else last
+            pair = self._tilted(delta, end, every, also, once) if tilted else (self, also)
+            tails = pair[0]._tails(first, end, every, pair[1], once)
+            epsilons += [_epsilon_at(delta, self.step, tail) for tail in tails]
+            first = end + every
+        return np.array(epsilons)
 
     def delta(
         self,
@@ -125,9 +144,14 @@ class LossDistribution:
         every: int = 1,
         also: LossDistribution | None = None,
         once: bool = False,
+        near: float = 1.0,
     ) -> float:
-        """Delta at `epsilon` after `rounds` rounds; the others as for `epsilons`."""
-        deltas = self.deltas(rounds, every, also, once)
+        """Delta at `epsilon` after `rounds` rounds; `near` is about what it is, which says how it
+        is computed. The others are as for `epsilons`.
+        """
+        tilted = is_small(near, rounds)
+        pair = self._tilted(near, rounds, every, also, once) if tilted else (self, also)
+        deltas = pair[0].deltas(rounds, every, pair[1], once)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])
@@ -147,6 +171,59 @@ class LossDistribution:
         the mass at infinity. The others as for `epsilons`.
         """
         return next(self._tails(rounds, rounds, every, also, once))
+
+    def chernoff(
+        self,
+        epsilon: float,
+        rounds: int,
+        every: int = 1,
+        also: LossDistribution | None = None,
+        once: bool = False,
+    ) -> float:
+        """A bound on delta at `epsilon` that needs no composition; arguments as for `delta`."""
+        spent = self._spent(rounds, 1 if once else rounds // every, also)
+        place = epsilon / self.step
+        order = _least(lambda order: spent(order) - order * place, self._largest)
+        return math.exp(min(spent(order) - order * place, 0.0))
+
+    def _tilted(
+        self, delta: float, rounds: int, every: int, also: LossDistribution | None, once: bool
+    ) -> tuple[LossDistribution, LossDistribution | None]:
+        """Itself and `also`, tilted at the order of the best Chernoff bound on epsilon."""
+        spent = self._spent(rounds, 1 if once else rounds // every, also)
+        surprise = -math.log(delta)
+        order = _least(lambda order: (spent(order) + surprise) / order, self._largest)
+        return self._at_order(order), also and also._at_order(order)
+
+    def _spent(
+        self, rounds: int, times: int, also: LossDistribution | None
+    ) -> Callable[[float], float]:
+        """log E e^(order index) of the sum of the losses, by the order."""
+        parts = [(self, rounds), *([(also, times)] if also else [])]
+        return lambda order: sum(count * loss._log_mean(order) for loss, count in parts)
+
+    @property
+    def _largest(self) -> int:
+        return len(self.masses) // 2
+
+    @property
+    def coarse(self) -> bool:
+        """Whether its grid has as many points as it may, and is coarser than suits the loss."""
+        return self._largest >= _MOST_POINTS
+
+    def _log_mean(self, order: float) -> float:
+        """log E e^(order index) of the finite losses."""
+        return _log_sum(self._logs(order))
+
+    def _logs(self, order: float) -> np.ndarray:
+        half = self._largest
+        with np.errstate(divide="ignore"):
+            return np.log(self.masses) + order * np.arange(-half, half + 1)
+
+    def _at_order(self, order: float) -> LossDistribution:
+        log_mean = self._log_mean(order)
+        masses = np.exp(self._logs(order) - log_mean)
+        return replace(self, masses=masses, order=order, log_mean=log_mean)
 
     def std(self) -> float:
         """Standard deviation of the finite loss of one round."""
@@ -186,9 +263,16 @@ class LossDistribution:
             # now entry k is the loss k * step, modulo size
             composed = np.roll(irfft(power, size), -half * t - other_half * c)
             lost = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
-            yield self._finite(composed, top, steps) + (
-                _WINDOW + _rounding(fading, int(t + c)) - lost
-            )
+            off = _WINDOW + _rounding(fading, int(t + c))
+            if self.order:
+                exponents = t * self.log_mean + c * other.log_mean - self.order * np.arange(top + 1)
+                # no mass is above 1: where this is large, nothing is left of what was composed
+                growth = np.exp(np.minimum(exponents, 600.0))
+                composed = np.minimum(composed[: top + 1] * growth, 1.0)
+                off *= 1 + self.order * max(half, top)  # rounding of the exponents too
+                yield np.minimum(self._finite(composed, top, steps) + off * growth - lost, 1.0)
+            else:
+                yield self._finite(composed, top, steps) + (off - lost)
             power = power * hop
             fading = fading * fade
 
@@ -272,6 +356,18 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
     return np.min([bound(i) for i in range(first, last + 1)], axis=0)
 
 
+def _least(objective: Callable[[float], float], largest: int) -> float:
+    """The order at which an objective of a loss with this largest index is about least."""
+    from scipy.optimize import minimize_scalar
+
+    limits = math.log(1e-3 / largest), math.log(1e3)
+    found = minimize_scalar(
+        lambda log_order: objective(math.exp(log_order)),
+        bounds=limits, method="bounded", options={"xatol": 0.02},
+    )  # fmt: skip
+    return math.exp(found.x)
+
+
 def _log_sum(logs: np.ndarray) -> float:
     top = logs.max()
     return float(top + math.log(np.exp(logs - top).sum()))
@@ -287,12 +383,25 @@ def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
     return max(0.0, i * step + math.log1p(share * math.expm1(-step)))
 
 
-def discretise(up: Curve, down: Curve) -> LossDistribution:
+def is_small(delta: float, rounds: int) -> bool:
+    """Whether losses are tilted to tell so small a delta after so many rounds."""
+    return delta < _DIRECT * rounds
+
+
+def tail_for(delta: float, rounds: int) -> float:
+    """The mass of one round's loss that may be moved to infinity, for this delta after so many."""
+    if not is_small(delta, rounds):
+        return _TAIL
+    return max(min(_TAIL, 1e-6 * delta / rounds), _LEAST_TAIL)
+
+
+def discretise(up: Curve, down: Curve, tail: float = _TAIL) -> LossDistribution:
     """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P). The loss
     -x has under P e^-x times the probability that x has under Q in the reversed pair: both sides of
-    the grid come from curves at epsilon >= 0, and the centre takes what is left.
+    the grid come from curves at epsilon >= 0, and the centre takes what is left. At most `tail` is
+    moved to infinity.
     """
-    reach = max(_reach(up), _reach(down))
+    reach = max(_reach(up, tail), _reach(down, tail))
     step = reach / 4
     while True:
         n = max(1, math.ceil(reach / step))
@@ -336,13 +445,15 @@ def group_privacy(curve: Curve, group: int) -> Curve:
     return bound
 
 
-def _reach(curve: Curve) -> float:
-    """The epsilon at which the curve has fallen to 1e-17."""
+def _reach(curve: Curve, tail: float = _TAIL) -> float:
+    """The epsilon at which the curve has fallen to `tail`."""
     high = 1e-9 * 2.0 ** np.arange(8)
-    while curve(high[-1:])[0] > _TAIL:
+    if tail < _TAIL:  # or to its floor, if that is higher
+        tail = max(tail, float(curve(np.array([1e6]))[0]))
+    while curve(high[-1:])[0] > tail:
         high = 2.0**8 * high
-    high = high[np.argmax(curve(high) <= _TAIL), None]
-    return float(halved(lambda x: curve(x) > _TAIL, high / 2, high, times=5)[0])
+    high = high[np.argmax(curve(high) <= tail), None]
+    return float(halved(lambda x: curve(x) > tail, high / 2, high, times=5)[0])
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
@@ -433,6 +544,38 @@ def group_replaced_curve(weights: np.ndarray, mu: float) -> Curve:
     return curve
 
 
+def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
+    """A round that shows N(u, 1) with probability q, in the neighbouring world N(v, 1) instead, and
+    else, in both, N(w, 1), where |u - w| <= `absent` and |u - v| <= `other`, of which one is twice
+    the other. For eps >= 0, delta(eps) of the first world against the second is at most
+
+        q Phi(x) - (1-q) (e^eps - 1) Phi(x - absent) - q e^eps Phi(x - other),
+
+    with x where this is largest. It is attained on a line, u = 0, v = other, w = absent
+    (docs/proofs.md).
+    """
+    least = min(absent, other)
+
+    def curve(epsilon: np.ndarray) -> np.ndarray:
+        from scipy.special import log_ndtr
+
+        with np.errstate(divide="ignore"):
+            absence = epsilon + np.log(-np.expm1(-epsilon)) + math.log((1 - q) / q)
+        # 1 = e^(absent x + logs[0]) + e^(other x + logs[1]), a quadratic equation for e^(least x)
+        logs = absence - absent**2 / 2, epsilon - other**2 / 2
+        once, twice = logs if absent < other else logs[::-1]
+        x = math.log(2) - np.logaddexp(once, np.logaddexp(2 * once, math.log(4) + twice) / 2)
+        x /= least
+        rest = 0.0
+        for log, shift in zip(logs, (absent, other), strict=True):
+            share = shift * x + log
+            mills = log_ndtr(x - shift) - log_ndtr(x) - shift * x + shift**2 / 2
+            rest = rest - np.exp(share) * np.expm1(np.minimum(mills, 0.0))
+        return q * np.exp(log_ndtr(x)) * rest
+
+    return curve
+
+
 def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Numbers of units from 1, float64 [k], their probabilities, and what is left out of these."""
     order = np.argsort(weights[1:])
@@ -467,15 +610,17 @@ def _shared(
     return np.maximum(mus * x[..., None] - mus**2 / 2, floor)
 
 
-def distributions(pairs: Sequence[CurvePair]) -> tuple[LossDistribution, ...]:
-    """The losses of the directions of a round, all on the grid that suits the first."""
-    loss = discretise(*pairs[0])
+def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[LossDistribution, ...]:
+    """The losses of the directions of a round, all on the grid that suits the first; at most `tail`
+    of each is moved to infinity.
+    """
+    loss = discretise(*pairs[0], tail)
     n = len(loss.masses) // 2
     return loss, *(_on_grid(*pair, loss.step, n) for pair in pairs[1:])
 
 
 def and_gaussian(
-    pairs: Sequence[CurvePair], every: int, other: float
+    pairs: Sequence[CurvePair], every: int, other: float, tail: float = _TAIL
 ) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
     """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
     on the grid that suits the composition of one of the latter with `every` of the former. On a
@@ -487,8 +632,8 @@ def and_gaussian(
         return gaussian_delta(epsilon, other)
 
     up, down = pairs[0]
-    loss = discretise(up, down)
-    reach = _reach(gaussian)
+    loss = discretise(up, down, tail)
+    reach = _reach(gaussian, tail)
     s = loss.std()
     growth = 1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi))
     suits = min(other / _STEPS_PER_STD, growth)
@@ -497,7 +642,7 @@ def and_gaussian(
     if step == loss.step:
         rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
         return tuple((loss, also) for loss in (loss, *rest))
-    n = math.ceil(max(_reach(up), _reach(down)) / step)
+    n = math.ceil(max(_reach(up, tail), _reach(down, tail)) / step)
     return tuple((_on_grid(*pair, step, n), also) for pair in pairs)
 
 

@@ -385,10 +385,7 @@ class LocalStepsReport:
         if claims is None:
             return
         truth = self.epsilons("pld", participations)
-        limit = claims * (1 + _MARGIN)
-        if (truth > limit).any():
-            truth = np.minimum(truth, self.epsilons("rdp", participations))
-        broken = np.flatnonzero(truth > limit)
+        broken = np.flatnonzero(truth > claims * (1 + _MARGIN))
         if not len(broken):
             return
         worst = broken[np.argsort(claims[broken] / truth[broken], kind="stable")][:5].tolist()

@@ -137,30 +137,6 @@ def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     ).rigorous == ("pld",)
 
 
-@pytest.mark.slow
-def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
-    """At this delta pld reaches no epsilon, and rdp does: both are valid, so the budget lasts."""
-    noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-15}
-    asked = {"accountants": ["pld", "rdp"], "budget": 120.0}
-    result = run(experiment(noise=noise, privacy=asked, rounds=40), tmp_path / "run")
-    assert result.summary["status"] == "completed"
-    first, *_ = result.summary["holds"]
-    assert first["accountant"] == "rdp" and first["epsilon"] < 120.0
-    curves = {
-        one.accountant: one.epsilon for one in result.guarantees if "hidden" in str(one.sampling)
-    }
-    assert math.isinf(curves["pld"]) and curves["rdp"] == first["epsilon"]
-
-
-def test_noise_is_calibrated_by_the_first_accountant_that_can_tell_an_epsilon():
-    noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-15}
-    alone = resolve(experiment(noise=noise, privacy={"accountants": ["rdp"]}, rounds=40))
-    both = resolve(experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]}, rounds=40))
-    assert both.ratio == alone.ratio
-    with pytest.raises(ConfigError, match=r"noise\.delta"):
-        resolve(experiment(noise=noise, privacy={"accountants": ["pld"]}, rounds=40))
-
-
 def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
     queries = (Query("updates", 1.0, 4.0),)
     found = guarantees(

@@ -246,11 +246,11 @@ class Unrepeatable(Uniform):
 class Boasting(type(SCHEMES["poisson"])):
     """Claims the amplification of half the chance."""
 
-    def curves(self, sampling: Sampling, mu: float) -> Any:
+    def curves(self, sampling: Sampling, mu: float, relation: Any) -> Any:
         return pld.poisson_curves(sampling.q / 2, mu)
 
-    def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
-        return super().renyi(sampling, mu) / 4
+    def renyi(self, sampling: Sampling, mu: float, relation: Any) -> np.ndarray:
+        return super().renyi(sampling, mu, relation) / 4
 
 
 class Boasted(Uniform):
@@ -265,7 +265,7 @@ class Boasted(Uniform):
 class Bragging(type(SCHEMES["fixed"])):
     """Fixed size, with the curve of half the size."""
 
-    def curves(self, sampling: Sampling, mu: float) -> Any:
+    def curves(self, sampling: Sampling, mu: float, relation: Any) -> Any:
         curve = pld.fixed_size_curve(sampling.q / 2, mu)
         return ((curve, curve),)
 

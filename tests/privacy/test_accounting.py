@@ -30,6 +30,7 @@ from raydpfl.privacy import (
     gaussian_epsilon,
     guarantees,
     noise_for,
+    pld,
 )
 
 RELATIONS = privacy_accountant.NeighboringRelation
@@ -231,20 +232,37 @@ def test_extreme_noise_is_accounted_for_too(mu):
 
 
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
-    assert epsilon(mechanism(), "replace_one", 1e-16) == math.inf
-    found = guarantees(mechanism(), "replace_one", 1e-16, accountants=["pld", "rdp"])
-    assert found[0].epsilon == math.inf and found[0].conditions_failed == (
+    """Of draws with replacement, whose curve has a floor: what it costs to be drawn too often."""
+    drawn = mechanism("with_replacement")
+    assert epsilon(drawn, "replace_one", 1e-20) == math.inf
+    hidden, known = guarantees(drawn, "replace_one", 1e-20, accountants=["pld"])
+    assert hidden.epsilon == math.inf and hidden.conditions_failed == (
         "delta is too small for pld to tell an epsilon in double precision",
     )
-    # without sampling, and by rdp, it is in reach
-    assert all(math.isfinite(each.epsilon) and not each.conditions_failed for each in found[1:])
+    assert math.isfinite(known.epsilon) and not known.conditions_failed
+
+
+@pytest.mark.parametrize("target", [1e-12, 1e-16, 1e-30, 1e-100, 1e-250])
+@pytest.mark.parametrize(("mu", "rounds"), [(0.1, 100), (1.0, 10)])
+def test_small_deltas_of_composed_gaussians_are_those_of_the_one_that_they_are(mu, rounds, target):
+    """By FFT, as if no closed form were known."""
+
+    def curve(eps):
+        return gaussian_delta(eps, mu)
+
+    (loss,) = pld.distributions(((curve, curve),), pld.tail_for(target, rounds))
+    found = loss.epsilons(target, 1, rounds)
+    exact = gaussian_epsilon(mu * np.sqrt(np.arange(1, rounds + 1)), target)
+    assert (found >= exact).all() and found == pytest.approx(exact, rel=5e-3)
+    assert found[-1] == pytest.approx(exact[-1], rel=1e-4)
+    back = loss.delta(float(found[-1]), rounds, near=target)
+    assert back == pytest.approx(target, rel=1e-9)
 
 
 BY_CLIENTS = {"placement": "client"}
 UNCOVERED = [
     (mechanism("poisson", **BY_CLIENTS), "add_remove", "pld", "noise.placement server"),
-    (mechanism("poisson"), "replace_one", "rdp", "add_remove"),
-    (mechanism("fixed"), "add_remove", "pld", "selection poisson"),
+    (mechanism("poisson", stateful="scaffold"), "replace_one", "pld", "zero_out or add_remove"),
     (mechanism("with_replacement"), "replace_one", "rdp", "pld"),
     (mechanism("with_replacement"), "zero_out", "pld", "replace_one"),
     (mechanism("full", 80, 80, **BY_CLIENTS), "add_remove", "pld", "noise.placement server"),

@@ -109,7 +109,7 @@ def test_a_target_that_is_no_budget_is_refused(target):
 
 def test_a_combination_that_is_not_covered_is_refused():
     with pytest.raises(ConfigError, match=r"^accountant = "):
-        noise_for(1.0, mechanism(), "add_remove", 1e-5)
+        noise_for(1.0, mechanism("with_replacement"), "add_remove", 1e-5)
 
 
 def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
@@ -125,4 +125,4 @@ def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
     more = "^delta = 1e-30: expected more, or rdp as the first accountant: .* too small for pld"
     with pytest.raises(ConfigError, match=more):
-        noise_for(1.0, mechanism(rounds=1), "replace_one", 1e-30)
+        noise_for(1.0, mechanism("with_replacement", 60, 30, rounds=1), "replace_one", 1e-30)

@@ -122,11 +122,11 @@ class Unknown(SamplingScheme):
     def words(self, sampling):
         return "unknown"
 
-    def curves(self, sampling, mu):
+    def curves(self, sampling, mu, relation):
         curve = pld.fixed_size_curve(sampling.q, mu)
         return ((curve, curve),)
 
-    def renyi(self, sampling, mu):
+    def renyi(self, sampling, mu, relation):
         return rdp.fixed_size(sampling.q, mu)
 
 
@@ -134,7 +134,7 @@ def test_a_scheme_that_says_nothing_of_groups_has_group_privacy():
     sampling, factor = together(Sampling(Unknown(), 100, 5), 3)
     assert factor == 1
     assert sampling.scheme.by_group_privacy("curves")
-    ((curve, _),) = sampling.scheme.curves(sampling, 0.5)
+    ((curve, _),) = sampling.scheme.curves(sampling, 0.5, "replace_one")
     own = pld.group_replaced_curve(hypergeom.pmf(range(4), 100, 3, 5), 0.5)(EPSILONS)
     assert (curve(EPSILONS) >= own).all()
     assert curve(np.zeros(1)) == pytest.approx(3 * pld.fixed_size_curve(0.05, 0.5)(np.zeros(1)))

@@ -92,9 +92,9 @@ def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tupl
 def first_that_can(
     setting: Setting, accountants: Sequence[str], calibrate: Callable[[str], T], instead: str
 ) -> T:
-    """The result of `calibrate` for the first accountant that it does not refuse; at a tiny delta
-    pld reaches no epsilon. If it refuses all, raises the `ConfigError` of the first; without
-    accountants one that names the calibrations `instead`.
+    """The result of `calibrate` for the first accountant that it does not refuse. If it refuses
+    all, raises the `ConfigError` of the first; without accountants one that names the calibrations
+    `instead`.
     """
     if not accountants:
         expected = "pld or rdp among them, to calibrate noise.epsilon; or noise.calibration: "
@@ -128,5 +128,5 @@ def check_covered(setting: Setting, mechanism: Mechanism, relation: Relation) ->
     if by_clients and not privacy.covers(accountant, by_server, relation):
         expected += f"; or {relation} with noise.placement server"
     elif relation == "add_remove":
-        expected += "; add_remove needs selection.kind poisson, and noise that the server draws"
+        expected += "; add_remove needs secret cohorts of distinct clients, as uniform or poisson"
     raise ConfigError("privacy.relation", relation, expected)

@@ -11,12 +11,17 @@ import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
+from raydpfl.privacy.accountants.rdp import Rdp
 from raydpfl.privacy.mechanism import Event
 from raydpfl.privacy.tradeoff import TradeOff
 
+_OF_CHERNOFF = 0.02  # about what delta is of its Chernoff bound
+
 
 class Pld(Accountant):
-    """Composes the privacy loss of a round by FFT, or in closed form where nothing is amplified."""
+    """Composes the privacy loss of a round by FFT, or in closed form where nothing is amplified.
+    Next to a grid that is coarse for the loss, the smaller of its epsilon and rdp's is taken.
+    """
 
     name = "pld"
     needs = NEEDS["pld"]
@@ -28,11 +33,14 @@ class Pld(Accountant):
         first = int(counts[0]) * gaussians
         last = int(counts[-1]) * gaussians
         once = event.once > 0
-        curves = [
-            loss.epsilons(delta, first, last, gaussians, other, once)
-            for loss, other in _losses(event, last if once else gaussians)
-        ]
-        return np.max(curves, axis=0)
+        losses = _losses(event, last if once else gaussians, pld.tail_for(delta, last))
+        composed = np.max(
+            [loss.epsilons(delta, first, last, gaussians, other, once) for loss, other in losses],
+            axis=0,
+        )
+        if _by_rdp(event) and (_coarse(losses) or np.isinf(composed).any()):
+            composed = np.minimum(composed, Rdp().curve(event, delta, counts))
+        return composed
 
     def tradeoff(self, mechanism, relation, rounds, v):
         return self.tradeoff_of(mechanism.event(relation), rounds)
@@ -42,20 +50,26 @@ class Pld(Accountant):
             return TradeOff.gaussian(float(event.unamplified(count)))
         times = count * event.gaussians
         once = event.once > 0
-        losses = _losses(event, times if once else event.gaussians)
+        losses = _losses(event, times if once else event.gaussians, pld.tail_for(1.0, times))
         tails = [loss.deltas(times, event.gaussians, other, once) for loss, other in losses]
         return TradeOff.of_directions(losses[0][0].step, tails)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
-        times = count * event.gaussians
-        once = event.once > 0
-        deltas = [
-            loss.delta(epsilon, times, event.gaussians, other, once)
-            for loss, other in _losses(event, times if once else event.gaussians)
+        rounds = count * event.gaussians
+        times = rounds if event.once else event.gaussians
+        asked = epsilon, rounds, event.gaussians
+        bounds = [
+            loss.chernoff(*asked, other, event.once > 0)
+            for loss, other in _losses(event, times, pld.tail_for(1.0, rounds))
         ]
-        return min(1.0, max(deltas))
+        near = max(_OF_CHERNOFF * max(bounds), 1e-300)
+        losses = _losses(event, times, pld.tail_for(near, rounds))
+        deltas = [loss.delta(*asked, other, event.once > 0, near) for loss, other in losses]
+        if _by_rdp(event) and _coarse(losses):
+            return min(max(deltas), Rdp().delta_of(event, epsilon, count))
+        return min(max(deltas), 1.0)
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
         """All Gaussians over everyone are one."""
@@ -66,22 +80,37 @@ class Pld(Accountant):
         if not secret:
             return float(pld.gaussian_epsilon(mu, delta))
         curves = [
-            (event.sampling.scheme.curves(event.sampling, event.mu), n * event.gaussians)
+            (
+                event.sampling.scheme.curves(event.sampling, event.mu, event.relation),
+                n * event.gaussians,
+            )
             for event, n in secret
         ]
         if mu:
             gaussian = functools.partial(pld.gaussian_delta, mu=mu)
             curves.append((((gaussian, gaussian),), 1))
-        return pld.together(curves, delta)
+        composed = pld.together(curves, delta)
+        if not all(_by_rdp(event) for event, _ in secret):
+            return composed
+        return min(composed, Rdp().together(parts, delta))
+
+
+def _by_rdp(event: Event) -> bool:
+    return event.sampling.scheme.gives(NEEDS["rdp"])
+
+
+_Losses = tuple[tuple[pld.LossDistribution, pld.LossDistribution | None], ...]
+
+
+def _coarse(losses: _Losses) -> bool:
+    return any(loss.coarse for pair in losses for loss in pair if loss)
 
 
 @lru_cache(maxsize=16)
-def _losses(
-    event: Event, times: int
-) -> tuple[tuple[pld.LossDistribution, pld.LossDistribution | None], ...]:
+def _losses(event: Event, times: int, tail: float) -> _Losses:
     """For every direction the loss of one of an event's Gaussians, and that over everyone."""
-    pairs = event.sampling.scheme.curves(event.sampling, event.mu)
+    pairs = event.sampling.scheme.curves(event.sampling, event.mu, event.relation)
     over_everyone = event.also or event.once
     if over_everyone:
-        return pld.and_gaussian(pairs, times, over_everyone)
-    return tuple((loss, None) for loss in pld.distributions(pairs))
+        return pld.and_gaussian(pairs, times, over_everyone, tail)
+    return tuple((loss, None) for loss in pld.distributions(pairs, tail))

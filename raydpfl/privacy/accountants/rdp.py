@@ -49,5 +49,5 @@ def _divergences(event: Event) -> np.ndarray:
     sampling = event.sampling
     one = rdp.gaussian(event.mu)
     if sampling.hidden:
-        one = sampling.scheme.renyi(sampling, event.mu)
+        one = sampling.scheme.renyi(sampling, event.mu, event.relation)
     return event.gaussians * one + rdp.gaussian(event.also)

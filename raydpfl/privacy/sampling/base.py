@@ -79,6 +79,10 @@ class Sampling:
         return self.scheme.coins(self)
 
     @property
+    def size_secret(self) -> bool:
+        return self.scheme.size_secret(self)
+
+    @property
     def repeats(self) -> bool:
         return self.scheme.repeats()
 
@@ -156,6 +160,10 @@ class SamplingScheme:
         """
         return None
 
+    def size_secret(self, sampling: Sampling) -> bool:
+        """Whether the size of a cohort is a secret."""
+        return self.coins(sampling) is not None
+
     def repeats(self) -> bool:
         """Whether a client may be in a cohort more than once."""
         return False
@@ -190,28 +198,31 @@ class SamplingScheme:
         """Why no accountant covers it under `relation`, and the nearest that is; or None."""
         return None
 
-    def curves(self, sampling: Sampling, mu: float) -> tuple[CurvePair, ...]:
+    def curves(self, sampling: Sampling, mu: float, relation: Relation) -> tuple[CurvePair, ...]:
         """The privacy curves delta(epsilon), at epsilon >= 0, of one round (those of
         `raydpfl.privacy.pld`, or any other): for all directions that can differ (one under
         replace_one, which is symmetric; two where a client is removed or added) its curve, and that
-        of the opposite direction. `mu` is sensitivity / std of the Gaussian sum. Without this
-        method pld does not cover the scheme.
+        of the opposite direction. `mu` is sensitivity / std of the Gaussian sum, where a client
+        moves it by 2 bounds under replace_one, else by one. Without this method pld does not cover
+        the scheme.
         """
         raise NotImplementedError
 
-    def renyi(self, sampling: Sampling, mu: float) -> np.ndarray:
+    def renyi(self, sampling: Sampling, mu: float, relation: Relation) -> np.ndarray:
         """Renyi divergences of that round at `raydpfl.privacy.rdp.ORDERS`, float64 [orders];
         without this method rdp does not cover the scheme.
         """
         raise NotImplementedError
 
-    def group_curves(self, sampling: Sampling, mu: float, group: int) -> tuple[CurvePair, ...]:
+    def group_curves(
+        self, sampling: Sampling, mu: float, group: int, relation: Relation
+    ) -> tuple[CurvePair, ...]:
         """As `curves`, of `group` units of the population together, which one person may own. By
         default the bound of group privacy.
         """
         return tuple(
             (pld.group_privacy(up, group), pld.group_privacy(down, group))
-            for up, down in self.curves(sampling, mu)
+            for up, down in self.curves(sampling, mu, relation)
         )
 
     def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:

@@ -1,5 +1,5 @@
 """Clients independently with probability q = cohort / population (PRIVACY.md sec. 2). The size
-of a cohort is a secret too.
+of a cohort is a secret too (replace_one: docs/proofs.md).
 """
 
 from __future__ import annotations
@@ -13,8 +13,25 @@ from raydpfl.privacy import rdp as renyi
 from raydpfl.privacy.sampling.base import SamplingScheme
 
 
+def poisson_renyi(q: float, mu: float) -> np.ndarray:
+    """Divergences of one Poisson-sampled Gaussian under add_remove, float64 [orders], by
+    dp-accounting, whose noise multiplier is std / sensitivity under every relation.
+    """
+    from dp_accounting import dp_event, rdp
+
+    event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1 / mu))
+    logger = logging.getLogger("absl")
+    # an order that does not converge is infinite, with a warning
+    level = logger.level
+    logger.level = logging.ERROR
+    try:
+        return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
+    finally:
+        logger.level = level
+
+
 class PoissonSampling(SamplingScheme):
-    """`cohort` clients are expected; covered where a client may be absent."""
+    """`cohort` clients are expected."""
 
     kind = "poisson"
 
@@ -33,31 +50,29 @@ class PoissonSampling(SamplingScheme):
     def words(self, sampling):
         return f"Poisson, {sampling.cohort} of {sampling.population} expected"
 
-    def refuses(self, relation):
+    def curves(self, sampling, mu, relation):
         if relation != "replace_one":
-            return None
-        covered = "Poisson sampling is covered under add_remove and zero_out only"
-        return f"{covered}; nearest: add_remove, or selection uniform with replace_one"
+            return pld.poisson_curves(sampling.q, mu)
+        curve = pld.three_gaussians_curve(sampling.q, absent=mu / 2, other=mu)
+        return ((curve, curve),)
 
-    def curves(self, sampling, mu):
-        return pld.poisson_curves(sampling.q, mu)
-
-    def group_curves(self, sampling, mu, group):
-        """Exact: a mixture of Gaussians with binomial weights (docs/proofs.md)."""
+    def group_curves(self, sampling, mu, group, relation):
+        """Exact, but under replace_one: a mixture of Gaussians with binomial weights
+        (docs/proofs.md). Of a group that is replaced, how many are drawn is taken to be known.
+        """
         from scipy.stats import binom
 
-        return pld.group_removed_curves(binom.pmf(range(group + 1), group, sampling.q), mu)
+        weights = binom.pmf(range(group + 1), group, sampling.q)
+        if relation != "replace_one":
+            return pld.group_removed_curves(weights, mu)
 
-    def renyi(self, sampling, mu):
-        """By dp-accounting, whose noise multiplier is std / sensitivity under every relation."""
-        from dp_accounting import dp_event, rdp
+        def curve(epsilon):
+            counts = np.arange(1, group + 1)
+            return pld.gaussian_delta(epsilon[..., None], counts * mu) @ weights[1:]
 
-        event = dp_event.PoissonSampledDpEvent(sampling.q, dp_event.GaussianDpEvent(1 / mu))
-        logger = logging.getLogger("absl")
-        # an order that does not converge is infinite, with a warning
-        level = logger.level
-        logger.level = logging.ERROR
-        try:
-            return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
-        finally:
-            logger.level = level
+        return ((curve, curve),)
+
+    def renyi(self, sampling, mu, relation):
+        """Under replace_one that of a cohort of fixed size, whose Gaussians are further apart."""
+        bound = renyi.fixed_size if relation == "replace_one" else poisson_renyi
+        return bound(sampling.q, mu)

@@ -45,11 +45,11 @@ class SamplingWithReplacement(SamplingScheme):
         covered = "draws with replacement are covered under replace_one only"
         return f"{covered}; nearest: replace_one, by pld"
 
-    def curves(self, sampling, mu):
+    def curves(self, sampling, mu, relation):
         curve = pld.with_replacement_curve(self._likeliest(sampling), sampling.cohort, mu)
         return ((curve, curve),)
 
-    def group_curves(self, sampling, mu, group):
+    def group_curves(self, sampling, mu, group, relation):
         """As of one client so many times as likely."""
         chance = min(group * self._likeliest(sampling), 1.0)
         curve = pld.with_replacement_curve(chance, sampling.cohort, mu)

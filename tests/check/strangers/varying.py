@@ -36,7 +36,7 @@ class Spread(SamplingScheme):
             return None
         return "cohorts of varying size are covered under replace_one only; nearest: replace_one"
 
-    def curves(self, sampling, mu):
+    def curves(self, sampling, mu, relation):
         sizes = range(sampling.cohort - self.spread, sampling.cohort + self.spread + 1)
 
         def curve(epsilon):

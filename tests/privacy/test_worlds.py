@@ -1,0 +1,132 @@
+"""What accountants claim, against neighbouring worlds: never less than an observer can tell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.special import log_ndtr, logsumexp
+from scipy.stats import binom, norm
+
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon
+
+RELATIONS = ("replace_one", "zero_out", "add_remove")
+OTHERS = {"replace_one": (-1.0,), "zero_out": (0.0,), "add_remove": (None,)}
+SAMPLINGS = (Sampling("fixed", 4, 2), Sampling("poisson", 4, 1))
+X = np.linspace(-22, 22, 4001)
+
+
+def cohorts(sampling, clients):
+    """Every cohort of these clients, and its probability."""
+    if sampling.kind == "fixed":
+        subsets = list(itertools.combinations(clients, sampling.cohort))
+        return [(subset, 1 / len(subsets)) for subset in subsets]
+    q = sampling.q
+    drawn = []
+    for k in range(len(clients) + 1):
+        for subset in itertools.combinations(clients, k):
+            chance = q**k * (1 - q) ** (len(clients) - k)
+            drawn.append((subset, chance))
+    return drawn
+
+
+def density(sampling, values, std):
+    """Of the noised sum on a line, where client k gives `values[k]`; None: it is not there."""
+    present = [k for k, value in enumerate(values) if value is not None]
+    chances = dict.fromkeys(range(-9, 10), 0.0)
+    for cohort, chance in cohorts(sampling, present):
+        chances[int(sum(values[k] for k in cohort))] += chance
+    return sum(chance * norm.pdf(X, total, std) for total, chance in chances.items())
+
+
+@pytest.mark.parametrize("std", [0.7, 2.0])
+def test_one_round_is_the_worst_of_all_worlds_on_a_line(std):
+    """Client 0 sends 1, or nothing, -1 or is absent; the others send -1, 0 or 1."""
+    for sampling, relation in itertools.product(SAMPLINGS, RELATIONS):
+        hold_the_worst_world(sampling, relation, std)
+
+
+def hold_the_worst_world(sampling, relation, std):
+    mechanism = Mechanism(sampling, (Query("updates", 1.0, std),), 1)
+    worst = dict.fromkeys((0.0, 0.3, 2.0), 0.0)
+    for others in itertools.combinations_with_replacement((-1.0, 0.0, 1.0), 3):
+        here, there = (
+            density(sampling, (value, *others), std) for value in (1.0, *OTHERS[relation])
+        )
+        for eps in worst:
+            for p, q in ((here, there), (there, here)):
+                told = float(np.maximum(p - math.exp(eps) * q, 0).sum() * (X[1] - X[0]))
+                worst[eps] = max(worst[eps], told)
+    for eps, told in worst.items():
+        assert delta(mechanism, relation, eps) == pytest.approx(told, rel=2e-3, abs=1e-9)
+        assert delta(mechanism, relation, eps) >= told * (1 - 1e-4)
+
+
+# --- random settings ---
+
+# by scheme and relation two worlds on a line: the client's mean where it is drawn, in each of them,
+# and that of the sum where it is not
+WORLDS = {
+    ("fixed", "replace_one"): ((1.0, -1.0, -1.0),),
+    ("fixed", "zero_out"): ((1.0, 0.0, -1.0), (1.0, 0.0, 1.0)),
+    ("fixed", "add_remove"): ((1.0, -1.0, -1.0),),
+    ("poisson", "replace_one"): ((1.0, -1.0, 0.0),),
+    ("poisson", "zero_out"): ((1.0, 0.0, 0.0),),
+    ("poisson", "add_remove"): ((1.0, 0.0, 0.0),),
+}
+
+
+def attacked(world, q, z, rounds, target):
+    """What epsilon is at least at `target`: the sum of all rounds is held against thresholds."""
+    one, other, absent = world
+    times = np.arange(rounds + 1)
+    times = times[binom.pmf(times, rounds, q) > 1e-40]
+    log_chances = binom.logpmf(times, rounds, q)
+    spread = z * math.sqrt(rounds)
+    ends = rounds * abs(absent) + times[-1] * 2 + 12 * spread
+    thresholds = np.linspace(-ends, ends, 301)[:, None]
+
+    def log_tail(move, sign):
+        means = rounds * absent + times * (move - absent)
+        return logsumexp(log_chances + log_ndtr(sign * (means - thresholds) / spread), axis=1)
+
+    least = 0.0
+    for sign, (first, second) in itertools.product((1, -1), ((one, other), (other, one))):
+        # what is left out of the sums may not make it stronger
+        p, q_tail = log_tail(first, sign), np.logaddexp(log_tail(second, sign), math.log(1e-36))
+        above = p > math.log(target) + 1e-6
+        if above.any():
+            told = p[above] + np.log(-np.expm1(math.log(target) - p[above])) - q_tail[above]
+            least = max(least, float(told.max()))
+    return least
+
+
+def hold_a_random_setting(draw):
+    random = stream(0, Purpose.DATA, draw=draw)
+    kind, relation = list(WORLDS)[draw % len(WORLDS)]
+    population = int(10 ** random.uniform(1, 6))
+    cohort = max(1, min(population - 1, round(population * 10 ** random.uniform(-6, 0))))
+    rounds = int(10 ** random.uniform(0, 3))
+    target = float(10 ** random.uniform(-18, -2))
+    z = float(10 ** random.uniform(-0.5, 1.5))
+    mechanism = Mechanism(Sampling(kind, population, cohort), (Query("updates", 1.0, z),), rounds)
+    pld, rdp = (epsilon(mechanism, relation, target, accountant=name) for name in ("pld", "rdp"))
+    setting = f"{mechanism.sampling}, {relation}, z {z}, {rounds} rounds, delta {target}"
+    assert pld <= rdp, f"{setting}: pld {pld}, rdp {rdp}"
+    for world in WORLDS[kind, relation]:
+        least = attacked(world, cohort / population, z, rounds, target)
+        assert pld >= least * (1 - 1e-9), f"{setting}: pld {pld}, an attack {least}"
+
+
+def test_pld_is_between_an_attack_and_rdp():
+    for draw in range(len(WORLDS)):
+        hold_a_random_setting(draw)
+
+
+@pytest.mark.slow
+def test_pld_is_between_an_attack_and_rdp_in_500_settings():
+    for draw in range(500):
+        hold_a_random_setting(draw)
