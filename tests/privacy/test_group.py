@@ -139,9 +139,9 @@ def test_a_scheme_that_says_nothing_of_groups_has_group_privacy():
     assert (curve(EPSILONS) >= own).all()
     assert curve(np.zeros(1)) == pytest.approx(3 * pld.fixed_size_curve(0.05, 0.5)(np.zeros(1)))
     # of 3, so up to 4 = 2^2: 3^2 times the divergence at 4 times the order, from 2 on
-    one = Unknown().renyi(Sampling(Unknown(), 100, 5), 0.5)
+    one = Unknown().renyi(Sampling(Unknown(), 100, 5), 0.5, "replace_one")
     orders = rdp.ORDERS.tolist()
-    renyi = sampling.scheme.renyi(sampling, 0.5)
+    renyi = sampling.scheme.renyi(sampling, 0.5, "replace_one")
     assert renyi[orders.index(4.0)] == 9 * one[orders.index(16)]
     assert renyi[0] == 9 * one[orders.index(8.0)]
     assert np.isinf(renyi[-1])
