@@ -423,6 +423,11 @@ RELATIONS = ("replace_one", "add_remove", "zero_out")
 UNITS = ("client", "sample")
 DRAWERS = ("client", "server")
 TAKEN = "Rounds K that any one client takes part in. Default: all."
+STRATEGY = (
+    "Of the server's noise, correlated over the rounds: tree, square-root, banded or buffered."
+)
+STRATEGIES = ("tree", "square-root", "banded", "buffered")
+SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
@@ -446,6 +451,8 @@ def budget(
     sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
     relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
     participations: Annotated[int | None, _count(TAKEN)] = None,
+    strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,
+    separation: Annotated[int | None, _count(SEPARATION, CLIENT)] = None,
     unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,

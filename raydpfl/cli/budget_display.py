@@ -117,6 +117,11 @@ def _of_sums(budget: Budget) -> Iterator[RenderableType]:
     known = [one.sampling.participations for one in guarantees if one.sampling.participations]
     notes = [f"cohort known: {participations}" for participations in known]
     rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
+    notes += [
+        f"{guarantee_table.against(one)}: {one.concentrated()}"
+        for one in guarantees
+        if one.rho is not None
+    ]
     notes += [f"{one.accountant}: {why}" for one in rigorous for why in one.conditions_failed]
     yield from (Text(f"- {note}") for note in dict.fromkeys(notes))
 

@@ -292,7 +292,10 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
         elif SIGNS[one.kind]:
             lines.append(f"{sign}.")
     relied = holds or [one for one in guarantees if not one.formula]
-    lines += [f"Sampling: {one.sampling}." for one in relied]
+    lines += [
+        f"Sampling: {one.sampling}." + ("" if one.rho is None else f" {one.concentrated()}.")
+        for one in relied
+    ]
     if any(one.declared for one in guarantees):
         lines.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
     lines += [

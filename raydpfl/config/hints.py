@@ -74,7 +74,9 @@ METHODS = _by_name(
         "data.partition.kind=shards": "pathological",
         "bounding.kind=quantile_clip": "adaptive adaptive_clipping",
         "bounding.kind=per_sample_clip": "dpsgd dp_sgd",
-        "noise.kind=banded_gaussian": "dp_ftrl dpftrl matrix_factorization tree",
+        "noise.kind=banded_gaussian": "dp_ftrl dpftrl matrix_factorization",
+        "noise.kind=tree_gaussian": "tree tree_aggregation",
+        "noise.kind=buffered_gaussian": "blt",
         "model.kind=softmax": "logistic_regression logreg",
         "weights.kind=data": "num_examples",
     }

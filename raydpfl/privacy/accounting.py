@@ -184,7 +184,11 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
     unreached = (UNREACHED.format(accountant),) * math.isinf(spent)
     released = (view.mechanism, view.relation, max(view.rounds, 1), accountant)
     guarantee = view.guarantee(accountant, spent, delta, unreached)
-    return replace(guarantee, curve=partial(tradeoff, *released))
+    rho = None
+    if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
+        event = view.mechanism.event(view.relation)
+        rho = float(event.unamplified(view.rounds)) ** 2 / 2
+    return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:

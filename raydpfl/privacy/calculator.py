@@ -49,6 +49,7 @@ from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
 from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
+from raydpfl.privacy.factorization import STRATEGIES, covered
 from raydpfl.privacy.guarantee import SHARES, Guarantee, holding, loose
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
@@ -149,6 +150,10 @@ class Budget:
             steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
             return f"{steps}, each a sum over a batch of samples: {sampling}"
         text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
+        squares = self.mechanism.squares
+        if squares:
+            text += f"; noise is correlated over the rounds, so that {len(squares)} of a client's "
+            text += f"cost what {squares[-1]:.4g} with independent noise do"
         survey = self.mechanism.survey
         return f"{text}; and {survey}" if survey else text
 
@@ -440,6 +445,8 @@ def of_clients(
     relation: str = "auto",
     placement: str = "auto",
     participations: int | None = None,
+    strategy: str | None = None,
+    separation: int = 1,
     v: float = 4.0,
 ) -> Budget:
     """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
@@ -450,11 +457,15 @@ def of_clients(
     against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
     auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
     constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
+
+    With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
+    rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
+    then that of a node of the tree, or of z for a matrix whose first column has norm 1.
     """
     size = scheme_of(sampling).default(population) if cohort is None else cohort
     who = Sampling(sampling, population, cast(int, size))  # which refuses None
     # auto: the clients, unless their part of the noise would depend on a secret
-    auto: Placement = "server" if who.size_secret else "client"
+    auto: Placement = "server" if who.size_secret or strategy else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
     place = places.get(placement)
     if not place:
@@ -469,7 +480,42 @@ def of_clients(
         raise ConfigError("participations", participations, expected)
     asked = _covered(mechanism, relation, delta)
     mechanism = mechanism.with_noise(z or 1.0)
+    if strategy is not None:
+        mechanism, participations = _correlated(
+            mechanism, strategy, separation, participations, unknown
+        )
+    elif separation != 1:
+        raise ConfigError("separation", separation, "1 without a strategy")
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
+
+
+def _correlated(
+    mechanism: Mechanism,
+    strategy: str,
+    separation: int,
+    participations: int | None,
+    unknown: Unknown,
+) -> tuple[Mechanism, int]:
+    """The mechanism with noise by a strategy, and the most rounds of a client."""
+    if strategy not in STRATEGIES:
+        raise ConfigError("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+    if unknown == "rounds":
+        raise ConfigError("rounds", None, "a number: a strategy is for so many")
+    if separation < 1 or (separation > 1 and mechanism.sampling.everyone):
+        expected = "1 with everyone in every round" if separation > 1 else "an integer, at least 1"
+        raise ConfigError("separation", separation, expected)
+    if mechanism.placement != "server":
+        raise ConfigError("placement", mechanism.placement, "server, with a strategy")
+    reason = covered(mechanism.sampling, separation)
+    if reason:
+        kind = mechanism.sampling.scheme.kind
+        raise ConfigError("sampling", kind, f"public or full, with a strategy: {reason}")
+    rounds = mechanism.rounds
+    most = -(-rounds // separation)
+    if participations and not mechanism.sampling.everyone:
+        most = min(participations, most)
+    squares = STRATEGIES[strategy](rounds, separation, most)
+    return replace(mechanism, squares=tuple(squares.tolist())), most
 
 
 def of_samples(

@@ -39,7 +39,7 @@ sampling or shuffling. ICML 2021. Appendix D.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -339,6 +339,24 @@ class _Nodes:
         longer = np.maximum.accumulate(best, axis=1)[:, :-1]
         best[:, 1:][best[:, 1:] <= longer] = -np.inf
         return best
+
+
+# By name, the squares of a strategy at its best for so many rounds, a separation and a number of
+# participations.
+STRATEGIES: dict[str, Callable[[int, int, int], np.ndarray]] = {
+    "tree": tree_squares,
+    "square_root": lambda rounds, *most: _unit_squares(square_root(rounds), rounds, *most),
+    "banded": lambda rounds, *most: _unit_squares(
+        banded_toeplitz(min(most[0], rounds), rounds), rounds, *most
+    ),
+    "buffered": lambda rounds, *most: _unit_squares(
+        buffered(*buffered_toeplitz(3, rounds, 0.0, *most), rounds), rounds, *most
+    ),
+}
+
+
+def _unit_squares(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
+    return toeplitz_squares(c / np.linalg.norm(c), rounds, separation, participations)
 
 
 # --- what is covered ---

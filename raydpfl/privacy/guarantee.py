@@ -101,6 +101,8 @@ class Guarantee:
     delta: float
     exclusions: tuple[str, ...] = ()  # what is not accounted for, in words
     conditions_failed: tuple[str, ...] = ()  # conditions of the accountant, in words
+    # of zCDP (Bun and Steinke 2016), where all that is released is one Gaussian; None: it is not
+    rho: float | None = None
     # gives the trade-off curve of which epsilon is a point; None: there is none
     curve: Callable[[], TradeOff] | None = field(default=None, compare=False, repr=False)
 
@@ -191,6 +193,10 @@ class Guarantee:
             f"the time; blind guessing detects {FALSE_ALARMS:.0%}."
         )
 
+    def concentrated(self) -> str:
+        """Its zCDP, in words."""
+        return f"It is zCDP with rho {self.rho:.4g}"
+
     def about(self) -> str:
         """Delta, the unit and the relation, in words."""
         return f"at delta {self.delta:g} for one {self.unit}, {_RELATIONS[self.relation]}"
@@ -203,6 +209,7 @@ class Guarantee:
             text = f"No privacy is shown (epsilon infinite) {protects}, "
         text += f"against an observer of {self.observer} ({self.sampling}): "
         text += f"{KINDS[self.kind]}, by {self.accountant}."
+        text += "" if self.rho is None else f" {self.concentrated()}."
         if self.exclusions:
             text += f" Not accounted for: {'; '.join(self.exclusions)}."
         if self.conditions_failed:

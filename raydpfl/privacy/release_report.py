@@ -304,7 +304,7 @@ class LocalStepsReport:
         return Guarantee(
             "paper" if formula else "rigorous", name, "person" if group else release.unit,
             formula.relation if formula else "replace_one", Observer.UPDATES, scope, epsilon, delta,
-            (*release.exclusions, *unfit, *_public_words(public)), failed, curve,
+            (*release.exclusions, *unfit, *_public_words(public)), failed, curve=curve,
         )  # fmt: skip
 
     def _by_group(self, name: str, group: int) -> bool:

@@ -19,7 +19,8 @@ from scipy.special import ndtr, ndtri
 from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Sampling, calculator
+from raydpfl.privacy import Mechanism, Query, Sampling, calculator, gaussian_epsilon
+from raydpfl.privacy.factorization import STRATEGIES
 from raydpfl.simulation import planned_guarantee
 
 CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
@@ -93,6 +94,20 @@ def test_noise_and_rounds_found_meet_the_target_and_hardly_less_or_one_more_woul
         assert spent(*where, z, 4) <= 2.0 < spent(*where, z * (1 - 3e-4), 4)
         assert rounds == 0 or spent(*where, enough, rounds) <= 2.0
         assert spent(*where, enough, rounds + 1) > 2.0
+
+
+@pytest.mark.parametrize("strategy", ["tree", "square_root", "banded", "buffered"])
+def test_noise_by_a_strategy_is_answered_with_its_zcdp(strategy):
+    """The Gaussian that the most rounds of a client amount to, and the noise that it needs."""
+    asked = {"population": 10**6, "cohort": 100, "rounds": 60, "sampling": "public"}
+    asked |= {"relation": "zero_out", "strategy": strategy, "separation": 20, "participations": 2}
+    answer = calculator.of_clients(**asked, noise_multiplier=5.0).answers[0].guarantee
+    square = STRATEGIES[strategy](60, 20, 2)[-1] / 25
+    assert answer.rho == pytest.approx(square / 2)
+    assert answer.epsilon == pytest.approx(float(gaussian_epsilon(math.sqrt(square), 1e-5)))
+    assert f"zCDP with rho {square / 2:.4g}" in answer.sentence()
+    found = calculator.of_clients(**asked, epsilon=answer.epsilon).answers[0].noise_multiplier
+    assert found == pytest.approx(5.0, rel=1e-3)
 
 
 def test_the_guarantees_are_those_of_the_mechanism():

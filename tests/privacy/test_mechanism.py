@@ -136,8 +136,8 @@ def test_guarantees_cannot_be_ordered_or_added():
 
 def test_a_guarantee_has_the_fields_of_the_summary_survives_json_and_says_all_of_them():
     names = "kind accountant unit relation observer sampling epsilon delta exclusions "
-    names += "conditions_failed"
-    assert [field.name for field in fields(Guarantee)] == names.split()
+    names += "conditions_failed rho"
+    assert [field.name for field in fields(Guarantee)] == [*names.split(), "curve"]
     assert set(GUARANTEE.to_dict()) == {*names.split(), "knows"}
     for guarantee in (GUARANTEE, replace(GUARANTEE, epsilon=math.inf)):
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
