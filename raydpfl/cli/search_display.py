@@ -93,6 +93,11 @@ class SweepDisplay(SearchDisplay):
         table.title_justify = "left"
         return table
 
+    def show(self, runner: SweepRunner) -> None:
+        """Nothing of a private search, whose trials are not to be seen."""
+        if not runner.sweep.search.private:
+            super().show(runner)
+
     def _line(self, runner: SweepRunner, trial: Trial) -> str:
         metric = runner.sweep.search.metric
         value = trial.value(metric)

@@ -43,7 +43,7 @@ from raydpfl.privacy.accounting import (
     tradeoff,
 )
 from raydpfl.privacy.calibration import noise_for, rounds_for
-from raydpfl.privacy.composition import Composition, RunRelease, together
+from raydpfl.privacy.composition import Composition, RunRelease, best_of, together
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps, Release
@@ -78,6 +78,7 @@ __all__ = [
     "Survey",
     "Terms",
     "TradeOff",
+    "best_of",
     "budget_variance",
     "calibrate_local_steps",
     "check_budget",

@@ -1,4 +1,4 @@
-"""What several runs on the same people spend together.
+"""What several runs on the same people spend together, or a search among runs.
 
 >>> from raydpfl.privacy import Query, Sampling
 >>> def run(name, seed, z):
@@ -15,8 +15,9 @@ or draw the same in every round (docs/proofs.md, Runs of one seed).
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from raydpfl.privacy.accounting import NOISELESS, UNREACHED, covers
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
+from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.types import Relation
 
 
@@ -86,36 +88,23 @@ def together(
     Raises:
         ConfigError: the runs have guarantees under different relations.
     """
-    relations = {run.relation for run in runs}
-    if len(relations) > 1:
-        expected = "one relation for all runs, as guarantees under several do not compose"
-        raise ConfigError("privacy.relation", sorted(relations), expected)
-    seen = [[*views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
-    sums = [[view for view in each if view.observer == Observer.AGGREGATES] for each in seen]
-    updates = [[view for view in each if view.observer == Observer.UPDATES] for each in seen]
-    known = [each[-1] for each in sums]
-    secret = [each[0] for each in sums]
+    seen = _by_observer(runs)
+    against = [(each, _parts(each)) for each in seen]
     notes = []
-    against: list[tuple[Sequence[ObserverView], Sequence[Part]]] = []
-    if secret != known:
-        reason = _correlated(runs, secret, adaptive)
+    if any(view.mechanism.hidden for view in seen[0]):
+        reason = _correlated(runs, seen[0], adaptive)
         if reason:
             notes.append(f"no epsilon with the cohorts hidden: {reason}")
+            del against[0]
         else:
-            against.append((secret, _by_seed(runs, secret)))
-    against.append((known, _parts(known)))
-    if all(updates):
-        single = [each[-1] for each in updates]
-        against.append((single, _parts(single)))
-    elif any(updates):
-        notes.append(
-            "no epsilon against an observer of every single update: not all runs have noise on each"
-        )
-    guarantees = [
-        _guarantee(runs, seen_by, parts, name, delta)
-        for name in accountants
-        for seen_by, parts in against
-    ]
+            against[0] = seen[0], _by_seed(runs, seen[0])
+    guarantees = []
+    for name in accountants:
+        for seen_by, parts in against:
+            scopes = dict.fromkeys(str(view.scope) for view in seen_by)
+            words = f"{len(runs)} runs together: {'; '.join(scopes)}"
+            one = _guarantee(seen_by, words, named(name).together, name, delta, parts)
+            guarantees.append(one)
     return Composition(tuple(runs), tuple(guarantees), tuple(notes))
 
 
@@ -164,34 +153,72 @@ def _parts(seen: Sequence[ObserverView]) -> list[Part]:
     return [(view.mechanism.event(view.relation), view.rounds) for view in seen]
 
 
+def best_of(
+    repetition: Repetition, runs: Sequence[RunRelease], delta: float, accountants: Sequence[str]
+) -> Composition:
+    """What holds for one client against an observer of the best of a random number of runs, each
+    drawn at random among `runs` with cohorts and noise of its own (`raydpfl.privacy.repetition`).
+    The other arguments and the errors are those of `together`.
+    """
+    guarantees = []
+    for name in accountants:
+        for seen in _by_observer(runs):
+            scopes = dict.fromkeys(str(view.scope) for view in seen)
+            words = f"the best run alone, of {repetition}: {' or '.join(scopes)}"
+            of_runs = functools.partial(named(name).best_of, repetition)
+            guarantees.append(_guarantee(seen, words, of_runs, name, delta))
+    return Composition(tuple(runs), tuple(guarantees), ())
+
+
+def _by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
+    """What each observer sees of every run: of sums, not knowing the cohorts and (where that
+    differs) knowing them; of single updates, where all runs have noise on each. Raises
+    `ConfigError` unless the runs have one relation.
+    """
+    relations = {run.relation for run in runs}
+    if len(relations) > 1:
+        expected = "one relation for all runs, as guarantees under several do not compose"
+        raise ConfigError("privacy.relation", sorted(relations), expected)
+    seen = [[*views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
+    sums = [[view for view in each if view.observer == Observer.AGGREGATES] for each in seen]
+    updates = [[view for view in each if view.observer == Observer.UPDATES] for each in seen]
+    first = [each[0] for each in sums]
+    by_observer = [first, [each[-1] for each in sums]]
+    if not any(view.mechanism.hidden for view in first):
+        del by_observer[0]
+    if all(updates):
+        by_observer.append([each[-1] for each in updates])
+    return by_observer
+
+
 def _guarantee(
-    runs: Sequence[RunRelease],
     seen: Sequence[ObserverView],
-    parts: Sequence[Part],
+    words: str,
+    epsilon_of: Callable[[Sequence[Part], float], float],
     accountant: str,
     delta: float,
+    parts: Sequence[Part] | None = None,
 ) -> Guarantee:
-    failed = dict.fromkeys(
-        reason
-        for view in seen
-        for reason in (_uncovered(accountant, view), view.mechanism.unproved)
-        if reason
-    )
+    """The guarantee against an observer of all of this; `parts` are what composes, where that is
+    not each of it by itself.
+    """
+    uncovered = [reason for view in seen if (reason := _uncovered(accountant, view))]
+    unproved = [view.mechanism.unproved for view in seen if view.mechanism.unproved]
     epsilon = math.inf
-    if not any(_uncovered(accountant, view) for view in seen):
-        epsilon = named(accountant).together([part for part in parts if part[1]], delta)
-        failed |= dict.fromkeys((UNREACHED.format(accountant),) * math.isinf(epsilon))
+    unreached: tuple[str, ...] = ()
+    if not uncovered:
+        spent = [part for part in (_parts(seen) if parts is None else parts) if part[1]]
+        epsilon = epsilon_of(spent, delta) if spent else 0.0
+        unreached = (UNREACHED.format(accountant),) * math.isinf(epsilon)
     last = seen[-1]
     relations = {view.relation for view in seen}
-    words = "; ".join(f"{run.name}: {view.scope}" for run, view in zip(runs, seen, strict=True))
     knows = next((view.scope.knows for view in seen if view.scope.knows), "")
     return Guarantee(
-        "unproven" if any(view.mechanism.unproved for view in seen) else "rigorous",
-        accountant, last.mechanism.unit,
+        "unproven" if unproved else "rigorous", accountant, last.mechanism.unit,
         "zero_out" if "zero_out" in relations else last.relation,
-        last.observer, Scope(f"{len(runs)} runs together: {words}", knows), epsilon, delta,
+        last.observer, Scope(words, knows), epsilon, delta,
         tuple(dict.fromkeys(words for view in seen for words in view.mechanism.exclusions)),
-        tuple(failed),
+        tuple(dict.fromkeys([*uncovered, *unproved, *unreached])),
     )  # fmt: skip
 
 

@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.privacy import Composition, Mechanism, RunRelease, rigorous, together
+from raydpfl.privacy import (
+    Composition,
+    Mechanism,
+    Repetition,
+    RunRelease,
+    best_of,
+    rigorous,
+    together,
+)
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import without_model
 from raydpfl.simulation.resolution import resolve
+
+# the sections on which a run's releases depend, next to those that its members name
+ACCOUNTED = ("rounds", "data", "selection", "bounding", "noise", "weights", "privacy", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,11 @@ class StoredRun:
         except (OSError, ValueError) as error:
             raise ConfigError("RUN", name, f"a run whose ledger can be read ({error})") from None
 
+    @property
+    def key(self) -> str:
+        """What tells its noise from that of others, in its ledger; empty: it has not begun."""
+        return str(self.ledger[-1]["key"]) if self.ledger else ""
+
 
 def compose(
     runs: Sequence[StoredRun],
@@ -65,7 +81,7 @@ def compose(
     """
     plans = [_plan(run, data_root) for run in runs]
     for (one, plan), (other, second) in combinations(zip(runs, plans, strict=True), 2):
-        if _key(one, plan) == _key(other, second):
+        if (one.key or plan.noise_key) == (other.key or second.noise_key):
             expected = f"runs with noise of their own; {one.name} and {other.name} have the same "
             expected += "(one release, or two whose difference is free of noise: noise.common)"
             raise ConfigError("RUN", other.name, expected)
@@ -77,6 +93,70 @@ def compose(
     accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.named))
     releases = [released(run, plan) for run, plan in zip(runs, plans, strict=True)]
     return together(releases, deltas[0] if delta is None else delta, [*accountants], adaptive)
+
+
+def compose_trials(
+    runs: Sequence[StoredRun], data_root: Path | None = None, adaptive: bool = False
+) -> list[Composition]:
+    """What trials of a search spend together, for the clients of each seed that divides rows in a
+    way of its own. All rounds count, as those that a trial is stopped after depend on the data.
+    Arguments and errors are those of `compose`.
+    """
+    if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
+        raise ConfigError("noise.common", True, "noise of its own for each of the runs")
+    plans = _Plans(data_root)
+    populations: dict[str, list[tuple[StoredRun, Plan]]] = {}
+    for run in runs:
+        plan = plans.of(run)
+        populations.setdefault(repr(_people(plan)), []).append((run, plan))
+    joint = []
+    for same in populations.values():
+        releases = [released(replace(run, ledger=None), plan) for run, plan in same]
+        plan = same[0][1]
+        accountants = rigorous(plan.named)
+        joint.append(together(releases, plan.terms.delta, accountants, adaptive))
+    return joint
+
+
+def best_of_trials(
+    repetition: Repetition, runs: Sequence[StoredRun], data_root: Path | None = None
+) -> Composition:
+    """What a search spends of which the best trial alone is released, every trial being one of
+    `runs`, with any seed. Arguments and errors are those of `compose`.
+    """
+    plans = _Plans(data_root)
+    releases = []
+    for run in runs:
+        plan = plans.of(run)
+        release = released(run, plan)
+        # how often clients are drawn depends on the seed
+        counted = release.mechanism.sampling.by_participation
+        rounds = run.experiment.rounds if counted else release.rounds
+        releases.append(replace(release, rounds=rounds, participations=None))
+    terms = {plan.terms for plan in plans.all()}
+    if len(terms) > 1:
+        expected = "one relation and delta for all trials of a private search"
+        raise ConfigError("sweep.private", repetition.runs, expected)
+    return best_of(repetition, releases, plans.all()[0].terms.delta, rigorous(plans.all()[0].named))
+
+
+class _Plans:
+    """Plans of runs, one for all that differ in nothing that bears on what they release."""
+
+    def __init__(self, data_root: Path | None):
+        self._root = data_root
+        self._plans: dict[str, Plan] = {}
+
+    def of(self, run: StoredRun) -> Plan:
+        experiment = run.experiment
+        bearing = {"seed", *ACCOUNTED, *experiment.accounted_with()}
+        key = experiment.model_dump_json(include=bearing)
+        if key not in self._plans:
+            self._plans[key] = _plan(run, self._root)
+        return self._plans[key]
+
+    def all(self) -> list[Plan]:
+        return [*self._plans.values()]
 
 
 def _plan(run: StoredRun, data_root: Path | None) -> Plan:
@@ -122,11 +202,6 @@ def _rows(plan: Plan) -> list[Any]:
     return [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")] + [
         files.get("rows.arrow")
     ]
-
-
-def _key(run: StoredRun, plan: Plan) -> str:
-    """Which tells the noise of a run from that of others."""
-    return str(run.ledger[-1]["key"]) if run.ledger else plan.noise_key
 
 
 def released(run: StoredRun, plan: Plan) -> RunRelease:

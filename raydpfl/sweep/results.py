@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
+from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, named, number, set_of
 from raydpfl.privacy import column
 from raydpfl.report.labels import counted, edge
+from raydpfl.sweep.search_privacy import Spending
 from raydpfl.sweep.search_runner import SearchResult
 from raydpfl.sweep.spaces import Options
 from raydpfl.sweep.sweep import Sweep, text_of
@@ -49,9 +51,16 @@ class SweepResult(SearchResult):
 
 
 def gather(
-    folder: Path, settings: Sequence[SearchSetting], sweep: Sweep, over: bool, facts: dict[str, Any]
+    folder: Path,
+    settings: Sequence[SearchSetting],
+    sweep: Sweep,
+    over: bool,
+    facts: dict[str, Any],
+    spent: Spending | None = None,
 ) -> SweepResult:
-    """The result so far, or, when the sweep is `over`, the result. `facts` go into the summary."""
+    """The result so far, or, when the sweep is `over`, the result. `facts` go into the summary, and
+    what the search has `spent`. Of a private search the result has the best setting alone.
+    """
     trials = [trial for setting in settings for trial in setting.trials]
     failed = [trial for trial in trials if trial.status == "failed"]
     best = _best(settings, sweep)
@@ -61,9 +70,17 @@ def gather(
             f"{len(failed):,} of {counted(len(trials), 'trial')} failed, and no best setting was "
             "chosen; go on with --resume, or choose among the others with sweep.on_error=choose"
         )
-    elif over and best is None:
+    elif over and best is None and (trials or not sweep.search.private):
         problem = "no setting has a result"
     runs = count_runs(trials, folder)
+    if sweep.search.private:
+        if over and runs.all > runs.own:
+            problem = "trials/ has other runs too, which no epsilon covers; take another --out"
+            best = None
+        best = best if over else None
+        settings = [best] if best else []
+        trials = [trial for setting in settings for trial in setting.trials]
+        runs = Runs(len(trials), len(trials), len(trials))
     states = [trial.status for trial in trials]
     summary: dict[str, Any] = {
         "status": "running" if not over else "failed" if problem else "completed",
@@ -76,15 +93,19 @@ def gather(
             {"directory": f"trials/{trial.folder.name}", "reason": trial.failure()}
             for trial in failed
         ],
-        "choice": statement(settings, sweep, runs, best is not None or not over),
+        "choice": statement(settings, sweep, runs, best is not None or not over, spent),
     }
+    if spent:
+        summary |= spent.to_dict()
     if best:
         seeds = [trial.seed for trial in best.trials]
         summary["best"] = {"values": best.values, **_reached(best, settings, sweep), "seeds": seeds}
         if over:
             summary["best_for"] = best_for(settings, sweep)
     tables = _trials(settings, sweep), _settings(settings, sweep)
-    return SweepResult(folder, summary | facts, problem, *tables, best, list(settings))
+    if not sweep.search.private:  # how long it took says how many trials there were
+        summary |= facts
+    return SweepResult(folder, summary, problem, *tables, best, list(settings))
 
 
 def _best(settings: Sequence[SearchSetting], sweep: Sweep) -> SearchSetting | None:
@@ -169,14 +190,20 @@ def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
 
 
 def statement(
-    settings: Sequence[SearchSetting], sweep: Sweep, runs: Runs, chosen: bool = True
+    settings: Sequence[SearchSetting],
+    sweep: Sweep,
+    runs: Runs,
+    chosen: bool = True,
+    spent: Spending | None = None,
 ) -> str:
-    """What the choice of the best is worth, in words; `chosen`: there is one.
+    """What the choice of the best is worth, in words; `chosen`: there is one; `spent` by all.
 
     It counts all runs that the settings ask for and all others that were ever trained in the
     directory: of former values, seeds and configs, stopped, or failed.
     """
     metric = sweep.search.metric
+    if sweep.search.private:
+        return _of_a_private_search(sweep, chosen, spent)
     rows = {VALIDATION: "rows held out of their training", CLIENT: "each client's own rows"}
     on = rows.get(set_of(metric), "one test set")
     by = f"chosen by the {named(metric)} of {counted(runs.own, 'run')} on {on}"
@@ -195,7 +222,36 @@ def statement(
     if runs.all > runs.own:
         text += f" {counted(runs.all, 'run')} were trained in this directory, counting those of"
         text += " former values, seeds and configs."
-    return text + choice_is_a_query(runs.private)
+    text += choice_is_a_query(runs.private)
+    if spent:
+        text += f" {spent.words('all of them together')} It is larger than that of one run as all"
+        text += " are there to be seen; sweep.private releases the best alone."
+        text += leaves_out(metric, sweep.probes[0])
+    return text
+
+
+def leaves_out(metric: str, experiment: Experiment) -> str:
+    """What no epsilon of a choice by this metric covers, as a further sentence; empty: nothing."""
+    noised = set_of(metric) == CLIENT and experiment.evaluate.histogram is not None
+    if set_of(metric) == TEST or noised:
+        return ""
+    return f" It leaves out the {named(metric)}, exact answers about the clients' rows."
+
+
+def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Spending | None) -> str:
+    """As `statement`."""
+    assert sweep.search.private
+    runs = sweep.search.private.repetition()
+    text = f"The best of {runs}, each with values drawn at random"
+    if not chosen:
+        text = f"{runs} gave none to release, each with values drawn at random"
+    text += f", by the {named(sweep.search.metric)}, for which the test set counts as public."
+    if spent:
+        text += f" {spent.words('the whole search')}"
+    return (
+        f"{text[0].upper()}{text[1:]} That holds where the best run is all that is shown: trials/ "
+        "has the others, and how many there were; keep it to yourself."
+    )
 
 
 def choice_is_a_query(private: int, note: str = "") -> str:

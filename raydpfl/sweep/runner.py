@@ -27,6 +27,7 @@ from raydpfl.storage.run_files import replace_file
 from raydpfl.sweep.optuna import Dashboard, guided, optuna
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.results import SweepResult, gather, score
+from raydpfl.sweep.search_privacy import Spending, of_all, of_the_best
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import SearchSetting
@@ -87,6 +88,8 @@ class SweepRunner(SearchRunner):
         self.pauses = sweep.search.scheduler != "none"
         self.settings: list[SearchSetting] = []
         self._guided = guided(sweep, self._add)
+        self._root: Path | None = None
+        self._spent: Spending | None = None  # by the whole search
         self._dashboard: Dashboard | None = None
 
     def check(self, resources: Resources) -> None:
@@ -104,6 +107,9 @@ class SweepRunner(SearchRunner):
         for data in {probe.data.model_dump_json(): probe.data for probe in sweep.probes}.values():
             data.identity(resources.root)
         resolve(first, resources.root)
+        self._root = resources.root
+        if sweep.search.private:
+            self._spent = of_the_best(sweep, self._root)
         task = first.data.task
         if self.metric.partition("_")[2] == "accuracy" and "accuracy" not in task.scores():
             expected = f"{set_of(self.metric)}_loss; a {task.kind} has no accuracy"
@@ -127,7 +133,7 @@ class SweepRunner(SearchRunner):
         sweep = self.sweep
         setting = sweep.setting(values)
         experiment = sweep.trial(setting.experiment)
-        for seed in range(sweep.seed, sweep.seed + sweep.search.repeats):
+        for seed in sweep.seeds(len(self.settings)):
             seeded = experiment.model_copy(update={"seed": seed})
             setting.trials.append(self.add(setting.named(), seeded, sweep.spaces))
         self.settings.append(setting)
@@ -152,7 +158,9 @@ class SweepRunner(SearchRunner):
         return super().scheduler()
 
     def gather(self, over: bool, **facts: Any) -> SweepResult:
-        return gather(self.folder, self.settings, self.sweep, over, facts)
+        if over and self._spent is None:
+            self._spent = of_all(self.trials, self.folder, self.sweep, self._root)
+        return gather(self.folder, self.settings, self.sweep, over, facts, self._spent)
 
     def write(self, result: SweepResult) -> None:
         """The tables, summary.json, and best.yaml, if the sweep is over and has a best."""
@@ -160,10 +168,13 @@ class SweepRunner(SearchRunner):
         best = result.best if result.summary["status"] == "completed" else None
         if best:
             seeds = counted(len(best.trials), "seed")
-            first = f"best of {len(result.all)} settings: {best.named()}"
+            first = f"best of {result.summary['settings']} settings: {best.named()}"
+            if self.sweep.search.private:
+                first = f"best: {best.named()}"
             reached = f"{self.metric} {score(best, self.metric)} over {seeds}"
             head = "".join(f"# {line}\n" for line in (first, reached, result.summary["choice"]))
-            text = head + best.experiment.to_yaml()
+            private = self.sweep.search.private is not None  # of which the run itself is the best
+            text = head + (best.trials[0] if private else best).experiment.to_yaml()
             replace_file(path, lambda file: file.write(text.encode()))
         else:  # none may be left from before a resume
             remove_file(path)

@@ -27,9 +27,12 @@ from raydpfl.config.registry import Section
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, renamed
 from raydpfl.experiment import Experiment, overridden
-from raydpfl.models.metric_columns import TEST, VALIDATION, set_of, sign
+from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, set_of, sign
+from raydpfl.privacy import Repetition
+from raydpfl.privacy.repetition import Kind
+from raydpfl.simulation.composed_runs import ACCOUNTED
 from raydpfl.sweep.search_runner import Difference, stored
 from raydpfl.sweep.spaces import Options, Space, find, points, put
 from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, shown
@@ -45,6 +48,28 @@ _ONLY_WITH = {
     "grace": ("scheduler", ("asha", "median")),
     "reduction": ("scheduler", ("asha",)),
 }
+_SEEDS = 2  # the step of the streams of the seeds of a private search; of its number of trials, 1
+# What a private search fixes, and why.
+_FIXED = {
+    "search": ("random", "its values are drawn independently of one another and of the results"),
+    "samples": (None, "its number of trials is drawn"),
+    "repeats": (1, "a trial is one run"),
+    "scheduler": ("none", "a trial that others stop is not independent of them"),
+    "storage": (None, "it would show the other trials"),
+}
+
+
+class PrivateSearch(Section):
+    """The key `sweep.private`: how many trials there are, of which the best alone is released."""
+
+    runs: Kind
+    mean: float  # number of trials
+    shape: float | None = None  # of negative_binomial
+
+    def repetition(self) -> Repetition:
+        """The distribution of the number of trials. Raises `ConfigError`."""
+        with renamed(lambda name: f"sweep.private.{name}"):
+            return Repetition(self.runs, self.mean, self.shape)
 
 
 class Search(Section):
@@ -68,6 +93,8 @@ class Search(Section):
     on_error: Literal["fail", "choose"] = "fail"  # with failed trials: no best, or of the others
     # URL of an Optuna storage (sqlite:///sweeps.db) that shows the sweep as a study too
     storage: str | None = None
+    # the number of trials is drawn at random, and the best alone released; None: all are shown
+    private: PrivateSearch | None = None
 
     def complete(self) -> dict[str, Any]:
         """With all defaults, but for fields that mean nothing here."""
@@ -116,6 +143,8 @@ class Sweep:
         """As `from_dict`, but for the settings, which may be such that make no experiment."""
         tree = overridden(values, overrides)
         search = validate(Search, "sweep", tree.pop("sweep", {}))
+        if search.private and "search" not in search.model_fields_set:
+            search = search.model_copy(update={"search": "random"})
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, expected = _ONLY_WITH[name]
             value = getattr(search, name)
@@ -144,6 +173,8 @@ class Sweep:
     @property
     def size(self) -> int:
         """How many settings it tries; Optuna may propose one twice."""
+        if self.search.private:
+            return self.search.private.repetition().draw(stream(self.seed, Purpose.SWEEP, step=1))
         return self.search.samples or math.prod(int(space.count) for space in self.spaces.values())
 
     @property
@@ -156,12 +187,12 @@ class Sweep:
             finite = {k: space for k, space in self.spaces.items() if isinstance(space, Options)}
             yield from points(finite)
             return
-        seen = set()
-        for sample in range(100 * self.size):
+        seen: set[Any] = set()
+        for sample in range((1 if self.search.private else 100) * self.size):
             draws = stream(self.seed, Purpose.SWEEP, t=sample).random(len(self.spaces))
             drawn = (space.at(u) for space, u in zip(self.spaces.values(), draws, strict=True))
             values = dict(zip(self.spaces, drawn, strict=True))
-            name = identity(values)
+            name = sample if self.search.private else identity(values)
             if name not in seen:
                 seen.add(name)
                 yield values
@@ -175,11 +206,38 @@ class Sweep:
         tree = put(self.tree, values)
         return SearchSetting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
+    def support(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
+        """Values and trials of a private search that have all releases that any of its trials can
+        have. Values that do not bear on these are left at their first; of an interval that does
+        there are three.
+        """
+        first = {key: space.probes[0] for key, space in self.spaces.items()}
+        bearing = {*ACCOUNTED, *self.trial(self.setting(first).experiment).accounted_with()}
+        spaces = {
+            key: Options(space.probes)
+            for key, space in self.spaces.items()
+            if key.partition(".")[0] in bearing
+        }
+        for values in points(spaces):
+            yield values, self.trial(self.setting({**first, **values}).experiment)
+
+    def seeds(self, place: int) -> list[int]:
+        """The seeds of the trials of the setting at this place: of a private search one that no
+        other has, so that cohorts and noise are independent.
+        """
+        if self.search.private:
+            drawn = stream(self.seed, Purpose.SWEEP, t=place, step=_SEEDS)
+            return [int(drawn.integers(1 << 63))]
+        return [*range(self.seed, self.seed + self.search.repeats)]
+
     def trial(self, experiment: Experiment) -> Experiment:
         """What a trial of this experiment runs: `inline`, and chosen by validation without a look
         at the test set, unless the config asks for one.
         """
         trial = inline(experiment)
+        if self.search.private and trial.data.seed is None:
+            data = trial.data.model_copy(update={"seed": trial.seed})  # the same clients for all
+            trial = trial.model_copy(update={"data": data})
         if set_of(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
             return trial
         blind = trial.evaluate.model_copy(update={"test": False})
@@ -224,6 +282,8 @@ class Sweep:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
         first: dict[str, dict[str, Any]] = {}
         for values, experiment in zip(self.tried(), self.probes, strict=True):
+            if search.private:
+                self.check_releases(experiment)
             scores = [name for name in experiment.given if sign(name, experiment.metrics)]
             if search.metric not in scores:
                 why = _not_given(search.metric, experiment)
@@ -242,26 +302,62 @@ class Sweep:
         """
         search = self.search
         given = self._given()
+        if search.private:
+            self._check_private()
         if "seed" in self.spaces:
             expected = "a number; sweep.repeats runs every setting with several seeds"
             raise ConfigError("seed", self.tree["seed"], expected)
-        if not self.spaces and search.repeats == 1:
+        if not self.spaces and search.repeats == 1 and not search.private:
             expected = "a search space in some field, or sweep.repeats above 1"
             raise ConfigError("sweep", given, expected)
         for key, space in self.spaces.items():
             if search.search == "grid" and not isinstance(space, Options):
                 expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
                 raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
-        if search.search != "grid" and search.samples is None:
+        if search.search != "grid" and search.samples is None and not search.private:
             expected = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, expected)
         most = math.prod(space.count for space in self.spaces.values())
-        if search.search == "random" and self.size > most:
+        if search.search == "random" and self.size > most and not search.private:
             expected = f"at most the {most:.0f} settings that the spaces hold"
             raise ConfigError("sweep.samples", search.samples, expected)
         if self.size * search.repeats > MOST:
             expected = f"at most {MOST:,} trials, which are settings times repeats"
             raise ConfigError("sweep", given, expected)
+
+    def _check_private(self) -> None:
+        """Raises `ConfigError` for what a private search cannot have."""
+        search = self.search
+        assert search.private
+        search.private.repetition()
+        for name, (value, why) in _FIXED.items():
+            if getattr(search, name) != value:
+                expected = f"{value or 'none'} with sweep.private: {why}"
+                raise ConfigError(f"sweep.{name}", getattr(search, name), expected)
+        for key in self.spaces:
+            if key.partition(".")[0] == "data" or key.startswith("evaluate.validation"):
+                expected = "one value with sweep.private, whose trials have the same clients"
+                raise ConfigError(key, at(self.tree, key), expected)
+
+    def check_releases(self, experiment: Experiment) -> None:
+        """Raises `ConfigError` for a trial of a private search whose score or end is of rows of the
+        clients without noise, or that has no noise on sums.
+        """
+        metric = self.search.metric
+        noised = set_of(metric) == CLIENT and experiment.evaluate.histogram is not None
+        if set_of(metric) != TEST and not noised:
+            expected = (
+                "a score of the test set, or of evaluate.histogram, with sweep.private; this "
+            )
+            expected += "one is an exact answer about rows of the clients, which no epsilon covers"
+            raise ConfigError("sweep.metric", metric, expected)
+        if experiment.evaluate.stop:
+            stop = experiment.evaluate.stop.model_dump(mode="json")
+            expected = "none with sweep.private: it ends runs by exact scores of the clients' rows"
+            raise ConfigError("evaluate.stop", stop, expected)
+        if experiment.noise.drawn_by() not in ("client", "server"):
+            expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
+            raise ConfigError("noise.kind", experiment.noise.kind, expected)
 
     def _given(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)

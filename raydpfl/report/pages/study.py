@@ -307,9 +307,13 @@ def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
         numbers |= {"least": min(scores, default=None), "largest": max(scores, default=None)}
         for head, value in numbers.items():
             row[Quantity(head, head, percent=measured.percent)] = value
+        row["epsilon of all tries"] = tries[0].get("all_tries_epsilon")
         edges = [key for key in values if edge(values[key], [one.get(key) for one in every])]
         shown.append({**row, "at an edge": listed(edges)})
     caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
     caption += "rows held out of training, with one seed. At an edge: the value is the least or "
-    caption += "the largest that was tried, so that one beyond may be better. From tuning.parquet."
+    caption += (
+        "the largest that was tried, so that one beyond may be better. Epsilon of all tries: "
+    )
+    caption += "what they spend together, next to the final runs. From tuning.parquet."
     return Table("tuning", "Chosen values", caption, shown)

@@ -1,5 +1,5 @@
 """The results of a study: results.parquet, a row per final run of every cell; tuning.parquet, a row
-per run that values were chosen by; and summary.json.
+per run that values were chosen by, with the epsilon of all of the cell's; and summary.json.
 
 A run that several cells share has a row in each. Axes and labels are text. The metadata of the
 schemas say which columns are epsilons by a rigorous accountant (`rigorous`), which are measured of
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raydpfl.privacy import RIGOROUS
-from raydpfl.sweep.results import choice_is_a_query, epsilons, table
+from raydpfl.sweep.results import choice_is_a_query, epsilons, leaves_out, table
 from raydpfl.sweep.study.cell_progress import CellProgress
 from raydpfl.sweep.study.cells import label
 from raydpfl.sweep.study.identities import compare, words
@@ -28,6 +28,7 @@ WHOLE = ("rounds", "parameters", "population", "repeated_rounds", "replaced_acto
 OMITTED = ("seed", "epsilon_quantiles", "peak_rss_mb_by_process", "versions")  # no columns
 FIRST = {"arm": pa.string(), "accounting": pa.string(), "seed": pa.uint64(), "status": pa.string()}
 LAST = {"directory": pa.string(), "reason": pa.string(), "model_sha256": pa.string()}
+SPENT = "all_tries_epsilon"  # that all runs of a cell that values were chosen by spend together
 STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 
@@ -51,9 +52,12 @@ def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
         for setting in cell.tries:
             (trial,) = setting.trials
             row = _row(cell, setting, trial) | epsilons(trial)
+            held = cell.spent and cell.spent.epsilon
+            row |= {SPENT: held.epsilon if held else None}
             row |= {judge: trial.value(judge), "chosen": setting is cell.chosen}
             rows.append(row | {"seconds": (trial.summary or {}).get("seconds")})
     columns = {judge: pa.float64(), "chosen": pa.bool_(), "seconds": pa.float64()}
+    columns |= {SPENT: pa.float64()}
     return _table(study, rows, columns, {"judge": judge})
 
 
@@ -178,8 +182,29 @@ def _choice(
         "at": {axis: label(name) for axis, name in study.about.chosen_at.items()},
         "settings": ranges,
         "equal": len({*map(tuple, ranges.values())}) == 1,
-        "statement": _statement(study, ranges, private, former),
+        "statement": _statement(study, ranges, private, former) + _spent(study, progress),
     }
+
+
+def _spent(study: Study, progress: Sequence[CellProgress]) -> str:
+    """What tuning has cost, as a further sentence; empty where it has cost no privacy."""
+    spent = [(one.cell.named(), one.spent) for one in progress if one.spent]
+    held = {name: one.epsilon.epsilon for name, one in spent if one.epsilon}
+    text = ""
+    if held:
+        most = max(held, key=held.__getitem__)
+        one = next(one for name, one in spent if name == most)
+        text += f" {one.words(f'all runs tried in {most} together (no other cell spends more)')}"
+        text += " It is spent next to that of the final runs."
+        text += leaves_out(
+            study.about.judge, next(one.tries[0].experiment for one in progress if one.tries)
+        )
+    without = [(name, one) for name, one in spent if name not in held]
+    if without:
+        name, one = without[0]
+        more = f", and of {len(without) - 1} more" if len(without) > 1 else ""
+        text += f" {one.words(f'the runs tried in {name}{more}')}"
+    return text
 
 
 def _statement(study: Study, ranges: Mapping[str, Sequence[int]], private: int, former: int) -> str:

@@ -19,6 +19,7 @@ from raydpfl.core import signals
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.storage.run_files import make_folder
 from raydpfl.sweep.resources import Resources
+from raydpfl.sweep.search_privacy import together
 from raydpfl.sweep.search_runner import SearchResult, SearchRunner, describe
 from raydpfl.sweep.study import results
 from raydpfl.sweep.study.cell_progress import CellProgress
@@ -50,11 +51,13 @@ class StudyRunner(SearchRunner):
         self.study = study
         self.metric = study.about.judge
         self.progress = {cell: CellProgress(study, cell) for cell in study.cells}
+        self._root: Path | None = None
 
     def check(self, resources: Resources) -> None:
         """Raises `ConfigError` for a run that the cluster could never hold, and for missing data:
         of each kind of data, those of the first cell that has it.
         """
+        self._root = resources.root
         firsts = [cell.first(self.study.seed + 1) for cell in self.study.cells]
         for experiment in {experiment.client: experiment for experiment in firsts}.values():
             resources.check(experiment)
@@ -79,6 +82,9 @@ class StudyRunner(SearchRunner):
     def gather(self, over: bool, **facts: Any) -> StudyResult:
         self.advance()
         progress = [*self.progress.values()]
+        for cell in progress if over else ():
+            tried = [(trial.folder, trial.experiment) for trial in cell.tried]
+            cell.spent = together(tried, self._root)
         summary = results.summary(self.study, progress, self.folder, over) | facts
         tables = results.final(self.study, progress), results.tuning(self.study, progress)
         return StudyResult(self.folder, summary, summary["reason"], self.study, *tables)

@@ -1,0 +1,168 @@
+"""What a search spends: the composition of its trials, or less where the best is released alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from conftest import messages
+from test_sweep import tree
+
+from raydpfl import run as run_one
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import Mechanism, Query, Sampling
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.sweep import Sweep
+from raydpfl.sweep.runner import SweepRunner
+from raydpfl.sweep.search_privacy import of_the_best
+
+GRID = {"lr": {"grid": [0.05, 0.1]}}
+BOTH = {"accountants": ["pld", "rdp"]}
+PRIVATE = {"private": {"runs": "geometric", "mean": 3}}
+
+
+def private(**sections) -> Sweep:
+    sections = {"local": GRID, "privacy": BOTH, "sweep": PRIVATE, **sections}
+    return Sweep.from_dict(tree(**sections))
+
+
+def finished(sweep: Sweep, out) -> SweepRunner:
+    """The runner of a sweep whose trials have all run, here."""
+    runner = SweepRunner(sweep, out, print)
+    runner.advance()
+    if sweep.search.private:
+        runner._spent = of_the_best(sweep, None)
+    for trial in runner.trials:
+        if not trial.before:
+            run_one(trial.experiment, trial.folder)
+            trial.read()
+    return runner
+
+
+def hidden(guarantees) -> dict[str, float]:
+    return {
+        one["accountant"]: float(one["epsilon"])
+        for one in guarantees
+        if one["knows"] == "cohort hidden"
+    }
+
+
+# --- the best alone ---
+
+REFUSED = messages("private searches")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_private_search_can_have_is_refused(case):
+    *changes, said = REFUSED[case]
+    with pytest.raises(ConfigError) as refused:
+        sweep = Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes)
+        of_the_best(sweep, None)
+    assert str(refused.value).startswith(said)
+
+
+def test_trials_are_independent_and_their_number_is_drawn():
+    sweep = private(sweep={"private": {"runs": "poisson", "mean": 30}})
+    values = [*sweep.listed()]
+    assert len(values) == sweep.size and len(values) > 10
+    assert {value["local.lr"] for value in values} == {0.05, 0.1}  # drawn again and again
+    seeds = [seed for place in range(len(values)) for seed in sweep.seeds(place)]
+    assert len({*seeds}) == len(values)
+    others = {private(seed=seed).size for seed in range(8)}
+    assert len(others) > 2 and min(others) >= 1
+    tree = {**sweep.tree, "sweep": sweep.search.model_dump(exclude_unset=True)}
+    assert Sweep.from_dict(tree).size == sweep.size
+
+
+def test_a_private_search_spends_as_its_costliest_trial_repeated():
+    """The noise is searched too: all that can be drawn costs at most what the least noise does."""
+    multipliers = {"multiplier": {"grid": [3.0, 1.5, 2.0]}}
+    sweep = private(noise=multipliers)
+    spent = hidden(one.to_dict() for one in of_the_best(sweep, None).guarantees)
+    mechanism = Mechanism(Sampling("fixed", 50, 20), (Query("updates", 1.0, 1.5),), 4)
+    for name, epsilon in spent.items():
+        repetition = sweep.search.private.repetition()
+        part = (mechanism.event("replace_one"), 4)
+        expected = ACCOUNTANTS[name].best_of(repetition, [part], 1e-5)
+        assert epsilon == pytest.approx(expected, rel=1e-9)
+    assert spent["pld"] < spent["rdp"]
+
+
+def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
+    sweep = private(sweep={"private": {"runs": "poisson", "mean": 4}})
+    runner = finished(sweep, tmp_path)
+    assert len(runner.trials) > 1
+    before = runner.gather(over=False, seconds=1.0)
+    assert before.best is None and not before.trials.num_rows
+    result = runner.gather(over=True, seconds=1.0)
+    runner.write(result)
+    best = max(runner.trials, key=lambda trial: trial.summary["test_accuracy"])
+    assert result.problem is None and result.best.trials == [best]
+    assert result.trials.column("model_sha256").to_pylist() == [best.summary["model_sha256"]]
+    written = [path for path in tmp_path.iterdir() if path.is_file()]
+    text = "".join(path.read_text() for path in written if path.suffix in (".json", ".yaml"))
+    for trial in runner.trials:
+        shown = [trial.summary["model_sha256"], trial.folder.name, str(trial.seed)]
+        assert trial is best or not any(word in text for word in shown)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["settings"] == 1 and "seconds" not in summary
+    assert hidden(summary["guarantees"]).keys() == {"pld", "rdp"}
+    assert "Epsilon of the whole search" in summary["choice"]
+    # the config of the best gives its bits again, and so no other release
+    again = run_one(type(best.experiment).from_yaml(tmp_path / "best.yaml"), tmp_path / "again")
+    assert again.summary["model_sha256"] == best.summary["model_sha256"]
+
+
+def test_a_poisson_number_may_be_none(tmp_path):
+    sweeps = (private(seed=k, sweep={"private": {"runs": "poisson", "mean": 1}}) for k in range(40))
+    runner = finished(next(sweep for sweep in sweeps if sweep.size == 0), tmp_path)
+    result = runner.gather(over=True)
+    assert result.problem is None and result.best is None
+    assert "gave none to release" in result.summary["choice"]
+
+
+# --- all that was tried ---
+
+
+def test_the_trials_of_a_grid_are_one_gaussian_a_round(tmp_path):
+    """They have one seed, and so one cohort a round: three sums of mu are one of mu sqrt(3)."""
+    rates = {"lr": {"grid": [0.05, 0.1, 0.2]}}
+    runner = finished(private(local=rates, sweep={}), tmp_path)
+    result = runner.gather(over=True)
+    mechanism = Mechanism(Sampling("fixed", 50, 20), (Query("updates", 1.0, 1.0),), 4)
+    event = mechanism.event("replace_one")
+    joint = replace(event, mu=event.mu * math.sqrt(3))
+    for name, epsilon in hidden(result.summary["guarantees"]).items():
+        assert epsilon == pytest.approx(ACCOUNTANTS[name].together([(joint, 4)], 1e-5), rel=1e-9)
+    assert "Epsilon of all of them together" in result.summary["choice"]
+
+
+def test_runs_of_former_values_count_and_hide_nothing(tmp_path):
+    """What was added after results were seen is adaptive: of a cohort of fixed size and one seed
+    no epsilon with the cohorts hidden is proved.
+    """
+    finished(private(sweep={}), tmp_path)
+    later = finished(private(local={"lr": {"grid": [0.1, 0.4]}}, sweep={}), tmp_path)
+    summary = later.gather(over=True).summary
+    assert not hidden(summary["guarantees"])
+    assert "no epsilon with the cohorts hidden" in summary["choice"]
+    assert "3 runs together" in summary["guarantees"][0]["sampling"]
+
+
+def test_trials_with_common_noise_have_no_epsilon(tmp_path):
+    runner = finished(private(noise={"common": True}, sweep={}), tmp_path)
+    summary = runner.gather(over=True).summary
+    assert summary["guarantees"] == [] and "No epsilon covers all of them" in summary["choice"]
+
+
+def test_seeds_that_divide_the_rows_otherwise_are_other_people(tmp_path):
+    runner = finished(private(local={}, sweep={"repeats": 2}), tmp_path / "two")
+    summary = runner.gather(over=True).summary
+    assert "1 runs together" in summary["guarantees"][0]["sampling"]
+    assert "of the clients of one seed" in summary["choice"]
+    fixed = finished(private(local={}, data={"seed": 9}, sweep={"repeats": 2}), tmp_path / "one")
+    together = fixed.gather(over=True).summary
+    assert "2 runs together" in together["guarantees"][0]["sampling"]
+    assert hidden(together["guarantees"])["pld"] > hidden(summary["guarantees"])["pld"]
