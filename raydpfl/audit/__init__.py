@@ -227,6 +227,9 @@ def audit(
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`
+        if plan.lattice is not None:
+            expected = "gaussian noise: the directions of canaries are not rounded to integers"
+            raise ConfigError("noise.kind", experiment.noise.kind, expected)
         run = _of_samples if plan.mechanism.by_draws else _of_clients
         if folder is not None:
             make_folder(folder)

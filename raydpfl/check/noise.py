@@ -28,14 +28,14 @@ def _of_clients(case: Example, t: int = 0, seed: int = 3) -> np.ndarray | None:
 
 
 def _on_sums(case: Example, seed: int = 3) -> list[np.ndarray]:
-    """The server's noise of the first rounds, of which the part that later ones take back is left
-    out, float64 [d] each; empty where it draws none.
+    """The server's noise of the first rounds as standard normals, of which the part that later ones
+    take back is left out, float64 [d] each; empty where it draws none.
     """
     noise = case.plan.experiment.noise
-    source = noise.source(seed, D)
+    source = noise.on_server(seed, D)
     whiten = Whitening(noise)
     draws = [source.on_sum(t, STD) for t in range(ROUNDS)]
-    return [whiten(draw) for draw in draws if draw is not None]
+    return [whiten(noise.scores(draw, STD)) for draw in draws if draw is not None]
 
 
 def on_clients(case: Example) -> str:
@@ -46,23 +46,25 @@ def on_clients(case: Example) -> str:
         return "clients draw none on what they send"
     hold(together.shape == (len(WHO), D), f"{len(WHO)} clients draw {list(together.shape)}")
     hold(together.dtype == np.float64, f"it is {together.dtype}, not float64")
-    for place, client in enumerate(WHO.tolist()):
+    for place, client in enumerate(WHO.tolist() if noise.repeatable else ()):
         alone = noise.on_clients(3, 0, np.array([client]), np.array([0]), STD, D)
         assert alone is not None
         hold(np.array_equal(alone[0], together[place]), f"client {client} alone draws another")
     twice = noise.on_clients(3, 0, np.array([7, 7]), np.array([0, 1]), STD, D)
     assert twice is not None
     hold(not np.array_equal(twice[0], twice[1]), "a client's second draw is its first")
-    return "the same alone and together"
+    return "the same alone and together" if noise.repeatable else "not repeatable, as it says"
 
 
 def on_sums(case: Example) -> str:
     """The server's noise is a function of the seed and the round: a fresh source gives the same."""
     noise = case.plan.experiment.noise
-    source = noise.source(3, D)
+    if not noise.repeatable:
+        return "not repeatable, as it says"
+    source = noise.on_server(3, D)
     for t in range(ROUNDS):
         mine = source.on_sum(t, STD)
-        fresh = noise.source(3, D).on_sum(t, STD)
+        fresh = noise.on_server(3, D).on_sum(t, STD)
         if mine is None:
             hold(fresh is None, f"a fresh source draws in round {t}")
             return "the server draws none"
@@ -76,12 +78,15 @@ def on_sums(case: Example) -> str:
 
 
 def _drawn(case: Example) -> list[np.ndarray]:
-    """All noise of some clients and rounds, in stds, float64 [d] each."""
-    draws = [draw / STD for draw in _on_sums(case)]
-    for t in range(ROUNDS):
-        clients = _of_clients(case, t)
-        draws += [] if clients is None else [client / STD for client in clients]
-    return draws
+    """All noise of some clients and rounds, as standard normals, float64 [d] each."""
+    return [*_on_sums(case), *(row for t in range(ROUNDS) for row in _client_scores(case, t))]
+
+
+def _client_scores(case: Example, t: int = 0, seed: int = 3) -> list[np.ndarray]:
+    """The noise of some clients as standard normals, float64 [d] each; empty: they draw none."""
+    drawn = _of_clients(case, t, seed)
+    scores = case.plan.experiment.noise.scores
+    return [] if drawn is None else [scores(row, STD) for row in drawn]
 
 
 def std(case: Example) -> str:
@@ -98,7 +103,7 @@ def std(case: Example) -> str:
 
 
 def gaussian(case: Example) -> str:
-    """Noise that is accounted for as Gaussian is Gaussian."""
+    """Noise has the distribution that is accounted for: Gaussian, or that of its `scores`."""
     drawn = _drawn(case)
     if not drawn:
         return "none is drawn on sums or on what clients send"
@@ -110,9 +115,7 @@ def gaussian(case: Example) -> str:
 def independent(case: Example) -> str:
     """No noise is drawn twice: that of clients, of rounds and of runs is independent."""
     drawn = _drawn(case)
-    other = _of_clients(case, seed=4)
-    drawn += [draw / STD for draw in _on_sums(case, seed=4)]
-    drawn += [] if other is None else [draw / STD for draw in other]
+    drawn += [*_on_sums(case, seed=4), *_client_scores(case, seed=4)]
     if not drawn:
         return "none is drawn on sums or on what clients send"
     rows = np.stack(drawn)
@@ -125,7 +128,7 @@ def independent(case: Example) -> str:
 
 
 # of runs of many rounds: seed, std, parameters, rounds
-MANY = ((0, 1e-6, 50, 2000), (2**63 + 5, 1.7, 2, 2000), (3, 1e6, 1, 2000), (11, 3.0, 20_000, 40))
+MANY = ((0, 1e-6, 50, 2000), (2**63 + 5, 1.7, 2, 2000), (3, 1e3, 1, 2000), (11, 3.0, 20_000, 40))
 TOGETHER = 32  # rounds whose noise is looked at as one
 
 
@@ -136,12 +139,12 @@ def late_rounds(case: Example) -> str:
     first = np.zeros(1, np.int64)
     chance = 1.0
     for seed, size, d, rounds in MANY:
-        source = noise.source(seed, d)
+        source = noise.on_server(seed, d)
         whiten = Whitening(noise)
         of_server = [source.on_sum(t, size) for t in range(rounds)]
         of_client = [noise.on_clients(seed, t, who, first, size, d) for t in range(rounds)]
         for drawn, says in ((of_server, "the server"), (of_client, "a client")):
-            rows = [np.ravel(draw) / size for draw in drawn if draw is not None]
+            rows = [noise.scores(np.ravel(draw), size) for draw in drawn if draw is not None]
             if not rows:
                 continue
             hold(len(rows) == rounds, f"{says} draws none in some of {rounds} rounds")
@@ -167,7 +170,7 @@ def as_accounted(case: Example) -> str:
     """The sum of a round carries as much noise as the accountants count on."""
     plan = case.plan
     noise = plan.experiment.noise
-    total = plan.sum_std(plan.experiment.bounding.initial_bound)
+    total = plan.drawn_std(plan.experiment.bounding.initial_bound)
     if not total:
         return "none is accounted for on sums"
     least = plan.clients_left

@@ -58,6 +58,8 @@ def same_bits_resumed(case: Example) -> str:
 def _same(case: Example, other: Watched) -> str:
     """Raises `Broken` where the model, or what is known of the clients, differs."""
     whole = case.whole
+    if not whole.experiment.noise.repeatable:
+        return "no run can be repeated, as the noise says"
     off = np.abs(whole.parameters() - other.parameters()).max()
     hold(
         np.array_equal(whole.parameters(), other.parameters()),
@@ -110,6 +112,7 @@ def epsilon(case: Example) -> str:
         noise_in_state=plan.experiment.local.stateful
         and plan.experiment.noise.drawn_by() == "client",
         squares=cast(Mechanism, mechanism).squares,  # which the clause `sensitivity` holds
+        integer=cast(Mechanism, mechanism).integer,
     )
     terms = plan.terms
     report = report_of(held, plan.rigorous, terms)
@@ -129,7 +132,8 @@ def noise_on_sums(case: Example) -> str:
     for added, bound in zip(case.whole.added, case.whole.bounds, strict=True):
         if added is None:
             return "the server draws none"
-        square = float(np.sum((whiten(added / plan.sum_std(bound))) ** 2))
+        scores = plan.experiment.noise.scores(added, plan.drawn_std(bound))
+        square = float(np.sum(whiten(scores) ** 2))
         tails.append(min(chi2.cdf(square, plan.d), chi2.sf(square, plan.d)))
     worst = min(tails) * 2 * len(tails)
     hold(worst >= FALSE_ALARM, f"its size has a chance of {worst:.2g} by chi-squared")

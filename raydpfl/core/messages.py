@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from raydpfl.core.modular_sum import ModularSum
 from raydpfl.errors import ConfigError
 
 State = dict[str, np.ndarray]  # of a member, from round to round, by name
@@ -124,6 +125,11 @@ class Grid:
     TAIL: ClassVar[float] = 40.0
 
     @classmethod
+    def of_integers(cls, cohort: int) -> Grid:
+        """The integers, of any sum below 2^51 of `cohort` contributions."""
+        return cls(1.0, 2.0**51 / max(1, cohort))
+
+    @classmethod
     def of(cls, cohort: int, bound: float | None, std: float = 0.0) -> Grid:
         """The grid of a round, which holds the largest sum of `cohort` contributions of an L2 norm
         up to `bound`, weight included (None: unbounded), with noise of this std each.
@@ -143,8 +149,11 @@ class Work:
     seed: int  # of batches, and of randomness inside modules
     noise_seed: int
     bound: float | None  # of one client's vector, before its weight
-    client_std: float  # std of the noise on one client's contribution, after its weight; 0: none
+    # std of the noise on one client's contribution, after its weight, or on its integers, in steps;
+    # 0: none
+    client_std: float
     grid: Grid
+    modular: ModularSum | None = None  # how vectors are sent as integers; None: as they are
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Purpose(IntEnum):
     GLOBAL = 16  # what user-defined code draws from the process's global generators
     VALIDATION = 17  # rows that are held out of training
     SURVEY_NOISE = 18  # noise on a histogram over all clients
+    ROTATION = 19  # of what clients send to a modular sum
+    ROUNDING = 20  # to integers, of what a client sends
 
 
 class _Key(ISeedSequence):

@@ -174,8 +174,12 @@ class Budget:
         return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
-        """What the first guarantee means: the largest power of a test at 5% false alarms."""
-        return self.guarantees[0].detection()
+        """What the first guarantee that holds means, by the largest power of a test at 5% false
+        alarms; why none does, if there is none.
+        """
+        holds = (each for each in self.guarantees if each.kind == "rigorous")
+        finite = (each for each in holds if math.isfinite(each.epsilon))
+        return next(finite, self.guarantees[0]).detection()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for strict JSON: an infinite number is the string "infinity"."""

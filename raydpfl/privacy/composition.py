@@ -119,6 +119,9 @@ def _correlated(
         names = " and ".join(run.name for run, _ in same[:2])
         if len({run.cohorts for run, _ in same}) > 1:
             return f"{names} draw different cohorts from the same seed {seed}, not independently"
+        if any(view.mechanism.event(view.relation).skellam for _, view in same):
+            noise = "noise that is Skellam, of which no amplification of both is proved"
+            return f"{names} have the same seed {seed}, and {noise}"
         if adaptive and any(view.mechanism.sampling.coins is None for _, view in same):
             return (
                 f"{names} have the same seed {seed}, so the same cohorts, and for runs one after "

@@ -72,6 +72,7 @@ class LocalSteps:
     cohorts: ClassVar[Sampling | None] = None
     survey: ClassVar[Survey | None] = None
     noise_multiplier: ClassVar[float | None] = None
+    integer: ClassVar[None] = None  # noise at local steps is Gaussian
     unproved: ClassVar[str | None] = None
     hidden: ClassVar[bool] = False
 

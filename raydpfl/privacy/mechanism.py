@@ -32,6 +32,7 @@ from numpy.typing import ArrayLike
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.group import together
+from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
@@ -98,6 +99,7 @@ class Event:
     also: float = 0.0  # mu of one more Gaussian, over everyone; 0: there is none
     once: float = 0.0  # mu of a Gaussian over everyone released once for all events; 0: none
     relation: Relation = "replace_one"
+    skellam: SkellamLoss | None = None  # of noise that is no Gaussian; `mu` is of its variance
     # how many independent events 1, 2, ... with correlated noise amount to; empty: as many
     squares: tuple[float, ...] = ()
 
@@ -151,6 +153,7 @@ class Mechanism:
             sensitivity of 1, 2, ... participations of a client, in its bounds and z being the noise
             that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
             `rounds` is then the number of participations.
+        integer: how sums of integers are taken, and their noise; None: noise is Gaussian.
     """
 
     sampling: Sampling
@@ -163,6 +166,7 @@ class Mechanism:
     noise_in_state: bool = False
     survey: Survey | None = None
     squares: tuple[float, ...] = ()
+    integer: IntegerNoise | None = None
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
@@ -193,8 +197,9 @@ class Mechanism:
 
     @property
     def private(self) -> bool:
-        """Whether every query has noise."""
-        return all(query.std > 0 for query in self.queries)
+        """Whether every query has noise, of a size that a guarantee is known for."""
+        noisy = all(query.std > 0 for query in self.queries)
+        return noisy and (self.integer is None or self.integer.reaches(self.noise_multiplier))
 
     @property
     def sums(self) -> tuple[Query, ...]:
@@ -214,7 +219,14 @@ class Mechanism:
         """
         if not self.private:
             return math.inf
-        return (2 if relation == "replace_one" else 1) / _joint_multiplier(self.queries)
+        if self.integer:
+            # up to which a scheme's curves go: of draws, or of an absent client's place too
+            times = self.sampling.cohort if self.sampling.repeats else 2
+            return self.integer.mu(self._moves(relation), self.noise_multiplier, times)
+        return self._moves(relation) / _joint_multiplier(self.queries)
+
+    def _moves(self, relation: Relation) -> int:
+        return 2 if relation == "replace_one" else 1
 
     @property
     def largest(self) -> int:
@@ -260,7 +272,10 @@ class Mechanism:
     def event(self, relation: Relation) -> Event:
         """What accountants compose: one round, and all surveys once, under this relation."""
         once = self.survey.mu(relation) if self.survey else 0.0
-        event = Event(self.sampling, self.mu(relation), once=once, relation=relation)
+        loss = None
+        if self.integer:
+            loss = self.integer.skellam_loss(self._moves(relation), self.noise_multiplier)
+        event = Event(self.sampling, self.mu(relation), once=once, relation=relation, skellam=loss)
         if not (self.squares and self.private):
             return event
         # the other queries of a round have noise of their own
@@ -349,6 +364,13 @@ class Mechanism:
 
         return replace(self, queries=tuple(map(scaled, self.queries)))
 
+    def seen(self, share: float) -> Mechanism:
+        """The same mechanism for an observer to whom this share of the std of the noise is unknown:
+        nothing else of what is released depends on it.
+        """
+        seen = self.with_noise(self.noise_multiplier * share)
+        return replace(seen, integer=self.integer.seen(share)) if self.integer else seen
+
     def round_digest(self) -> str:
         """The digest of one round, the same for runs that differ in their number of rounds."""
         return replace(self.asking(0), rounds=1, squares=()).digest()
@@ -379,6 +401,9 @@ class Mechanism:
         tree |= {"remembers_noise": True} if self.noise_in_state else {}
         tree |= {"survey": asdict(self.survey)} if self.survey else {}
         tree |= {"squares": self.squares} if self.squares else {}
+        tree |= (
+            {"integer": [type(self.integer).__name__, asdict(self.integer)]} if self.integer else {}
+        )
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -66,7 +66,7 @@ def views(
     if mechanism.distributed:
         # what a client's state holds of what it sent is seen
         single = replace(
-            unsampled.with_noise(mechanism.noise_multiplier / mechanism.draws),
+            unsampled.seen(1 / mechanism.draws),
             noise_in_state=False,
             survey=survey.of_one() if survey else None,
         )

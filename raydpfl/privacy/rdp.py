@@ -18,6 +18,7 @@ Proposition 12.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -52,7 +53,38 @@ def fixed_size(q: float, mu: float) -> np.ndarray:
     neighbours = (even[exact // 2] + even[(exact + 1) // 2]) / 2
     least[exact] = np.minimum(simple[exact], math.log(4) + neighbours)
     simple[2] = least[2]
-    terms = np.where(_WHOLE[:, None] <= _EXACT, least, simple) + i * math.log(q) + _log_binomials()
+    return _amplified(q, np.where(_WHOLE[:, None] <= _EXACT, least, simple))
+
+
+def fixed_size_of(q: float, renyi: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Bounds on the divergences at `ORDERS` of one step of any mechanism on a uniform subset of
+    fraction q, under replace-one ([1] Theorem 9), float64 [orders], of the function that gives
+    those over everyone at whole orders from 2 on.
+
+    Of the i-th moment of (p - r) / s, for the outputs p, r, s of three neighbours, it has 2 E L^i
+    or 2^i E |L - 1|^i, the triangle inequality. E |L - 1|^i is at most, for every k >= i, a^((k -
+    i) / (k - 2)) b^((i - 2) / (k - 2)) by Lyapunov's inequality, a = E (L - 1)^2 and b = E L^k + 1,
+    which is above E |L - 1|^k.
+    """
+    i = np.arange(_WHOLE[-1] + 1)
+    spent = renyi(i[2:].astype(float))
+    large = (i[2:] - 1) * spent  # log E L^i
+    second = math.log(math.expm1(large[0])) if large[0] < 700 else large[0]
+    k = i[3:]
+    share = (i[2:, None] - 2) / (k - 2)
+    central = (1 - share) * second + share * np.logaddexp(large[1:], 0.0)
+    central = np.where(share <= 1, central, np.inf).min(axis=1)
+    moments = np.zeros(len(i))
+    moments[2:] = np.minimum(math.log(2) + large, i[2:] * math.log(2) + central)
+    return _amplified(q, np.broadcast_to(moments, (len(_WHOLE), len(i))))
+
+
+def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
+    """Divergences at `ORDERS` from the logarithms of bounds on the moments of L - 1, float64 [whole
+    orders, i]; of the orders 0 and 1 they are known.
+    """
+    i = np.arange(_WHOLE[-1] + 1)
+    terms = moments + i * math.log(q) + _log_binomials()
     terms[:, 0] = 0.0
     terms[:, 1] = -np.inf
     top = terms.max(axis=1)

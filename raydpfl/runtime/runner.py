@@ -35,7 +35,7 @@ from raydpfl.simulation import export
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import versions
 from raydpfl.simulation.resolution import resolve
-from raydpfl.simulation.resume import check_same_run
+from raydpfl.simulation.resume import check_repeatable, check_same_run
 from raydpfl.simulation.user_code import KEPT, store_code
 from raydpfl.storage.files import LOCK, holding
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
@@ -112,6 +112,7 @@ def run(
                 plan.check_guarantees()
             if resume:
                 check_same_run(plan.experiment, folder)
+                check_repeatable(plan.experiment, fresh_noise)
             tracking.installed(plan.experiment.track)
             plan = launcher.decide(plan, on_stage)
             signals.check()

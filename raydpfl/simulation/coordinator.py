@@ -78,7 +78,7 @@ class Coordinator:
         model = models.flatten(self.problem.module).numpy()
         bound = self.experiment.bounding.initial_bound
         self.state = state or RunState(0, model, bound, started(plan))
-        std = plan.sum_std if plan.mechanism else None
+        std = plan.drawn_std if plan.mechanism else None
         check_whitening(plan)
         self.noise = MonitoredNoise(
             self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
@@ -93,6 +93,7 @@ class Coordinator:
         if self._fresh_noise or not self.state.t:
             self.record.save(copies=False)
         self._added: np.ndarray | None = None  # the server's noise of the current round
+        self._wrapped: int | None = None  # coordinates of its sum that wrapped around
 
     def round(self) -> dict[str, Any]:
         """Does the next round and returns its row of the rounds table."""
@@ -113,6 +114,8 @@ class Coordinator:
         seen = Round(t, state.bound, columns, total, self._added, update)
         row = self.record.row(seen, results, self.accounts.spent(t))
         row["lost"] = cohort.lost
+        if self._wrapped is not None:
+            row["wrapped"] = self._wrapped
         state.bound = self.next_bound(t, cohort, columns)
         state.participations.update(cohort.clients.tolist())
         state.t = t + 1
@@ -149,8 +152,10 @@ class Coordinator:
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(state.bound)
         most = None if state.bound is None else state.bound * plan.weight
-        grid = Grid.of(len(cohort), most, std)
-        work = Work(t, plan.seed, plan.noise_seed, state.bound, std, grid)
+        modular = plan.modular(t, state.bound)
+        count = len(cohort)
+        grid = Grid.of_integers(count) if modular else Grid.of(count, most, std)
+        work = Work(t, plan.seed, plan.noise_seed, state.bound, std, grid, modular)
         total, results = exact_sum.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
         self.noise.of_clients(work, len(cohort), results, total)
         state.memory.keep(results)
@@ -168,10 +173,17 @@ class Coordinator:
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,
-        where the server draws any.
+        where the server draws any. A sum of integers is taken modulo a power of two, and turned
+        back into the units of what clients send.
         """
-        self._added = self.noise.on_sum(t, self.plan.sum_std(self.state.bound), total)
-        return total if self._added is None else total + self._added
+        plan, bound = self.plan, self.state.bound
+        self._added = self.noise.on_sum(t, plan.drawn_std(bound), total)
+        released = total if self._added is None else total + self._added
+        modular = plan.modular(t, bound)
+        if modular is None:
+            return released
+        self._wrapped = modular.wrapped(released)
+        return modular.decode(released)
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""

@@ -58,19 +58,17 @@ ROOT = math.sqrt(2)
 Numbers = Mapping[str, np.ndarray]
 
 
-def numbers(drawn: np.ndarray, std: float, hidden: Sequence[np.ndarray] = ()) -> Numbers:
+def numbers(z: np.ndarray, hidden: Sequence[np.ndarray] = ()) -> Numbers:
     """The statistics of k draws.
 
     Args:
-        drawn: float64 [k, d].
-        std: that they should have.
+        z: float64 [k, d], independent standard normals if they have their distribution.
         hidden: arrays [k, d] that they may not depend on, such as the sums that they are added to.
 
     Returns:
         By name, float64 [k], but for `below` [k, 23], the coordinates below each quantile, `near 0`
-        [k, 3], and `sketch` [k, m], some coordinates over std.
+        [k, 3], and `sketch` [k, m], some coordinates.
     """
-    z = drawn / std
     k, d = z.shape
     half = d // 2
     below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
@@ -327,13 +325,13 @@ class MonitoredNoise:
         sum_std: Callable[[float | None], float] | None,
     ):
         self._noise = noise
-        self._source = noise.source(seed, d)
+        self._source = noise.on_server(seed, d)
         self._sum_std = sum_std or (lambda bound: 0.0)
         self._tested = noise.is_user_defined and sum_std is not None
         if not self._tested:
             return
         self._whiten = Whitening(noise)
-        source = noise.source(seed, d)
+        source = noise.on_server(seed, d)
         for before in range(t if noise.correlated else 0):
             drawn = source.on_sum(before, 1.0)
             self._whiten(np.zeros(d) if drawn is None else drawn)
@@ -349,7 +347,8 @@ class MonitoredNoise:
         sound = added is not None and added.shape == total.shape
         self._hold(t, sound, "of the server", 0.0, std)
         assert added is not None
-        self._see_sum(t, "of the server", self._whiten(added / std) * std, std, total)
+        z = self._whiten(self._noise.scores(added, std))
+        self._see_sum(t, "of the server", added, z, std, total)
         return added
 
     def of_clients(
@@ -378,7 +377,9 @@ class MonitoredNoise:
         exact = total - added
         if np.linalg.norm(exact) < 1e-6 * np.linalg.norm(added):  # what rounding has left
             exact = np.zeros_like(exact)
-        self._see_sum(t, "of all clients", added, std * math.sqrt(cohort), exact)
+        together = std * math.sqrt(cohort)
+        z = self._noise.scores(added, together)
+        self._see_sum(t, "of all clients", added, z, together, exact)
 
     def on_query(self, query: SideQuery, answers: float) -> float:
         """The noise on the sum of the answers to a side query; see `Noise.on_query`."""
@@ -397,7 +398,7 @@ class MonitoredNoise:
                 continue
             try:
                 draws = self._draws(f"on the query {query.name}", f" {place}")
-                self._see(draws, query.t, std, value, hidden)
+                self._see(draws, query.t, std, value / std, hidden)
                 sound = True
             except RunError as wrong:
                 self._refuted.add((query.name, place))
@@ -414,7 +415,7 @@ class MonitoredNoise:
         drawn = self._noise.on_survey(seed, t, std, len(counts), clients)
         if self._tested:
             self._hold(t, drawn.shape == counts.shape, "on the histogram", 0.0, std)
-            self._see(self._draws("on the histogram"), t, std, drawn, [counts])
+            self._see(self._draws("on the histogram"), t, std, drawn / std, [counts])
         return drawn
 
     def _draws(self, what: str, name: str = "") -> Draws:
@@ -422,16 +423,16 @@ class MonitoredNoise:
         return self._kinds.setdefault(f"{what}{name}", Draws(words, len(self._kinds)))
 
     def _see_sum(
-        self, t: int, what: str, added: np.ndarray, std: float, hidden: np.ndarray
+        self, t: int, what: str, added: np.ndarray, z: np.ndarray, std: float, hidden: np.ndarray
     ) -> None:
-        self._see(self._draws(what), t, std, added, [hidden])
+        self._see(self._draws(what), t, std, z, [hidden])
         self._unrelated += [added[:1], added[-1:], added.sum(keepdims=True)]
 
     def _see(
-        self, draws: Draws, t: int, std: float, drawn: np.ndarray, hidden: Sequence[np.ndarray]
+        self, draws: Draws, t: int, std: float, z: np.ndarray, hidden: Sequence[np.ndarray]
     ) -> None:
-        statistics = numbers(drawn[None], std, [other[None] for other in hidden])
-        draws.see(t, std, {**statistics, "z": drawn / std})
+        statistics = numbers(z[None], [other[None] for other in hidden])
+        draws.see(t, std, {**statistics, "z": z})
 
     def _hold(self, t: int, condition: bool, what: str, drawn: float, accounted: float) -> None:
         if not condition:

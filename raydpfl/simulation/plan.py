@@ -22,6 +22,7 @@ from torch import nn
 
 from raydpfl import models, privacy
 from raydpfl.core import hardware
+from raydpfl.core.modular_sum import ModularSum
 from raydpfl.data import Shards
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.experiment import Experiment
@@ -30,6 +31,7 @@ from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population
 from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
+from raydpfl.privacy.integer_noise import Lattice
 from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
@@ -340,11 +342,31 @@ class Plan:
             return 0.0
         return self.ratio * bound * self.weight
 
+    @cached_property
+    def lattice(self) -> Lattice | None:
+        """The grid of sums of integers; None: what clients send is no integers."""
+        if self.mechanism is None or self.mechanism.integer is None:
+            return None
+        return self.mechanism.integer.lattice(self.mechanism.noise_multiplier)
+
+    def modular(self, t: int, bound: float | None) -> ModularSum | None:
+        """How the sum of round t is taken; None: not of integers."""
+        if self.lattice is None or bound is None:
+            return None
+        assert self.mechanism is not None and self.mechanism.integer is not None
+        step = self.lattice.step * bound * self.weight
+        how = self.mechanism.integer
+        return ModularSum(step, self.lattice.square, how.bits, how.rotated, self.noise_seed, t)
+
+    def drawn_std(self, bound: float | None) -> float:
+        """`sum_std`, in steps where sums are of integers."""
+        return self.sum_std(bound) if self.lattice is None else self.lattice.std
+
     def client_std(self, bound: float | None) -> float:
-        """Std of the noise that one client draws on what it sends; 0 when it draws none. The round
-        with most dropouts still has the sum's.
+        """Std of the noise that one client draws on what it sends, in steps if that is integers; 0
+        when it draws none. The round with most dropouts still has the sum's.
         """
-        return self.experiment.noise.client_std(self.sum_std(bound), self.clients_left)
+        return self.experiment.noise.client_std(self.drawn_std(bound), self.clients_left)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
         """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;

@@ -66,6 +66,7 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
             *(column(name) for name in (plan.named if plan.mechanism else ())),
             *("bound", "noise_std", "clipped", "norm_mean", "norm_p10", "norm_p50", "norm_p90"),
             *("update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"),
+            *(() if plan.lattice is None else ("wrapped",)),
             *(name for probe in probes for name in probe.values()),
             *(f"seconds_{phase}" for phase in PHASES),
             *("seconds", "clients_per_second"),
@@ -303,6 +304,8 @@ class Recorder:
         named = Shards.open(self.plan.shards).target
         if named.names:
             summary["class_names" if named.classes else "target_names"] = list(named.names)
+        sums = secure_sums(self.plan, rows)
+        summary |= {"secure_sums": sums} if sums else {}
         guarantees = account.guarantees(state.t, state.participations)
         mechanism = self.plan.mechanism
         return summary | {
@@ -326,6 +329,23 @@ class Recorder:
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
             "holds": [guarantee.to_dict(curve=True) for guarantee in holding(guarantees)],
         }
+
+
+def secure_sums(plan: Plan, rows: pa.Table) -> dict[str, Any]:
+    """How the sums of the `rows` of a run were taken, if of integers; else empty."""
+    lattice, mechanism = plan.lattice, plan.mechanism
+    if lattice is None or mechanism is None or mechanism.integer is None:
+        return {}
+    noise = plan.experiment.noise
+    return {
+        "bits": mechanism.integer.bits,
+        "bits_sent": mechanism.integer.bits * plan.d,  # by a client in a round
+        "step": lattice.step,  # over the largest norm of what a client sends
+        "noise_steps": lattice.std,
+        "sensitivity": math.sqrt(lattice.square) * lattice.step,  # likewise, after rounding
+        "wrapped": sum(rows["wrapped"].to_pylist()),  # of rounds x parameters coordinates
+        "repeatable": noise.repeatable,
+    }
 
 
 def _at(t: int, columns: Columns) -> Columns:

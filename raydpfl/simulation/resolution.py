@@ -114,6 +114,7 @@ def resolve(
             weight=weight,
             clients_left=left,
             draws=partial(selection.calibration_draws, seed, rounds, population),
+            d=d,
             surveys=rounds // every,
             calibrated_surveys=first // every,
             data_root=data_root,

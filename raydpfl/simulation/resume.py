@@ -119,6 +119,15 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
             raise ConfigError(key, now.get(key), expected)
 
 
+def check_repeatable(experiment: Experiment, fresh_noise: bool) -> None:
+    """Raises `ConfigError` for a run whose noise is not the same again, unless it is fresh."""
+    if not (fresh_noise or experiment.noise.repeatable):
+        expected = (
+            f"--fresh-noise as well, as the noise of this run is not repeatable; {FRESH_NOISE}"
+        )
+        raise ConfigError("--resume", True, expected)
+
+
 def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config by section, or where a section has keys by these."""
     keys: dict[str, Any] = {}

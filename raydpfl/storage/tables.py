@@ -38,7 +38,7 @@ from raydpfl.storage.arrow import packed
 from raydpfl.storage.run_files import Extent, Pace, clear, replace_file, writing
 
 COUNTS = frozenset(
-    {"round", "client", "cohort", "lost", "dropped", "actors", "replaced"}
+    {"round", "client", "cohort", "lost", "dropped", "actors", "replaced", "wrapped"}
     | {"samples", "batch", "participations", "steps", "actual", "predicted"}
 )
 WORDS = frozenset({"conditions_failed"})

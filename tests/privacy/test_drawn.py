@@ -344,7 +344,7 @@ def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
         try:
             for t in range(12):
                 z = rng.standard_normal((1, 40))
-                draws.see(t, 1.0, {**noise_monitor.numbers(z, 1.0, [z * 0 + 1]), "z": z[0]})
+                draws.see(t, 1.0, {**noise_monitor.numbers(z, [z * 0 + 1]), "z": z[0]})
         except RunError:
             alarms += 1
     assert alarms < 30

@@ -18,6 +18,7 @@ from raydpfl.methods.local import Local
 from raydpfl.methods.noise import on_sums
 from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise, survey_noise
 from raydpfl.privacy import Mechanism, Relation, Release, Sampling, Terms
+from raydpfl.privacy.integer_noise import IntegerNoise
 from raydpfl.privacy.types import Placement
 
 DELTA = 1e-5
@@ -38,6 +39,7 @@ class RunFacts:
     # gives whose participations noise at local steps is sized for, int64 arrays of clients, with
     # repeats
     draws: Callable[[], list[np.ndarray]]
+    d: int  # parameters of the model that travel
     surveys: int = 0  # histograms of all clients that a guarantee composes with the rounds
     calibrated_surveys: int = 0  # of these, those that an epsilon is for
     data_root: Path | None = None  # the folder of data sets; None: the default
@@ -169,6 +171,22 @@ class Noise(Member):
     def source(self, seed: int, d: int) -> NoiseSource:
         """The server's noise in a run with this seed of noise, for a model of `d` parameters."""
         return NoiseSource(seed, d) if self.drawn_by() == "server" else Silent(seed, d)
+
+    def on_server(self, seed: int, d: int) -> NoiseSource:
+        """`source`, by which a run asks for it: a member with a key of that name has this."""
+        return self.source(seed, d)
+
+    def scores(self, drawn: np.ndarray, std: float) -> np.ndarray:
+        """Noise on sums, or of clients on what they send, float64 [...] of this std each, as
+        independent standard normals if it has its distribution: here over `std`. By these a run and
+        `raydpfl check` test it.
+        """
+        return drawn / std
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether noise is a function of its key, so that a run can be repeated and resumed."""
+        return True
 
     def on_query(self, query: SideQuery) -> float:
         """The noise on the sum of the answers to a side query, of std `query.std`: drawn by the
@@ -303,6 +321,7 @@ class Noise(Member):
             stateful=stateful or ("model.local" if setting.local_parameters else ""),
             noise_in_state="local" in setting.stateful and placement == "client",
             survey=setting.survey,
+            integer=self.integers(accounted.cohort, 1),
         )
         exclusions = on_sums.excluded(setting, self.of_seed, scheme=accounted.scheme)
         if self.stands_for is not None:
@@ -315,6 +334,12 @@ class Noise(Member):
         mechanism = replace(mechanism, exclusions=exclusions)
         on_sums.check_covered(setting, mechanism, self.terms_in(setting).relation)
         return mechanism
+
+    def integers(self, cohort: int, d: int) -> IntegerNoise | None:
+        """How the sums of so many clients, of a model of d parameters, are taken of integers; None:
+        they are not.
+        """
+        return None
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all

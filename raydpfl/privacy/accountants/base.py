@@ -37,11 +37,17 @@ class Accountant:
         sampling = mechanism.sampling
         scheme = sampling.scheme
         impossible = mechanism.refuses(relation)
+        skellam = mechanism.integer is not None and mechanism.integer.renyi_alone
+        if skellam and self.needs != NEEDS["rdp"]:
+            impossible = f"Skellam noise is not covered by {self.name}; nearest: rdp"
         if impossible or sampling.everyone:
             return impossible
         refused = scheme.refuses(relation)
-        if refused or not sampling.hidden or scheme.gives(self.needs):
+        needs = "amplified" if skellam else self.needs
+        if refused or not sampling.hidden or scheme.gives(needs):
             return refused
+        if skellam:
+            return f"{scheme.plural()} are not covered with Skellam noise; nearest: fixed size"
         nearest = [name for name, method in NEEDS.items() if scheme.gives(method)]
         reason = f"{scheme.plural()} are not covered by {self.name}"
         return f"{reason}; nearest: {nearest[0]}" if nearest else reason

@@ -47,7 +47,12 @@ def _spent(event: Event, count: int) -> np.ndarray:
 def _divergences(event: Event) -> np.ndarray:
     """Renyi divergences float64 [orders] of one event at `rdp.ORDERS`."""
     sampling = event.sampling
-    one = rdp.gaussian(event.mu)
-    if sampling.hidden:
+    skellam = event.skellam
+    one = skellam.renyi(rdp.ORDERS) if skellam else rdp.gaussian(event.mu)
+    if sampling.hidden and skellam:
+        # what is zeroed is replaced by zeros
+        replaced = skellam if event.relation == "replace_one" else skellam.doubled()
+        one = np.minimum(one, sampling.scheme.amplified(sampling, replaced.renyi))
+    elif sampling.hidden:
         one = sampling.scheme.renyi(sampling, event.mu, event.relation)
     return event.gaussians * one + rdp.gaussian(event.also)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -224,6 +225,15 @@ class SamplingScheme:
             (pld.group_privacy(up, group), pld.group_privacy(down, group))
             for up, down in self.curves(sampling, mu, relation)
         )
+
+    def amplified(
+        self, sampling: Sampling, renyi: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Renyi divergences of a round of any mechanism at `raydpfl.privacy.rdp.ORDERS` under
+        replace_one, float64 [orders], of the function that bounds those over everyone at whole
+        orders from 2 on; without this method rdp covers Gaussian sums alone.
+        """
+        raise NotImplementedError
 
     def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
         """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`

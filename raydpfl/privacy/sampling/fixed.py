@@ -47,3 +47,6 @@ class FixedSizeSampling(SamplingScheme):
         if relation == "add_remove":
             return poisson_renyi(sampling.q, 2 * mu)
         return rdp.fixed_size(sampling.q, mu if relation == "replace_one" else 2 * mu)
+
+    def amplified(self, sampling, renyi):
+        return rdp.fixed_size_of(sampling.q, renyi)

@@ -9,8 +9,8 @@ takes a chunk.
 | `Scaled`   | float32 updates are bounded, with noise, while they are added   | 1                |
 | `Explicit` | makes the float64 vectors that clients send; the reference      | always           |
 
-1. The CPU trains, clients send their updates times a factor, and no probe, bounding or local rule
-   reads the vectors that they send.
+1. The CPU trains, clients send their updates times a factor, not as integers, and no probe,
+   bounding or local rule reads the vectors that they send.
 2. The backend adds, no user-defined code takes part, the model has no local parameters, noise is
    not user-defined, all clients have rows, and the factors have a closed form.
 """
@@ -156,7 +156,8 @@ class Contribution:
         from raydpfl.simulation.noise_monitor import numbers  # loads scipy
 
         exact = sent.cpu().numpy().astype(np.float64)
-        values = {**numbers(noise, state.work.client_std, [exact]), "sum": noise.sum(0)}
+        z = self.experiment.noise.scores(noise, state.work.client_std)
+        values = {**numbers(z, [exact]), "sum": noise.sum(0)}
         values["client"] = state.chunk.clients[slots]
         for name, array in values.items():
             state.actor.noise.setdefault(name, []).append(array)
@@ -225,16 +226,27 @@ class Explicit(Contribution):
         unbounded = vectors.clone() if bounding.stateful else vectors
         vectors *= device.sent(scale, self.device)[:, None]
         noise = self.noise(state, slots)
-        columns = self._measured(state, block, vectors, noise)
+        sums = state.work.modular
+        measured = noise if sums is None or noise is None else sums.decode(noise)
+        columns = self._measured(state, block, vectors, measured)
         residual = bounding.next_state(unbounded, vectors, view)
         if self._user_defined:
             self._check_sent(state, slots, vectors)
+        if sums is not None:
+            who = state.chunk.clients[slots], state.chunk.draws[slots]
+            integers = sums.encode(vectors.cpu().numpy(), *who)
+            vectors = device.sent(torch.from_numpy(integers), self.device)
         exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local_state = None
         if local.stateful:
-            moved = bounding.invert(vectors.clone() if self._user_defined else vectors, view)
+            sent = vectors.clone() if self._user_defined else vectors
+            if sums is not None:
+                sent = device.sent(
+                    torch.from_numpy(sums.decode(vectors.cpu().numpy())), self.device
+                )
+            moved = bounding.invert(sent, view)
             local_state = local.next_state(moved, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short
         state.record(slots, norms, factors, block.losses)
@@ -346,6 +358,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     noise = experiment.noise
     read = any(probe.looks for probe in experiment.measure)
     read = read or bounding.stateful or experiment.local.stateful
+    read = read or state.work.modular is not None
     if training.device.type != "cpu" or read or not bounding.scales:
         return Explicit
     clients = state.chunk.clients[state.slots]
