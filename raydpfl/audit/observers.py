@@ -243,7 +243,8 @@ def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
 
 def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
-    None where it may be drawn several times by a user-defined sampling scheme.
+    None where its rounds depend on each other, or it may be drawn several times by a user-defined
+    sampling scheme.
     """
     updates = on_sums(plan)
     noise = plan.experiment.noise
@@ -256,7 +257,7 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     sampling = updates.sampling
     drawn = CERTAIN
     if not single and claimed.sampling.knows == "cohort hidden":
-        if sampling.repeats and is_user_defined(type(sampling.scheme)):
+        if sampling.epoch or (sampling.repeats and is_user_defined(type(sampling.scheme))):
             return None
         drawn = presence(sampling.q)
         if sampling.repeats:

@@ -416,9 +416,13 @@ ROUNDS = "Rounds T; of a sample: --participations."
 BOUND = (
     "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
 )
-SAMPLING = "fixed (size; the default), poisson, full, with-replacement or public."
-RELATION = "replace_one (the default), add_remove (for poisson) or zero_out."
-SAMPLINGS = ("fixed", "poisson", "full", "with-replacement", "public")
+SAMPLING = (
+    "fixed (size; the default), poisson, full, with-replacement, public or random-allocation."
+)
+EPOCH = "Rounds T of an epoch, with --sampling random-allocation."
+PER_EPOCH = "Of these, the rounds that each client is in. Default: 1."
+RELATION = "replace_one (the default), add_remove (for poisson, random-allocation) or zero_out."
+SAMPLINGS = ("fixed", "poisson", "full", "with-replacement", "public", "random-allocation")
 RELATIONS = ("replace_one", "add_remove", "zero_out")
 UNITS = ("client", "sample")
 DRAWERS = ("client", "server")
@@ -430,7 +434,7 @@ STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
-DRAWS = "Who draws the noise: client (the default) or server (for poisson)."
+DRAWS = "Who draws the noise: client (the default) or server (for poisson and random-allocation)."
 CONSTANT = "The constant that the formula `paper` leaves open. Default: 4."
 SAMPLE = "With --unit sample"
 PERSON = "Samples of one person, protected together; with a CONFIG, all of a client by default."
@@ -449,6 +453,8 @@ def budget(
     delta: Annotated[float | None, _option("Of the guarantee. Default: 1e-5.")] = None,
     bound: Annotated[float | None, _option(BOUND)] = None,
     sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
+    epoch: Annotated[int | None, _count(EPOCH, CLIENT)] = None,
+    per_epoch: Annotated[int | None, _count(PER_EPOCH, CLIENT)] = None,
     relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
     participations: Annotated[int | None, _count(TAKEN)] = None,
     strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,

@@ -446,6 +446,8 @@ def of_clients(
     bound: float | None = None,
     delta: float = 1e-5,
     sampling: str = "fixed",
+    epoch: int | None = None,
+    per_epoch: int | None = None,
     relation: str = "auto",
     placement: str = "auto",
     participations: int | None = None,
@@ -458,16 +460,20 @@ def of_clients(
     client's with placement `client`, else that on the sum) and the `bound`.
 
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
-    against an observer who knows the cohorts; None: every round. For Poisson sampling `relation`
-    auto is add_remove and `placement` auto is server, else replace_one and client. `v` is the
-    constant of 000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
+    against an observer who knows the cohorts; None: every round. `epoch` and `per_epoch` (1 by
+    default) are those of a random allocation. For it and for Poisson sampling `relation` auto is
+    add_remove and `placement` auto is server, else replace_one and client. `v` is the constant of
+    000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
     then that of a node of the tree, or of z for a matrix whose first column has norm 1.
     """
-    size = scheme_of(sampling).default(population) if cohort is None else cohort
-    who = Sampling(sampling, population, cast(int, size))  # which refuses None
+    scheme = scheme_of(sampling)
+    per_epoch = 1 if epoch and per_epoch is None else per_epoch
+    size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
+    # which refuses None
+    who = Sampling(scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
     auto: Placement = "server" if who.size_secret or strategy else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
@@ -646,7 +652,7 @@ def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
         nearest.append("--placement server")
     if who.cohort <= who.population:
         for kind in ("fixed", "poisson", "with_replacement"):
-            drawn = replace(mechanism, sampling=replace(who, kind=kind))
+            drawn = replace(mechanism, sampling=replace(who, kind=kind, epoch=None, per_epoch=None))
             nearest += [] if covers("pld", drawn, relation) else [f"--sampling {kind}"]
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:

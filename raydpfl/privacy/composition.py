@@ -125,7 +125,7 @@ def _correlated(
         if adaptive and any(view.mechanism.sampling.coins is None for _, view in same):
             return (
                 f"{names} have the same seed {seed}, so the same cohorts, and for runs one after "
-                "another that amplifies by proof under Poisson sampling alone (other seeds, with "
+                "another that amplifies by proof where clients are independent (other seeds, with "
                 "data.seed for the same clients, compose)"
             )
     return None
@@ -142,6 +142,9 @@ def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list
             parts += _parts(same)
             continue
         events = [(view.mechanism.event(view.relation), view.rounds) for view in same]
+        if events[0][0].sampling.epoch:  # whose rounds depend on each other
+            most = max(rounds for _, rounds in events)
+            events = [(event, most) for event, _ in events]
         once = math.hypot(*(event.once for event, _ in events))
         before = 0
         for last in sorted({rounds for _, rounds in events}):

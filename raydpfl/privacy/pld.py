@@ -413,13 +413,13 @@ def discretise(up: Curve, down: Curve, tail: float = _TAIL) -> LossDistribution:
 
 
 def _on_grid(up: Curve, down: Curve, step: float, n: int) -> LossDistribution:
-    above, infinite = _dots(up, step, n)
-    below = _dots(down, step, n)[0] * np.exp(-step * np.arange(1, n + 1))
+    above, infinite = dots(up, step, n)
+    below = dots(down, step, n)[0] * np.exp(-step * np.arange(1, n + 1))
     centre = max(0.0, 1.0 - infinite - above.sum() - below.sum())
     return LossDistribution(step, np.concatenate([below[::-1], [centre], above]), infinite)
 
 
-def _dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
+def dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
     """Masses [n] at step, ..., n step, and the mass at infinity."""
     deltas = np.minimum.accumulate(curve(step * np.arange(n + 1)))
     drops = -np.diff(deltas)

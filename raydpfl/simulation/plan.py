@@ -179,8 +179,13 @@ class Plan:
 
     @property
     def repeated(self) -> int:
-        """How many releases there were in addition to those of the rounds as they count now."""
-        return sum(map(len, self.history)) - self.first
+        """How many releases there were in addition to those of the rounds as they count now; where
+        cohorts are allocated by epochs, each that a segment begins in counts in full.
+        """
+        sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
+        epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1
+        spans = (-(-one.end // epoch) - one.first // epoch for one in self.history)
+        return epoch * (sum(spans) - self.first // epoch)
 
     @cached_property
     def surveys(self) -> np.ndarray:

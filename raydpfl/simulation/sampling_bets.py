@@ -14,6 +14,8 @@ over rounds or clients is needed, and a run may be looked at after any round.
 | `overlap` | clients of the cohort before: too many, too varied a number, too even  |
 | `pairs`   | clients that came together too often come together again               |
 | `repeats` | draws of a client that the same round has drawn already                |
+| `epochs`  | of random allocation: sizes of cohorts; clients that were in the same  |
+|           | round of the epoch before; and no client is drawn too often in one     |
 
 A round costs in proportion to its cohort. `pairs` is for user-defined selections: whenever the
 rounds have grown by half, it searches the cohorts until then.
@@ -62,8 +64,9 @@ _MEANS = _PRIORS * _ODDS
 
 @dataclass(frozen=True)
 class DrawnCohort:
-    """The cohort of a round."""
+    """The cohort of round `t`."""
 
+    t: int
     clients: np.ndarray  # int64 [r], ascending, one drawn twice listed twice
     before: np.ndarray  # int64 [r]: how often each was drawn in earlier rounds
     size: int  # of the cohort before anyone dropped out
@@ -92,7 +95,9 @@ class Bets:
             "repeats": _Repeats(count, sampling) if repeats else None,
             "client": counts,  # the last: others read the counts before the round
         }
-        self._counts = counts
+        self._counts = None if sampling.scheme.in_epochs() else counts
+        if self._counts is None:  # rounds depend on each other
+            bets = {"epochs": _Epochs(sampling, count)}
         self._bets = {name: bet for name, bet in bets.items() if bet is not None}
         self._rounds = 0
         self._due = 1
@@ -102,12 +107,12 @@ class Bets:
         mean wealth of all. No name and 0 where bets are not paid (one round of 64 at the end of a
         run at most), or where `before` is not of the earlier cohorts.
         """
-        if self._counts.after(drawn).min() < 0:
+        if self._counts is not None and self._counts.after(drawn).min() < 0:
             return "", 0.0
         for bet in self._bets.values():
             bet.see(drawn)
         self._rounds += 1
-        if self._rounds < self._due:
+        if self._rounds < self._due and not any(bet.impossible for bet in self._bets.values()):
             return "", 0.0
         self._due = self._rounds + 1 + self._rounds // _PERIOD
         wealth = {name: bet.settle() for name, bet in self._bets.items()}
@@ -118,6 +123,7 @@ class Bet:
     """Base of the bets."""
 
     _wealth: np.ndarray  # logarithms, by strategy
+    impossible = False  # whether a cohort was one that the scheme never gives
 
     def see(self, drawn: DrawnCohort) -> None:
         """Wins or loses by the cohort of a round."""
@@ -295,6 +301,75 @@ class _Overlap(_Numbers):
         self._before = drawn.clients
 
 
+class _Epochs(Bet):
+    """Of the clients that were c times in the earlier rounds of an epoch of T, each is in its round
+    t, from 0, with chance (k - c) / (T - t), independently of the others: the size of the cohort is
+    a sum of binomial numbers. Of the clients that were in none until then, those in the cohort are
+    a uniform subset, given their number: how many of them were in the same round of the epoch
+    before is hypergeometric.
+    """
+
+    def __init__(self, sampling: Sampling, count: int):
+        assert sampling.epoch is not None and sampling.per_epoch is not None
+        self._rounds, self._most = sampling.epoch, sampling.per_epoch
+        self._count = count
+        self._sizes, self._overlap = _Numbers(), _Numbers()
+        self._before: list[np.ndarray] = []  # the cohorts of the epoch before
+        self._cohorts: list[np.ndarray] = []  # of this epoch, if its first one was seen
+        self._clients: np.ndarray | None = None  # by how often an epoch drew them; None: unknown
+
+    def see(self, drawn: DrawnCohort) -> None:
+        t = drawn.t % self._rounds
+        if t == 0:
+            self._before, self._cohorts = self._cohorts, []
+            self._times = np.zeros(self._count, np.int32)
+            self._free = self._count  # clients that were in none of its rounds
+            self._clients = np.append(self._count, np.zeros(self._most, np.int64))
+        if len(self._cohorts) != t:  # it was not seen from its first round on
+            return
+        if self._clients is not None:
+            chances = (self._most - np.arange(self._most + 1)) / (self._rounds - t)
+            self._sizes.declare(*_binomial_sum(self._clients, chances))
+            self._sizes.pay(drawn.size)
+        self._pay_overlap(drawn.clients, t)
+        self._add(drawn)
+
+    def _pay_overlap(self, clients: np.ndarray, t: int) -> None:
+        before = self._before[t] if t < len(self._before) else np.zeros(0, np.int64)
+        before, clients = (some[self._times[some] == 0] for some in (before, clients))
+        n, m, free = len(before), len(clients), self._free
+        if 0 < n < free and 0 < m < free:
+            share = n / free
+            least = max(0, n + m - free)
+            values = _window(m * share, m * share * (1 - share), least, min(n, m))
+            self._overlap.declare(values, _choose(n, values) + _choose(free - n, m - values))
+            self._overlap.pay(len(np.intersect1d(before, clients)))
+
+    def _add(self, drawn: DrawnCohort) -> None:
+        clients = drawn.clients
+        times = self._times[clients]
+        self._times[clients] += 1
+        self._free -= int((times == 0).sum())
+        self._cohorts.append(clients)
+        if self._clients is not None:
+            if self._most == 1:
+                self._clients += drawn.size * np.array([-1, 1])
+            elif drawn.size == len(clients):
+                counts = np.bincount(np.minimum(times, self._most), minlength=self._most + 1)
+                self._clients += np.append(0, counts[:-1]) - counts
+            else:  # who dropped out is not known
+                self._clients = None
+        self.impossible |= bool(times.max(initial=0) >= self._most)
+        if self._clients is not None:
+            ends = len(self._cohorts) == self._rounds
+            self.impossible |= bool(self._clients.min() < 0)
+            self.impossible |= ends and int(self._clients[-1]) != self._count
+
+    def settle(self) -> float:
+        both = [bet.settle() for bet in (self._sizes, self._overlap)]
+        return math.inf if self.impossible else _log_mean(both)
+
+
 class _Pairs(Bet):
     """Pairs of clients that came together more often than by chance, every client in one pair.
 
@@ -421,6 +496,22 @@ def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
     reach = 12 * math.sqrt(variance) + 30
     first = max(least, math.floor(mean - reach))
     return np.arange(first, min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
+
+
+def _binomial_sum(counts: np.ndarray, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values, float64 [k], of a sum of binomial numbers of so many trials and these chances, and
+    the logarithms of their probabilities.
+    """
+    masses, first = np.ones(1), 0.0
+    for n, chance in zip(counts.tolist(), chances.tolist(), strict=True):
+        if chance >= 1:
+            first += n
+        elif n and chance:
+            values = _window(n * chance, n * chance * (1 - chance), 0, n)
+            logs = _choose(n, values) + values * math.log(chance)
+            masses = np.convolve(masses, np.exp(logs + (n - values) * math.log1p(-chance)))
+            first += values[0]
+    return first + np.arange(len(masses)), np.log(np.maximum(masses, 1e-300))
 
 
 def _choose(n: int, k: np.ndarray) -> np.ndarray:

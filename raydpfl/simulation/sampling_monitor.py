@@ -36,6 +36,7 @@ from raydpfl.methods.selection.base import Cohort, Population, Selection
 from raydpfl.simulation.plan import Plan, fingerprint
 from raydpfl.simulation.sampling_bets import Bets, DrawnCohort
 
+_FACTS = ("population", "cohort", "p_max", "rule", "epoch", "per_epoch")
 FALSE_ALARM = 1e-6  # of a whole run with a sound selection
 WORDS = {  # what a bet that has won says of the draws
     "counts": "drew some clients again and again more often than others",
@@ -44,6 +45,7 @@ WORDS = {  # what a bet that has won says of the draws
     "overlap": "drew numbers of clients in common with the cohort before",
     "pairs": "drew some clients together too often",
     "repeats": "drew clients several times a round, more often",
+    "epochs": "allocated clients to rounds of an epoch",
 }
 
 
@@ -120,13 +122,13 @@ class SamplingMonitor:
             self._seen(t, clients)
             self._asked.update(clients.tolist() if asks else ())
 
-    def replay(self, cohorts: Iterable[Cohort]) -> None:
-        """Bets on the cohorts of a resumed run, round by round; no more on any where one cannot be
-        drawn once more. Raises `RunError` as `check` does.
+    def replay(self, cohorts: Iterable[Cohort], first: int = 0) -> None:
+        """Bets on the cohorts of a resumed run, round by round from `first` on; no more on any
+        where one cannot be drawn once more. Raises `RunError` as `check` does.
         """
         participations = Counter[int]()
         try:
-            for t, cohort in enumerate(cohorts):
+            for t, cohort in enumerate(cohorts, first):
                 self._refuse(self._lost_bets(t, cohort, self._before(cohort, participations)))
                 participations.update(cohort.clients.tolist())
         except ConfigError:  # a selection that needs losses cannot draw it a second time
@@ -216,7 +218,7 @@ class SamplingMonitor:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
-        drawn = DrawnCohort(cohort.clients, before, size, int(self._composed[t]))
+        drawn = DrawnCohort(t, cohort.clients, before, size, int(self._composed[t]))
         bet, wealth = self._bets.see(drawn)
         if wealth >= self._most:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
@@ -259,7 +261,9 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
         seed = plan.cohort_seed(past[-1] if before < plan.first else None)
         return selection.draw(seed, before, population)
 
-    monitor.replay(map(drawn, range(t if secret else 0)))
+    # an epoch whose rounds are of two segments is none that the scheme gives
+    first = plan.first if selection.sampling(population).epoch else 0
+    monitor.replay(map(drawn, range(first, t if secret else 0)), first)
     return monitor
 
 
@@ -275,7 +279,7 @@ def check_scheme(plan: Plan) -> None:
     if plan.experiment.noise.stands_for is not None:  # the clients that run stand for others
         now = replace(now, population=accounted.population, cohort=accounted.cohort)
     facts = [
-        (type(sampling.scheme), sampling.population, sampling.cohort, sampling.p_max, sampling.rule)
+        (type(sampling.scheme), *(getattr(sampling, name) for name in _FACTS))
         for sampling in (accounted, now)
     ]
     if facts[0] != facts[1]:

@@ -32,6 +32,8 @@ from raydpfl.privacy import Mechanism, Query, Sampling
 EXAMPLES = {
     "uniform": {"cohort": 7},
     "poisson": {"cohort": 7},
+    "random_allocation": {"epoch": 6, "per_epoch": 2},
+    "balls_in_bins": {"epoch": 4},
     "full": {},
     "fedavg_stale": {"cohort": 7},
     "multinomial": {"cohort": 7},
@@ -91,7 +93,10 @@ def subsets(items, size: int) -> dict[tuple, float]:
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY if kind != "full"])
 def test_a_draw_among_a_million_clients_makes_no_array_over_them_after_the_first(kind):
-    chosen = example(kind, **({"contacted": 1000} if kind == "first_responders" else {}))
+    allocated = {"epoch": 10_000}
+    fields = {"first_responders": {"contacted": 1000}, "random_allocation": allocated}
+    fields["balls_in_bins"] = allocated
+    chosen = example(kind, **fields.get(kind, {}))
     population = Population(np.arange(1_000_000) % 7 + 1, np.arange(1_000_000) % 5)
 
     def one_round(t: int) -> None:
@@ -593,3 +598,25 @@ def test_cohorts_that_fifty_clients_cannot_give_are_refused_by_name(fields):
     with pytest.raises(ConfigError) as error:
         member(**yaml.safe_load(f"{{kind: {fields}}}")).fits(50)
     assert error.value.field == f"selection.{REFUSED[fields]}"
+
+
+@pytest.mark.parametrize(("epoch", "per_epoch"), [(5, 1), (6, 2), (5, 4), (3, 3)])
+def test_a_random_allocation_gives_every_client_a_uniform_choice_of_rounds(epoch, per_epoch):
+    clients = Population.balanced(3000)
+    chosen = example("random_allocation", epoch=epoch, per_epoch=per_epoch)
+    patterns = []
+    for first in (0, epoch, 2 * epoch):
+        taken = np.zeros((epoch, len(clients)), bool)
+        # in any order: a cohort depends on seed and round alone
+        for t in reversed(range(epoch)):
+            taken[t, chosen.draw(3, first + t, clients).clients] = True
+        assert (taken.sum(0) == per_epoch).all()
+        patterns.append(2 ** np.arange(epoch) @ taken)
+    subsets = math.comb(epoch, per_epoch)
+    for pattern in patterns:
+        counts = np.unique(pattern, return_counts=True)[1]
+        assert len(counts) == subsets
+        assert subsets == 1 or stats.chisquare(counts).pvalue > 1e-4
+    # epochs are independent: a client's choices agree as often as by chance
+    agreed = int((patterns[0] == patterns[1]).sum())
+    assert stats.binomtest(agreed, len(clients), 1 / subsets).pvalue > 1e-4

@@ -19,6 +19,7 @@ from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.methods.selection.periodic import Availability
 from raydpfl.methods.selection.poisson import Poisson
 from raydpfl.methods.selection.power_of_choice import PowerOfChoice
+from raydpfl.methods.selection.random_allocation import RandomAllocation
 from raydpfl.methods.selection.uniform import Uniform
 from raydpfl.methods.selection.with_replacement import Multinomial
 from raydpfl.methods.weights import Weights
@@ -477,3 +478,64 @@ def test_what_user_defined_classes_declare_is_not_printed_as_proved(parts, said)
         assert ("tested, not proved" in one.brief().sentence()) == bool(said)
         assert Guarantee.from_dict(one.to_dict()).declared == one.declared
         assert epsilon(one).endswith("^") == (bool(said) and np.isfinite(one.epsilon))
+
+
+def epochs_of(kind, t, generator, count, epoch, k):
+    """The cohort of round t of what is no random allocation of k in `epoch` rounds, or is one."""
+    number, place = divmod(t, epoch)
+    fresh = stream(1, Purpose.COHORT, t=0 if kind == "the same again" else number)
+    rounds = fresh.permuted(np.tile(np.arange(epoch), (count, 1)), axis=1)[:, :k]
+    if kind == "the last never":
+        rounds = rounds % (epoch - 1)
+    if kind == "even":  # rounds of one size: who is in one keeps others out
+        rounds = np.sort(fresh.permutation(np.arange(count) % epoch))[fresh.permutation(count)]
+        rounds = rounds[:, None]
+    clients = np.flatnonzero((rounds == place).any(1))
+    if kind == "poisson":
+        clients = np.flatnonzero(generator.random(count) < k / epoch)
+    if kind == "once more" and t == epoch + 5:
+        clients = np.union1d(clients, np.flatnonzero((rounds == place - 1).any(1))[:1])
+    return clients
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    "kind", ["sound", "the same again", "the last never", "even", "poisson", "once more"]
+)
+def test_what_is_no_random_allocation_is_noticed(kind, k):
+    if kind == "even" and k > 1:
+        return
+    epoch, count = 10, 300
+    member = RandomAllocation(epoch=epoch, per_epoch=k)
+    population = Population.balanced(count)
+    composed = np.arange(1, 401)
+    monitor = SamplingMonitor(member, population, composed, least=0, secret=True)
+    generator = np.random.default_rng(0)
+    seen: Counter[int] = Counter()
+
+    def follow():
+        for t in range(400):
+            cohort = Cohort.of(epochs_of(kind, t, generator, count, epoch, k))
+            monitor.check(t, cohort, seen)
+            seen.update(cohort.clients.tolist())
+
+    if kind == "sound":
+        follow()
+        return
+    with pytest.raises(RunError, match="random allocation"):
+        follow()
+    if kind == "once more":
+        assert sum(seen.values()) < 3 * k * count  # before another epoch began
+
+
+def test_dropouts_and_a_start_within_an_epoch_are_no_fault_of_an_allocation():
+    for k in (1, 3):
+        member = RandomAllocation(epoch=10, per_epoch=k, dropout=0.3)
+        population = Population.balanced(300)
+        monitor = SamplingMonitor(member, population, np.arange(1, 401), least=0, secret=True)
+        seen: Counter[int] = Counter()
+        monitor.replay([member.draw(5, t, population) for t in range(3, 27)], 3)
+        for t in range(27, 400):
+            cohort = member.draw(5, t, population)
+            monitor.check(t, cohort, seen)
+            seen.update(cohort.clients.tolist())

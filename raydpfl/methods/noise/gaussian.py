@@ -256,7 +256,7 @@ class Gaussian(Noise):
         size = self.virtual_cohort
         if size is None:
             return cohorts
-        if cohorts.by_participation or cohorts.rule or cohorts.p_max:
+        if cohorts.by_participation or cohorts.rule or cohorts.p_max or cohorts.epoch:
             expected = f"none with {cohorts}; selection.kind uniform, poisson or full scale to it"
             raise ConfigError("noise.virtual_cohort", size, expected)
         if size < cohorts.cohort:

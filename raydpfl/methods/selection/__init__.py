@@ -37,3 +37,4 @@ __all__ = [
 FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial", "availability", "cyclic")
 FAMILY: dict[str, type[Selection]] = family(__name__, Selection, FIRST)
 FAMILY["unbiased"] = FAMILY["multinomial"]  # as 003 calls it
+FAMILY["balls_in_bins"] = FAMILY["random_allocation"]  # as Chua et al. call it

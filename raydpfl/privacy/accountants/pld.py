@@ -29,18 +29,27 @@ class Pld(Accountant):
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
+        times, parts = event.sampling.scheme.charged(event.sampling, counts)
+        spent = np.empty(len(counts))
+        for part in np.unique(parts).tolist():
+            here = parts == part
+            spent[here] = self._composed(event, delta, times[here], part)
+        return spent
+
+    def _composed(self, event: Event, delta: float, times: np.ndarray, part: int) -> np.ndarray:
+        """Epsilon of so many events, int64 [n] that never fall, or of a `part` of the first."""
         gaussians = event.gaussians
-        first = int(counts[0]) * gaussians
-        last = int(counts[-1]) * gaussians
+        first = int(times[0]) * gaussians
+        last = int(times[-1]) * gaussians
         once = event.once > 0
-        losses = _losses(event, last if once else gaussians, pld.tail_for(delta, last))
+        losses = _losses(event, last if once else gaussians, part, pld.tail_for(delta, last))
         composed = np.max(
             [loss.epsilons(delta, first, last, gaussians, other, once) for loss, other in losses],
             axis=0,
         )
         if _by_rdp(event) and (_coarse(losses) or np.isinf(composed).any()):
-            composed = np.minimum(composed, Rdp().curve(event, delta, counts))
-        return composed
+            composed = np.minimum(composed, Rdp().curve(event, delta, times))
+        return composed[times - times[0]]
 
     def tradeoff(self, mechanism, relation, rounds, v):
         return self.tradeoff_of(mechanism.event(relation), rounds)
@@ -48,24 +57,24 @@ class Pld(Accountant):
     def tradeoff_of(self, event: Event, count: int) -> TradeOff:
         if not event.sampling.hidden:
             return TradeOff.gaussian(float(event.unamplified(count)))
-        times = count * event.gaussians
+        times, part = _charged(event, count)
         once = event.once > 0
-        losses = _losses(event, times if once else event.gaussians, pld.tail_for(1.0, times))
+        losses = _losses(event, times if once else event.gaussians, part, pld.tail_for(1.0, times))
         tails = [loss.deltas(times, event.gaussians, other, once) for loss, other in losses]
         return TradeOff.of_directions(losses[0][0].step, tails)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
-        rounds = count * event.gaussians
+        rounds, part = _charged(event, count)
         times = rounds if event.once else event.gaussians
         asked = epsilon, rounds, event.gaussians
         bounds = [
             loss.chernoff(*asked, other, event.once > 0)
-            for loss, other in _losses(event, times, pld.tail_for(1.0, rounds))
+            for loss, other in _losses(event, times, part, pld.tail_for(1.0, rounds))
         ]
         near = max(_OF_CHERNOFF * max(bounds), 1e-300)
-        losses = _losses(event, times, pld.tail_for(near, rounds))
+        losses = _losses(event, times, part, pld.tail_for(near, rounds))
         deltas = [loss.delta(*asked, other, event.once > 0, near) for loss, other in losses]
         if _by_rdp(event) and _coarse(losses):
             return min(max(deltas), Rdp().delta_of(event, epsilon, count))
@@ -79,13 +88,10 @@ class Pld(Accountant):
         mu = math.hypot(*open_ones, *over_everyone)
         if not secret:
             return float(pld.gaussian_epsilon(mu, delta))
-        curves = [
-            (
-                event.sampling.scheme.curves(event.sampling, event.mu, event.relation),
-                n * event.gaussians,
-            )
-            for event, n in secret
-        ]
+        curves = []
+        for event, n in secret:
+            times, part = _charged(event, n)
+            curves.append((_pairs(event, part), times))
         if mu:
             gaussian = functools.partial(pld.gaussian_delta, mu=mu)
             curves.append((((gaussian, gaussian),), 1))
@@ -106,10 +112,22 @@ def _coarse(losses: _Losses) -> bool:
     return any(loss.coarse for pair in losses for loss in pair if loss)
 
 
+def _charged(event: Event, count: int) -> tuple[int, int]:
+    """How many Gaussians `count` events are charged as, and the part of the first event."""
+    times, part = event.sampling.scheme.charged(event.sampling, np.array(count))
+    return int(times) * event.gaussians, int(part)
+
+
+def _pairs(event: Event, part: int) -> tuple[pld.CurvePair, ...]:
+    """The curves of one of an event's Gaussians, or of a `part` of it."""
+    scheme, asked = event.sampling.scheme, (event.sampling, event.mu, event.relation)
+    return scheme.part_curves(*asked, part) if part else scheme.curves(*asked)
+
+
 @lru_cache(maxsize=16)
-def _losses(event: Event, times: int, tail: float) -> _Losses:
+def _losses(event: Event, times: int, part: int, tail: float) -> _Losses:
     """For every direction the loss of one of an event's Gaussians, and that over everyone."""
-    pairs = event.sampling.scheme.curves(event.sampling, event.mu, event.relation)
+    pairs = _pairs(event, part)
     over_everyone = event.also or event.once
     if over_everyone:
         return pld.and_gaussian(pairs, times, over_everyone, tail)

@@ -29,11 +29,13 @@ class Sampling:
             - `poisson`: clients independently, with probability cohort / population;
             - `full`: everyone;
             - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
+            - `random_allocation`: each client in `per_epoch` rounds of every `epoch`, drawn afresh;
             - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
               a client takes part in count, and the mechanism's `rounds` is their number.
         population, cohort: clients (or samples) to draw from, and how many take part; the expected
-            number under `poisson`. `ConfigError` if the scheme cannot have these.
+            number where it varies. `ConfigError` if the scheme cannot have these.
         p_max: the largest probability of any client at one draw; None: draws are uniform.
+        epoch, per_epoch: T and k of a random allocation, integers with 1 <= k <= T; else None.
         rule: in words, how the population or a public cohort came about. It is public too.
     """
 
@@ -42,6 +44,8 @@ class Sampling:
     cohort: int
     p_max: float | None = None
     rule: str = ""
+    epoch: int | None = None
+    per_epoch: int | None = None
 
     def __post_init__(self) -> None:
         scheme = self.scheme
@@ -53,6 +57,9 @@ class Sampling:
         if self.p_max is not None and not self.repeats:
             expected = f"a number from 1/{self.population} to 1, for draws with replacement"
             raise ConfigError("p_max", self.p_max, expected)
+        if self.epoch is not None and not scheme.in_epochs():
+            expected = "none, but for sampling random_allocation"
+            raise ConfigError("epoch", self.epoch, expected)
         scheme.check(self)
 
     @property
@@ -135,7 +142,9 @@ class SamplingScheme:
             expected = f"an integer from 1 to the population of {sampling.population}"
             raise ConfigError("cohort", sampling.cohort, expected)
 
-    def default(self, population: int) -> int | None:
+    def default(
+        self, population: int, epoch: int | None = None, per_epoch: int | None = None
+    ) -> int | None:
         """The default cohort; None: there is none."""
         return None
 
@@ -168,6 +177,25 @@ class SamplingScheme:
     def repeats(self) -> bool:
         """Whether a client may be in a cohort more than once."""
         return False
+
+    def in_epochs(self) -> bool:
+        """Whether the rounds of an epoch depend on each other, as each client takes part in
+        `per_epoch` of them. `curves` are then those of an epoch.
+        """
+        return False
+
+    def charged(self, sampling: Sampling, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What accountants compose after so many rounds, int64 [n]: the number of rounds, or of
+        epochs, whose `curves` they compose, and 0; or 1, and the part of the first epoch that is
+        composed by `part_curves`, in rounds. It never counts too few.
+        """
+        return rounds, 0 * rounds
+
+    def part_curves(
+        self, sampling: Sampling, mu: float, relation: Relation, rounds: int
+    ) -> tuple[CurvePair, ...]:
+        """As `curves`, of the first `rounds` rounds of an epoch, as `charged` names them."""
+        raise NotImplementedError
 
     def any_subset(self, sampling: Sampling) -> bool:
         """Whether, for its size, a cohort is a uniform subset, independent of other rounds: a run

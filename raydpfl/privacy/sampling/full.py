@@ -17,7 +17,7 @@ class FullSampling(SamplingScheme):
             expected = f"the whole population of {sampling.population} under full participation"
             raise ConfigError("cohort", sampling.cohort, expected)
 
-    def default(self, population):
+    def default(self, population, epoch=None, per_epoch=None):
         return population
 
     def hidden(self, sampling):
