@@ -26,6 +26,8 @@ from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.privacy import Survey
 from raydpfl.privacy.accountants import ASKED, named
+from raydpfl.privacy.budgets import BudgetDistribution
+from raydpfl.privacy.budgets import parse as parse_budgets
 
 
 def whole(value: Any) -> Any:
@@ -63,6 +65,20 @@ class Privacy(Section):
     budget: float | None = Field(
         default=None, gt=0, description="epsilon that the run stops short of exceeding"
     )
+
+    individual: Annotated[float, Field(gt=0)] | SerializeAsAny[BudgetDistribution] | None = Field(
+        default=None,
+        description=(
+            "epsilon of each client's own budget, or a distribution: by the norms of what it sends "
+            "it leaves before it exceeds that; who has left is not public"
+        ),
+    )
+
+    @field_validator("individual", mode="before")
+    @classmethod
+    def _distribution(cls, value: Any) -> Any:
+        with renamed(lambda name: name.replace("noise.epsilon", "privacy.individual")):
+            return parse_budgets(value) if isinstance(value, Mapping) else value
 
     @field_validator("accountants", mode="before")
     @classmethod

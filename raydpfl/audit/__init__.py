@@ -258,6 +258,9 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
     if e.noise.stands_for is not None:
         expected = "none: the clients that it stands for do not run, and cannot be audited"
         raise ConfigError("noise.virtual_cohort", e.noise.stands_for, expected)
+    if e.privacy.individual is not None:
+        expected = "none in an audit, whose canaries send as much as the bound in every round"
+        raise ConfigError("privacy.individual", str(e.privacy.individual), expected)
     if e.selection.asks:
         raise ConfigError(
             "selection.kind",

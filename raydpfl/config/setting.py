@@ -56,6 +56,7 @@ class Setting:
     survey: Any
     accountants: tuple[str, ...]  # those that the config asks for
     relation: Any  # the neighbouring relation that the config asks for; may be `auto`
+    individual: bool  # whether clients have budgets of their own, by the norms of what they send
     budget: float | None  # epsilon that the run may not exceed; None: any
     precision: str  # of the products of training
     drops_failures: bool  # whether a client that fails is dropped from its round

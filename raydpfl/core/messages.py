@@ -41,6 +41,9 @@ class Chunk:
     slot: int | None = None  # the one slot to train, when every client is an actor
     # float64 [C]: std of the noise on the mean gradient of each client's local steps
     stds: np.ndarray | None = None
+    # float64 [C]: the longest contribution, weight included, that each client's own budget lets it
+    # send; one whose is longer sends nothing
+    limits: np.ndarray | None = None
     memory: Mapping[str, Rows] = field(default_factory=dict)  # client states, by member
     parts: int = 1  # chunks, one after another, that are trained together: see `joined`
 
@@ -67,7 +70,8 @@ class Chunk:
 
     def _arrays(self) -> dict[str, Any]:
         """What has a value per client, by name."""
-        arrays = {name: getattr(self, name) for name in ("clients", "draws", "weights", "stds")}
+        names = ("clients", "draws", "weights", "stds", "limits")
+        arrays = {name: getattr(self, name) for name in names}
         return {name: values for name, values in arrays.items() if values is not None}
 
     def alone(self, slot: int) -> Chunk:

@@ -91,7 +91,7 @@ class UniformBudgets(BudgetDistribution):
     @model_validator(mode="after")
     def _interval(self) -> UniformBudgets:
         if self.high <= max(self.low, self.floor):
-            expected = f"above {FIELD}.low = {self.low:g} and {FIELD}.floor = {self.floor:g}"
+            expected = f"above low = {self.low:g} and floor = {self.floor:g}"
             raise ConfigError(f"{FIELD}.high", self.high, expected)
         return self
 
@@ -187,6 +187,8 @@ def parse(values: Any) -> BudgetDistribution:
     """The distribution that `noise.epsilon` names: a number (of everyone; the floor is no higher),
     or a mapping with a kind. Raises `ConfigError`.
     """
+    if isinstance(values, BudgetDistribution):
+        return values
     if isinstance(values, int | float) and not isinstance(values, bool):
         if not 0 < values < math.inf:
             expected = "a positive finite number, or a distribution of budgets"

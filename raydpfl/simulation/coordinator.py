@@ -106,6 +106,10 @@ class Coordinator:
         clock.lap("select")
         total, results = self.collect(t, cohort)
         columns = joined(results)
+        if self.plan.individual:
+            std = self.plan.sum_std(state.bound)
+            spent = columns["client"], columns.pop("contribution"), std, state.states["individual"]
+            self.plan.individual.spend(*spent)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
         model = state.model.astype(np.float64)
@@ -148,7 +152,11 @@ class Coordinator:
         width = self.experiment.client.chunk
         assert isinstance(width, int)  # the plan has resolved "auto"
         per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
-        cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients))
+        limits = None
+        if plan.individual:
+            std, spent = plan.sum_std(state.bound), state.states["individual"]
+            limits = plan.individual.limits(clients, std, spent)
+        cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients), limits)
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(state.bound)
         most = None if state.bound is None else state.bound * plan.weight

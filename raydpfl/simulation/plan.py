@@ -31,6 +31,7 @@ from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population
 from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
+from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.privacy.integer_noise import Lattice
 from raydpfl.training import backends
 
@@ -65,6 +66,7 @@ class Plan:
     # by bounding's queries: std of the noise on the sum of the answers, in their units
     side_stds: Mapping[str, float]
     mechanism: Release | None  # None: not private
+    individual: IndividualBudgets | None  # clients' own budgets; None: they have none
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
     # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
@@ -164,6 +166,7 @@ class Plan:
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
             self.mechanism.step_stds if self.mechanism else None,
+            self.individual.squares / self.individual.moves**2 if self.individual else None,
         ]
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
@@ -475,7 +478,10 @@ class Plan:
         counts = participations if self.experiment.noise.stands_for is None else None
         composed = int(self.composed_rounds[rounds - 1]) + self.repeated
         asked = int(self.surveys[rounds - 1])
-        return self.report.guarantees(counts, composed, asked)
+        held = self.report.guarantees(counts, composed, asked)
+        if self.individual:
+            held += self.individual.guarantees(cast(Mechanism, self.mechanism))
+        return held
 
     def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
         """As `guarantees`, counting only how often losses have chosen the clients: none of these is

@@ -55,6 +55,9 @@ def of_config(
         raise ConfigError("--person", person, expected)
     else:
         budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
+    if plan.individual:
+        held = plan.individual.guarantees(cast(Mechanism, plan.mechanism))
+        budget.notes += [one.sentence() for one in held]
     if experiment.privacy.budget is not None:
         budget.notes.append(_lasts(plan, experiment.privacy.budget))
     return budget

@@ -306,6 +306,9 @@ class Recorder:
             summary["class_names" if named.classes else "target_names"] = list(named.names)
         sums = secure_sums(self.plan, rows)
         summary |= {"secure_sums": sums} if sums else {}
+        individual = self.plan.individual
+        if individual:
+            summary["individual"] = individual.summary(state.states["individual"])
         guarantees = account.guarantees(state.t, state.participations)
         mechanism = self.plan.mechanism
         return summary | {

@@ -19,10 +19,13 @@ from raydpfl import models
 from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import single_blas
 from raydpfl.data import Shards, prepare
+from raydpfl.errors import ConfigError, renamed
 from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.population import check_means, client_weights, composed
 from raydpfl.methods.selection import Population
+from raydpfl.privacy import Sampling, budgets
+from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import SHOWS, Plan
 from raydpfl.simulation.scheduler import chunk_width, held_at_once
@@ -120,6 +123,7 @@ def resolve(
             data_root=data_root,
         )
         mechanism = noise.calibrated(outline, facts)
+        individual = _individual(experiment, setting, cohorts, population, data_root)
     # the noise of a virtual cohort is scaled down to the clients that are simulated
     stds = mechanism.sum_stds(cohorts.cohort) if mechanism else {}
     client = client.model_copy(update={"backend": backend, "chunk": chunk})
@@ -138,7 +142,41 @@ def resolve(
             query.name: stds.get(query.name, 0.0) * query.bound for query in setting.queries
         },
         mechanism=mechanism,
+        individual=individual,
         platform=provenance.of(unseen),
     )
     plan.check(shards)
     return plan
+
+
+def _individual(
+    experiment: Experiment,
+    setting: Setting,
+    cohorts: Sampling,
+    population: Population,
+    data_root: Path | None,
+) -> IndividualBudgets | None:
+    """Clients' own budgets. Raises `ConfigError` for a run in which the norm of what a client sends
+    is not all that it spends by.
+    """
+    asked = experiment.privacy.individual
+    if asked is None:
+        return None
+    refused = {
+        "noise that is Gaussian, on sums of updates, independent in every round and of those that "
+        "run": not experiment.noise.by_norms(),
+        "clients that release nothing but their updates (no adaptive bound, losses or histogram)": (
+            setting.queries or setting.adaptive_bound or setting.asks_losses or setting.survey
+        ),
+        "clients whose state does not hold their own noise": (
+            "local" in setting.stateful and setting.drawn_by == "client"
+        ),
+        "a selection that draws no client twice in a round": cohorts.repeats,
+    }
+    for expected, fails in refused.items():
+        if fails:
+            raise ConfigError("privacy.individual", str(asked), f"none without {expected}")
+    with renamed(lambda name: name.replace("noise.epsilon", "privacy.individual")):
+        epsilons = budgets.parse(asked).draw(experiment.seed, len(population), data_root)
+    terms = experiment.terms
+    return IndividualBudgets(epsilons, terms.delta, terms.relation)

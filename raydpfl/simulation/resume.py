@@ -45,6 +45,9 @@ def take_up(
     Raises:
         RunError: the run directory contradicts itself, or it would be another run.
     """
+    if fresh_noise and plan.individual:
+        expected = "none with privacy.individual: what clients spent after the checkpoint is lost"
+        raise ConfigError("--fresh-noise", True, expected)
     ledger = Ledger(out / "ledger.jsonl", resume=resume)
 
     def read_rows(checkpoint: Checkpoint) -> None:
@@ -67,7 +70,9 @@ def take_up(
 
 
 def started(plan: Plan) -> dict[str, State]:
-    """The members' states before the first round, by the names of their sections."""
+    """The members' states before the first round, by the names of their sections, and what clients
+    have spent of budgets of their own.
+    """
     experiment = plan.experiment
     members: dict[str, Any] = {
         "server": experiment.server,
@@ -75,7 +80,8 @@ def started(plan: Plan) -> dict[str, State]:
         "local": experiment.local,
     }
     members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-    return {name: member.start(plan.d) for name, member in members.items()}
+    states = {name: member.start(plan.d) for name, member in members.items()}
+    return states | ({"individual": plan.individual.start()} if plan.individual else {})
 
 
 def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:

@@ -55,14 +55,16 @@ def chunks(
     width: int,
     stds: np.ndarray | None = None,
     costs: np.ndarray | None = None,
+    limits: np.ndarray | None = None,
 ) -> list[Chunk]:
     """The cohort cut into chunks of at most `width` clients of about one size.
 
-    `weights` float64 [r], `sizes` int64 [r] (rows used) and `stds` float64 [r] (noise of local
-    steps) are those of the cohort's clients; a chunk's rows are those of its largest. The cut is by
-    size, and by place in the cohort among equals; within a chunk clients are in the order of their
-    steps (with `costs`), the most first, and among equals in that of the cohort. So it is a
-    function of the cohort and the sizes, and clients of one size are cut as they stand.
+    `weights` float64 [r], `sizes` int64 [r] (rows used), `stds` float64 [r] (noise of local steps)
+    and `limits` float64 [r] are those of the cohort's clients; a chunk's rows are those of its
+    largest. The cut is by size, and by place in the cohort among equals; within a chunk clients are
+    in the order of their steps (with `costs`), the most first, and among equals in that of the
+    cohort. So it is a function of the cohort and the sizes, and clients of one size are cut as they
+    stand.
 
     Chunks are of `width`, the last one filled up with empty slots. Where clients differ in what
     they cost (`costs`, see `raydpfl.training.backends.base.Backend.costs`) chunks are such that all
@@ -83,8 +85,9 @@ def chunks(
         rows = max(1, int(_at(sizes, indices).max()))
         draws = _at(cohort.draws, indices)
         chunk_stds = None if stds is None else _at(stds, indices)
+        most = None if limits is None else _at(limits, indices)
         clients = _at(cohort.clients, indices, -1)
-        cut.append(Chunk(clients, draws, _at(weights, indices), rows, stds=chunk_stds))
+        cut.append(Chunk(clients, draws, _at(weights, indices), rows, None, chunk_stds, most))
     return cut
 
 

@@ -222,6 +222,12 @@ class Noise(Member):
     # whether noise of a round depends on that of others
     correlated = overrides(whitening)
 
+    def by_norms(self) -> bool:
+        """Whether what a client spends in a round follows from the norm of what it sends: the noise
+        on the sum is Gaussian, and independent of that of other rounds.
+        """
+        return False
+
     @property
     def of_seed(self) -> bool:
         """Whether all runs with one seed have the same noise: the field `common`."""
@@ -318,7 +324,9 @@ class Noise(Member):
             on_sums.queries(setting, 1.0),
             setting.rounds,
             placement=placement,
-            stateful=stateful or ("model.local" if setting.local_parameters else ""),
+            stateful=stateful
+            or ("model.local" if setting.local_parameters else "")
+            or ("privacy.individual" if setting.individual else ""),
             noise_in_state="local" in setting.stateful and placement == "client",
             survey=setting.survey,
             integer=self.integers(accounted.cohort, 1),

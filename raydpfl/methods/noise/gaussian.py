@@ -143,6 +143,10 @@ class Gaussian(Noise):
         placement = "step" if per_sample else "server" if cohort_hidden else "client"
         return self.model_copy(update={"placement": placement})
 
+    def by_norms(self) -> bool:
+        on_sums = self.drawn_by() in ("server", "client")
+        return on_sums and not self.correlated and self.virtual_cohort is None
+
     def release(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=SIZES)
 

@@ -106,6 +106,8 @@ class ChunkRound:
         self.slots = np.flatnonzero(chunk.members >= 0)  # of the clients that train
         # of every slot's client, float64 [C]; norm NaN: failed
         self.norms, self.factors, self.losses = np.full((3, len(chunk.clients)), math.nan)
+        # lengths of what its client would send, weight included, where `Chunk.limits` says how much
+        self.lengths = np.full(len(chunk.clients), math.nan)
         # the share of per-sample gradients that were clipped, see `Trainer.chunk`
         self.clipped = np.full(len(chunk.clients), math.nan)
         self._before = local_parameters
@@ -189,6 +191,8 @@ class ChunkRound:
                     "train_loss": self.losses[slots],
                 }
             )
+            if self.chunk.limits is not None:
+                self.actor.add_columns({"contribution": self.lengths[slots]})
 
 
 def check_shape(what: str, values: torch.Tensor | np.ndarray, shape: tuple[int, ...]) -> None:

@@ -12,7 +12,8 @@ takes a chunk.
 1. The CPU trains, clients send their updates times a factor, not as integers, and no probe,
    bounding or local rule reads the vectors that they send.
 2. The backend adds, no user-defined code takes part, the model has no local parameters, noise is
-   not user-defined, all clients have rows, and the factors have a closed form.
+   not user-defined, all clients have rows and no budgets of their own, and the factors have a
+   closed form.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Contribution:
 
     def bounded(self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray) -> np.ndarray:
         """The factors of vectors of these norms, float64 [k] both. Raises `RunError` where a vector
-        times its factor is longer than the bound.
+        times its factor is longer than the bound. A client beyond its limit has the factor 0.
         """
         work = state.work
         first = int(slots[0])
@@ -107,7 +108,11 @@ class Contribution:
             factors = self.bounding.factors(torch.from_numpy(norms.copy()), bound)
         check_shape(f"bounding.kind {self.bounding.kind} gives factors", factors, norms.shape)
         self.check_factors(state, slots, norms, factors.numpy())
-        return factors.numpy()
+        if state.chunk.limits is None:
+            return factors.numpy()
+        lengths = norms * factors.numpy() * np.abs(state.chunk.weights[slots])
+        state.lengths[slots] = lengths
+        return np.where(lengths <= state.chunk.limits[slots], factors.numpy(), 0.0)
 
     def check_factors(
         self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray, factors: np.ndarray
@@ -367,6 +372,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
         and not (training.trainer.user_defined or training.personal.count)
         and (state.work.client_std == 0 or not noise.is_user_defined)
         and len(clients)
+        and state.chunk.limits is None
         and training.rows.sizes(clients).all()
         and closed_form(state, bounding) is not None
     )

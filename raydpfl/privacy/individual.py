@@ -1,0 +1,142 @@
+"""Individual accounting: what a client spends by the norms of what it sends, and budgets of their
+own at which clients leave [1].
+
+Against an observer who knows the cohorts a client's round is a Gaussian of mu = length of its
+contribution / std of the noise on the sum, twice that under replace_one. A client whose squares
+would add up to more than its budget's sends nothing in that round and in all that follow. What it
+then releases is at most a Gaussian of its budget's mu, although lengths depend on what was released
+before (docs/proofs.md). So the filter of Renyi divergences [1] is at all orders that of one mu, and
+its epsilon the exact one of that Gaussian [2].
+
+>>> budgets = IndividualBudgets(np.array([1.0, 4.0]), delta=1e-5, relation="zero_out")
+>>> state = budgets.start()
+>>> for _ in range(3):  # clients 0 and 1, contributions of length 1, noise of std 5
+...     budgets.spend(np.array([0, 1]), np.ones(2), 5.0, state)
+>>> state["spent"].round(2), state["left"]  # client 0 has left in the second round
+(array([0.04, 0.12]), array([1, 0], dtype=int8))
+
+What a client has spent, and that it has left, follow from norms that are not released: who tells
+them tells something of its data that no guarantee counts.
+
+[1] Feldman, Zrnic. Individual privacy accounting via a Renyi filter. NeurIPS 2021.
+[2] Koskela, Tobaben, Honkela. Individual privacy accounting with Gaussian differential privacy.
+    ICLR 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from raydpfl.core.messages import State
+from raydpfl.privacy import pld
+from raydpfl.privacy.accountants import named
+from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope
+from raydpfl.privacy.mechanism import Event, Mechanism
+from raydpfl.privacy.sampling import Sampling
+from raydpfl.privacy.search import halved
+from raydpfl.privacy.types import Relation
+
+SHOWN = (
+    "which clients have left and what each has spent, which follow from norms that are not "
+    "released (summary.json says how many and how much)"
+)
+_MARGIN = 1e-9  # relative, of lengths: contributions are rounded to less than that of the bound
+_EVERYONE = Sampling("full", 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class IndividualBudgets:
+    """The budgets of all clients, and what they spend of them."""
+
+    epsilons: np.ndarray  # float64 [N]; infinite for a public client, which never leaves
+    delta: float
+    relation: Relation  # of the run; with cohorts known add_remove is zero_out
+
+    @cached_property
+    def squares(self) -> np.ndarray:
+        """mu^2 of the Gaussian that a client may amount to, float64 [N]."""
+        kinds, member = np.unique(self.epsilons, return_inverse=True)
+        finite = kinds[np.isfinite(kinds)]
+        low, high = np.full(len(finite), -math.log(1e4)), np.full(len(finite), -math.log(1e-12))
+
+        def unsafe(x: np.ndarray) -> np.ndarray:
+            return pld.gaussian_delta(finite, np.exp(-x)) > self.delta
+
+        mus = np.exp(-halved(unsafe, low, high, times=60))
+        return np.append(mus**2, np.full(len(kinds) - len(finite), math.inf))[member.reshape(-1)]
+
+    @property
+    def moves(self) -> int:
+        """How many lengths of contributions the sum may move by where a client differs."""
+        return 2 if self.relation == "replace_one" else 1
+
+    def start(self) -> State:
+        """Before the first round: mu^2 that each client has `spent`, and who has `left`."""
+        count = len(self.epsilons)
+        return {"spent": np.zeros(count), "left": np.zeros(count, np.int8)}
+
+    def limits(self, clients: np.ndarray, std: float, state: State) -> np.ndarray:
+        """The longest contribution, weight included, that these clients may still send with noise
+        of `std` on the sum, float64 [r]; below 0 for one that has left.
+        """
+        rest = np.maximum(self.squares[clients] - state["spent"][clients], 0.0)
+        limits = (1 - _MARGIN) * std / self.moves * np.sqrt(rest)
+        return np.where(state["left"][clients], -1.0, limits)
+
+    def spend(self, clients: np.ndarray, lengths: np.ndarray, std: float, state: State) -> None:
+        """Counts the contributions of different clients, of these lengths, float64 [r], as far as
+        their limits let them send any; the others leave.
+        """
+        stays = lengths <= self.limits(clients, std, state)
+        state["spent"][clients[stays]] += (self.moves * lengths[stays] / std) ** 2
+        state["left"][clients[~stays]] = 1
+
+    def guarantees(self, mechanism: Mechanism) -> Iterator[Guarantee]:
+        """What the budgets guarantee whatever the number of rounds: against an observer of every
+        aggregate who knows the cohorts, and of every single update where these have noise.
+        """
+        private = np.isfinite(self.epsilons)
+        if not private.any():
+            return
+        relation: Relation = "replace_one" if self.moves == 2 else "zero_out"
+        mu = math.sqrt(self.squares[private].max())
+        words = f"individual budgets, a client leaves before it exceeds its own: {self._spread()}"
+        scope = Scope(f"{mechanism.sampling}, cohort known, {words}", "cohort known")
+        public = int((~private).sum())
+        excluded = (*mechanism.exclusions, SHOWN)
+        excluded += (f"{public} public clients, who have an infinite budget",) if public else ()
+        seen = {Observer.AGGREGATES: 1.0}
+        if mechanism.distributed:
+            seen[Observer.UPDATES] = mechanism.draws
+        exact = named("pld")
+        for observer, factor in seen.items():
+            event = Event(_EVERYONE, factor * mu)
+            epsilon = float(exact.curve(event, self.delta, np.array([1]))[0])
+            yield Guarantee(
+                "rigorous", "pld", "client", relation, observer, scope, epsilon, self.delta,
+                excluded, curve=partial(exact.tradeoff_of, event, 1),
+            )  # fmt: skip
+
+    def _spread(self) -> str:
+        epsilons = self.epsilons[np.isfinite(self.epsilons)]
+        least, most = float(epsilons.min()), float(epsilons.max())
+        return f"{most:.4g}" if least == most else f"from {least:.4g} to {most:.4g}"
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """For summary.json: how many clients have left, and quantiles over the clients that are not
+        public of the epsilon that each has spent.
+        """
+        private = np.isfinite(self.epsilons)
+        spent = pld.gaussian_epsilon(np.sqrt(state["spent"][private]), self.delta)
+        quantiles = np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else spent
+        return {
+            "left": int(state["left"].sum()),
+            "at": list(SHARES),
+            "epsilon_spent": quantiles.tolist(),
+        }

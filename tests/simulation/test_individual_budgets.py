@@ -1,0 +1,86 @@
+"""Clients that leave by budgets of their own, in a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import experiment
+
+from raydpfl import privacy, run
+from raydpfl.check.runs import carried_out
+from raydpfl.errors import ConfigError
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.planned_guarantee import of_config
+from raydpfl.simulation.resolution import resolve
+
+FEW = {
+    "rounds": 5,
+    "local": {"steps": 3, "batch": 4},
+    "measure": ["clients"],
+    "privacy": {"individual": {"kind": "uniform", "low": 1.0, "high": 7.0}},
+}
+
+
+def test_a_client_leaves_before_the_lengths_of_what_it_sends_exceed_its_budget(tmp_path):
+    asked = experiment(**FEW, bounding={"bound": 0.4}, weights={"kind": "data"})
+    plan = resolve(asked)
+    result = run(asked, tmp_path / "run")
+    clients = pq.read_table(tmp_path / "run" / "clients.parquet").to_pylist()
+    weights = plan.weights(np.arange(50))
+    squares, left = np.zeros(50), np.zeros(50, bool)
+    for row in clients:  # in the order of rounds
+        k = row["client"]
+        most = min(1.0, 0.4 / row["norm"])
+        more = squares[k] + (2 * row["norm"] * most * weights[k] / plan.sum_std(0.4)) ** 2
+        over = privacy.gaussian_epsilon(np.sqrt(more), 1e-5) > plan.individual.epsilons[k]
+        left[k] |= over
+        squares[k] = squares[k] if left[k] else more
+        assert row["factor"] == (0.0 if left[k] else pytest.approx(most))
+    assert 0 < left.sum() < 50
+    said = result.summary["individual"]
+    assert said["left"] == left.sum()
+    spent = privacy.gaussian_epsilon(np.sqrt(squares), 1e-5)
+    assert said["epsilon_spent"][::4] == pytest.approx([spent.min(), spent.max()])
+    own = [one for one in result.guarantees if "individual budgets" in str(one.sampling)]
+    assert [one.accountant for one in own] == ["pld", "pld"]
+    assert own[0].epsilon == pytest.approx(plan.individual.epsilons.max())
+    # who leaves has a memory, by which nothing is known to be amplified
+    assert result.guarantees[0].kind == "unproven"
+
+
+def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
+    noise = {"kind": "gaussian", "multiplier": 1.0, "common": True}
+    hashes = {
+        run(experiment(noise=noise, privacy=spent), tmp_path / f"{i}").summary["model_sha256"]
+        for i, spent in enumerate([{}, {"individual": 1e4}])
+    }
+    assert len(hashes) == 1
+
+
+def test_the_bits_are_the_same_on_actors_and_after_a_resume(tmp_path):
+    plan = resolve(experiment(**FEW, noise={"kind": "gaussian", "std": 1.0, "placement": "client"}))
+    inline = carried_out(plan, tmp_path / "inline")
+    assert inline.state.states["individual"]["left"].any()
+    others = [carried_out(plan, tmp_path / f"{n}", n) for n in (0, 3)]
+    carried_out(plan, tmp_path / "resumed", until=3)
+    others.append(carried_out(plan, tmp_path / "resumed", resume=True))
+    for other in others:
+        assert np.array_equal(other.state.model, inline.state.model)
+        for name, values in inline.state.states["individual"].items():
+            assert np.array_equal(other.state.states["individual"][name], values)
+
+
+def test_what_clients_had_spent_cannot_be_lost_by_fresh_noise(tmp_path):
+    plan = resolve(experiment(**FEW))
+    carried_out(plan, tmp_path, until=2)
+    with pytest.raises(ConfigError, match=r"none with privacy\.individual"):
+        Coordinator(plan, str(tmp_path), resume=True, fresh_noise=True).start()
+
+
+def test_a_poisson_cohort_stays_amplified_and_a_plan_says_what_budgets_hold():
+    sections = {**FEW, "selection": {"kind": "poisson", "cohort": 20}}
+    budget = of_config(experiment(**sections))
+    assert budget.guarantees[0].kind == "rigorous"
+    assert "cohort hidden" in str(budget.guarantees[0].sampling)
+    assert any("individual budgets" in note for note in budget.notes)
