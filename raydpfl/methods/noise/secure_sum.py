@@ -79,6 +79,9 @@ class SecureSum(Sourced):
         """Of noise of this std, in steps."""
         raise NotImplementedError
 
+    def by_norms(self) -> bool:
+        return False
+
     @property
     def repeatable(self) -> bool:
         return self.source == "keyed"
