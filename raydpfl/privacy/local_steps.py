@@ -250,7 +250,7 @@ class LocalSteps:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    def restarted(self) -> LocalSteps:
+    def restarted(self, most: int) -> LocalSteps:
         """The same for a run that was restarted with fresh noise: steps have noise of their own."""
         return self
 

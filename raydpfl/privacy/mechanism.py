@@ -105,14 +105,15 @@ class Event:
 
     def amounting(self, counts: ArrayLike) -> np.ndarray:
         """How many events with independent noise `counts` amount to where no sample is a secret,
-        float64 with the shape of `counts`. More than `squares` has are bounded by the costliest.
+        float64 with the shape of `counts`. More than `squares` has are bounded by Cauchy and
+        Schwarz, in groups of as many.
         """
         counts = np.asarray(counts)
         if not self.squares:
             return counts
         squares = np.array((0.0, *self.squares))
         most = len(self.squares)
-        more = counts * (squares[1:] / np.arange(1, most + 1)).max()
+        more = np.ceil(counts / most) * counts * (squares[1:] / np.arange(1, most + 1)).max()
         return np.where(counts > most, more, squares[np.minimum(counts, most)])
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
@@ -284,12 +285,13 @@ class Mechanism:
         squares = enumerate(self.squares, 1)
         return replace(event, squares=tuple(share * s + (1 - share) * n for n, s in squares))
 
-    def restarted(self) -> Mechanism:
-        """The same for a run that was restarted with fresh noise, so that any participations may be
-        of different segments, each with correlated noise of its own.
+    def restarted(self, most: int) -> Mechanism:
+        """The same for a run that was restarted with fresh noise, so that the participations of a
+        client, `most` at most, may be of different segments, each with noise of its own.
         """
         costliest = max((s / n for n, s in enumerate(self.squares, 1)), default=0.0)
-        return replace(self, squares=tuple(costliest * n for n, _ in enumerate(self.squares, 1)))
+        together = range(1, most + 1) if self.squares else ()
+        return replace(self, squares=tuple(costliest * n for n in together))
 
     def asking(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""

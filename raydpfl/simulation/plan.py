@@ -123,7 +123,8 @@ class Plan:
             )
             for restart in range(len(history) + 1)
         )
-        mechanism = self.mechanism and self.mechanism.restarted()
+        most = int(self.composed_rounds[-1]) + sum(map(len, history))
+        mechanism = self.mechanism and self.mechanism.restarted(most)
         changed = replace(self, history=history, first=first, clients_left=clients_left)
         return replace(changed, mechanism=mechanism)
 

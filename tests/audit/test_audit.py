@@ -284,6 +284,13 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
             "selection": {"kind": "cyclic", "period": 3, "cohort": 10, "scheme": "poisson"},
             "privacy": {"accountants": ["pld"], "relation": "zero_out"},
         },
+        *(
+            {
+                "noise": {"kind": kind, "multiplier": 2.0, "delta": 1e-5},
+                "selection": {"kind": "min_separation", "cohort": 15, "min_separation": 2},
+            }
+            for kind in ("tree_gaussian", "square_root_gaussian", "buffered_gaussian")
+        ),
         {"selection": {"kind": "availability", "period": 3, "window": 2, "cohort": 10}},
         {
             "bounding": {"kind": "normalize", "bound": 0.3, "scaling": "gradient"},

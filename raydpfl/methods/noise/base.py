@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,17 +93,23 @@ class Whitening:
     def __init__(self, noise: Noise):
         self._noise = noise
         self._t = 0
-        self._past: deque[np.ndarray] = deque()  # the latest first
+        self._past = np.empty((0, 0))  # sums, of which the first `count` are there
+        self._count = 0
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
         if not self._noise.correlated:
             return row
         coefficients = self._noise.whitening(self._t)
         self._t += 1
-        self._past.appendleft(row)
-        while len(self._past) > len(coefficients):
-            self._past.pop()
-        return np.tensordot(coefficients, np.stack(self._past), 1)
+        if self._count == len(self._past):
+            kept = self._past[self._count - min(self._count, len(coefficients) - 1) :]
+            self._count = len(kept)
+            room = np.empty((2 * len(kept) + 8, len(row)))
+            room[: len(kept)] = kept.reshape(len(kept), len(row))
+            self._past = room
+        self._past[self._count] = row
+        self._count += 1
+        return coefficients[::-1] @ self._past[self._count - len(coefficients) : self._count]
 
 
 def whitening_matrix(noise: Noise, rounds: int) -> np.ndarray:
