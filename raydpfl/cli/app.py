@@ -432,6 +432,9 @@ STRATEGY = (
 )
 STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
+NOISE = "On sums of integers: discrete-gaussian or skellam. Default: Gaussian noise."
+NOISES = ("discrete-gaussian", "skellam")
+BITS = "Width of the sum of a coordinate, with --noise. Default: 16."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson and random-allocation)."
@@ -459,6 +462,9 @@ def budget(
     participations: Annotated[int | None, _count(TAKEN)] = None,
     strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,
     separation: Annotated[int | None, _count(SEPARATION, CLIENT)] = None,
+    noise: Annotated[str | None, _option(NOISE, CLIENT, NOISES)] = None,
+    bits: Annotated[int | None, _count(BITS, CLIENT)] = None,
+    parameters: Annotated[int | None, _count("Of the model, with --noise.", CLIENT)] = None,
     unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,

@@ -187,7 +187,7 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
     rho = None
     if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
         event = view.mechanism.event(view.relation)
-        rho = float(event.unamplified(view.rounds)) ** 2 / 2
+        rho = None if event.skellam else float(event.unamplified(view.rounds)) ** 2 / 2
     return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
 
 

@@ -51,6 +51,7 @@ from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
 from raydpfl.privacy.factorization import STRATEGIES, covered
 from raydpfl.privacy.guarantee import SHARES, Guarantee, holding, loose
+from raydpfl.privacy.integer_noise import IntegerNoise, SkellamNoise
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
@@ -59,6 +60,7 @@ from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
+INTEGER_NOISES = {"discrete_gaussian": IntegerNoise, "skellam": SkellamNoise}
 LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
 _COUNTS = range(1, MOST_ROUNDS + 1)
@@ -112,7 +114,8 @@ class Budget:
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0
         self.answers = tuple(self._answers(self.asked, self.unknown))
-        first = self.answers[0]
+        covered = (each for each in self.answers if math.isfinite(each.guarantee.epsilon))
+        first = next(covered, self.answers[0])
         if first.rounds == 0:
             expected = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
             raise ConfigError("epsilon", self.epsilon, f"{expected}or more noise")
@@ -161,10 +164,14 @@ class Budget:
     def noise(self) -> dict[str, float]:
         """Multiplier, bound, sensitivity of the sum, std of the noise on it, and of one draw."""
         query = self.mechanism.queries[0]
+        moves = 2.0 if self.relation == "replace_one" else 1.0
+        if self.mechanism.integer:  # after rounding
+            lattice = self.mechanism.integer.lattice(self.mechanism.noise_multiplier)
+            moves *= math.sqrt(lattice.square) * lattice.step
         noise = {
             "noise_multiplier": self.mechanism.noise_multiplier,
             "bound": query.bound,
-            "sensitivity": query.bound * (2 if self.relation == "replace_one" else 1),
+            "sensitivity": query.bound * moves,
             "std_of_the_sum": query.std,
         }
         draw = _DRAW.get(self.mechanism.placement)
@@ -453,6 +460,9 @@ def of_clients(
     participations: int | None = None,
     strategy: str | None = None,
     separation: int = 1,
+    noise: str | None = None,
+    bits: int = 16,
+    parameters: int | None = None,
     v: float = 4.0,
 ) -> Budget:
     """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
@@ -468,6 +478,10 @@ def of_clients(
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
     then that of a node of the tree, or of z for a matrix whose first column has norm 1.
+
+    With `noise` discrete_gaussian (of the server) or skellam (of the clients) sums are of integers
+    modulo 2^`bits`, for a model of so many `parameters`, rotated
+    (`raydpfl.privacy.integer_noise`).
     """
     scheme = scheme_of(sampling)
     per_epoch = 1 if epoch and per_epoch is None else per_epoch
@@ -475,7 +489,9 @@ def of_clients(
     # which refuses None
     who = Sampling(scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
-    auto: Placement = "server" if who.size_secret or strategy else "client"
+    of_server = noise is not None and not INTEGER_NOISES.get(noise, SkellamNoise).by_clients
+    by_server = who.size_secret or strategy or of_server
+    auto: Placement = "server" if by_server else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
     place = places.get(placement)
     if not place:
@@ -496,6 +512,9 @@ def of_clients(
         )
     elif separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
+    if noise is not None:
+        integer = _integers(mechanism, noise, bits, parameters, strategy)
+        mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
 
 
@@ -526,6 +545,28 @@ def _correlated(
         most = min(participations, most)
     squares = STRATEGIES[strategy](rounds, separation, most)
     return replace(mechanism, squares=tuple(squares.tolist())), most
+
+
+def _integers(
+    mechanism: Mechanism, noise: str, bits: int, parameters: int | None, strategy: str | None
+) -> IntegerNoise:
+    """How sums are taken of integers."""
+    if noise not in INTEGER_NOISES:
+        expected = f"{' or '.join(INTEGER_NOISES)}; of itself noise is Gaussian"
+        raise ConfigError("noise", noise, expected)
+    of = INTEGER_NOISES[noise]
+    if mechanism.distributed != of.by_clients:
+        expected = f"{'client' if of.by_clients else 'server'}, with noise {noise}"
+        raise ConfigError("placement", mechanism.placement, expected)
+    if strategy is not None:
+        raise ConfigError("strategy", strategy, "none with sums of integers")
+    if not 8 <= bits <= 32:
+        raise ConfigError("bits", bits, "an integer from 8 to 32")
+    if parameters is None or parameters < 1:
+        raise ConfigError("parameters", parameters, f"those of the model, with noise {noise}")
+    integer = of(bits, mechanism.sampling.cohort, parameters)
+    integer.lattice(1.0)  # refuses a width that does not hold the sum
+    return integer
 
 
 def of_samples(
@@ -594,7 +635,9 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
         name: value.replace("-", "_") if isinstance(value, str) else value
         for name, value in options.items()
     }
-    names = {"kind": "sampling", "target": "epsilon"} | {name: name for name in parameters}
+    names = {"kind": "sampling", "target": "epsilon", "noise.bits": "bits"} | {
+        name: name for name in parameters
+    }
     with renamed(lambda name: _flag(names[name]) if name in names else name):
         return _UNITS[unit](**stated)
 

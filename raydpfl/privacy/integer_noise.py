@@ -104,6 +104,7 @@ class IntegerNoise:
     share: float = 1.0  # of the std of the noise on the sum: what an observer does not know
 
     renyi_alone: ClassVar[bool] = False  # whether only Renyi divergences are known
+    by_clients: ClassVar[bool] = False  # whether clients draw it, or the server
 
     def lattice(self, z: float) -> Lattice:
         """The grid at this std over the bound, as the observer has it. Raises `ConfigError` for a
@@ -154,7 +155,7 @@ class IntegerNoise:
 class SkellamNoise(IntegerNoise):
     """The same with Skellam noise."""
 
-    renyi_alone = True
+    renyi_alone = by_clients = True
 
     def reaches(self, z: float) -> bool:
         return True

@@ -15,6 +15,7 @@ from raydpfl.core.modular_sum import ModularSum, hadamard
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.privacy import Mechanism, Query, Sampling, covers, delta, epsilon, pld, rdp
 from raydpfl.privacy import integer_noise as integers
+from raydpfl.privacy.calculator import of_clients
 from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss, SkellamNoise
 
 
@@ -222,6 +223,20 @@ def test_what_integers_do_not_cover_is_refused():
         mechanism("skellam", 8, n=5000, population=50_000).event("replace_one")
     few = mechanism("discrete_gaussian", 8, d=16, z=0.1)
     assert not few.private and math.isinf(epsilon(few, "replace_one", 1e-5))
+
+
+@pytest.mark.parametrize("noise, name", [("discrete_gaussian", "pld"), ("skellam", "rdp")])
+def test_the_calculator_answers_for_the_accountants_that_cover_the_noise(noise, name):
+    asked = {"population": 900, "cohort": 90, "rounds": 60, "noise": noise, "parameters": 7850}
+    given = of_clients(**asked, noise_multiplier=1.1)
+    found = next(each for each in given.guarantees if each.accountant == name)
+    spent = epsilon(mechanism(noise), "replace_one", 1e-5, accountant=name)
+    assert found.epsilon == pytest.approx(spent, rel=1e-9)
+    assert 2 < given.noise["sensitivity"] < 2.001
+    back = of_clients(**asked, epsilon=found.epsilon)
+    assert back.mechanism.noise_multiplier == pytest.approx(1.1, rel=2e-4)
+    known = [each for each in given.guarantees if each.accountant == name][1]
+    assert (known.rho is None) == (noise == "skellam")  # which has no zCDP that is proved here
 
 
 # --- Skellam ---
