@@ -158,7 +158,7 @@ class ClientCanaryRun(CanaryRun):
         if t and bound != self._following and not self.unanswered:
             self.unanswered = f"the bound of round {t} is not what the noisy answers make it"
         self._bound = bound
-        self.stds.append(self._ratios["updates"] * bound * plan.weight)
+        self.stds.append(self._ratios["updates"] * bound * plan.weight * plan.factor(t))
         # The clients' noise is sized for the round with most dropouts: all others carry more.
         self._sum_std = self.stds[-1] * self._carried(cohort)
         self._client_std = plan.experiment.noise.client_std(self.stds[-1], plan.clients_left)
@@ -288,7 +288,7 @@ class ClientCanaryRun(CanaryRun):
         for query in on_sums(self.plan).sums[1:]:
             answers = np.nan_to_num(exact[query.name])
             added = sums[query.name] - float(answers.sum())
-            std = self._ratios[query.name] * query.bound
+            std = self._ratios[query.name] * query.bound * self.plan.factor(t)
             stds = added / (std * self._carried(cohort))
             self.answers.setdefault(query.name, []).append(stds)
             longest = float(np.abs(answers).max(initial=0.0)) / query.bound

@@ -185,7 +185,10 @@ def of_runs(
         columns = ([getattr(part, field.name) for part in parts] for field in fields(Scores))
         # by how much the client of the claim should move its statistic
         updates = mechanism.queries[0]
-        worst = (1.0 if q is None else q) * math.sqrt(seen.rounds) * updates.bound / updates.std
+        # of the rounds with least noise
+        factors = sorted(mechanism.factors or [1.0] * seen.rounds)[: seen.rounds]
+        worst = (1.0 if q is None else q) * updates.bound / updates.std
+        worst *= math.sqrt(sum(factor**-2 for factor in factors))
         scores = Scores(*map(np.concatenate, columns))
         claimed = seen.guarantee(name, spent[name], delta)
         mirrored = seen.relation == "replace_one"
@@ -253,6 +256,8 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
         query.bound / (noise.client_std(query.std, plan.clients_left) if single else query.std)
         for query in updates.queries
     ]
+    # in the round with most noise
+    deltas = [moved / max(updates.factors, default=1.0) for moved in deltas]
     mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in deltas))
     sampling = updates.sampling
     drawn = CERTAIN

@@ -25,7 +25,7 @@ def no_bit_changed(case: Example) -> str:
 def columns(case: Example) -> str:
     """Of each client it gives the columns that it declares, a number each."""
     plan = case.plan
-    noisy = plan.client_std(plan.experiment.bounding.initial_bound) > 0
+    noisy = plan.client_std(0, plan.experiment.bounding.initial_bound) > 0
     declared = set(case.member.columns(noisy))
     known = set(CLIENT_COLUMNS)
     for seen in case.whole.columns:

@@ -170,7 +170,7 @@ def as_accounted(case: Example) -> str:
     """The sum of a round carries as much noise as the accountants count on."""
     plan = case.plan
     noise = plan.experiment.noise
-    total = plan.drawn_std(plan.experiment.bounding.initial_bound)
+    total = plan.drawn_std(0, plan.experiment.bounding.initial_bound)
     if not total:
         return "none is accounted for on sums"
     least = plan.clients_left

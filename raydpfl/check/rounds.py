@@ -113,6 +113,7 @@ def epsilon(case: Example) -> str:
         and plan.experiment.noise.drawn_by() == "client",
         squares=cast(Mechanism, mechanism).squares,  # which the clause `sensitivity` holds
         integer=cast(Mechanism, mechanism).integer,
+        factors=tuple(map(plan.factor, range(plan.experiment.rounds))),
     )
     terms = plan.terms
     report = report_of(held, plan.rigorous, terms)
@@ -129,10 +130,10 @@ def noise_on_sums(case: Example) -> str:
     plan = case.plan
     whiten = Whitening(plan.experiment.noise)
     tails = []
-    for added, bound in zip(case.whole.added, case.whole.bounds, strict=True):
+    for t, (added, bound) in enumerate(zip(case.whole.added, case.whole.bounds, strict=True)):
         if added is None:
             return "the server draws none"
-        scores = plan.experiment.noise.scores(added, plan.drawn_std(bound))
+        scores = plan.experiment.noise.scores(added, plan.drawn_std(t, bound))
         square = float(np.sum(whiten(scores) ** 2))
         tails.append(min(chi2.cdf(square, plan.d), chi2.sf(square, plan.d)))
     worst = min(tails) * 2 * len(tails)

@@ -192,13 +192,15 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    z = mechanism.noise_multiplier
+    z = mechanism.least_multiplier
     printed = paper_epsilon(z, mechanism.sampling, rounds, delta, v)
     failed = printed.conditions_failed if z else (NOISELESS,)
     others = [f"the {query.name} of clients" for query in mechanism.queries if query.per_client]
     others += [str(mechanism.survey)] if mechanism.survey else []
     if others:
         failed += (f"nothing is released next to the sum (here too: {', '.join(others)})",)
+    if mechanism.factors:
+        failed += ("noise of one std in all rounds (here: that with the least in all of them)",)
     return Guarantee(
         "paper", "paper", mechanism.unit, "unstated", Observer.AGGREGATES,
         Scope.of_cohorts(mechanism.sampling), printed.value, delta, mechanism.exclusions, failed,

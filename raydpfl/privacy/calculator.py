@@ -288,6 +288,7 @@ class Budget:
         elif unknown == "noise":
             sampling = view.mechanism.sampling
             z = paper_multiplier(self._target, sampling, view.rounds, self.delta, self.v)
+            z *= mechanism.noise_multiplier / mechanism.least_multiplier
         at = self._at(z, max(rounds, 1))
         (printed,) = guarantees(at, self.relation, self.delta, None, [name], v=self.v)
         return Answer(printed, z, rounds, self._truth(z, rounds, self.delta))

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accountants.base import Part
@@ -146,6 +148,14 @@ def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list
             most = max(rounds for _, rounds in events)
             events = [(event, most) for event, _ in events]
         once = math.hypot(*(event.once for event, _ in events))
+        if any(event.mus for event, _ in events):
+            squares = np.zeros(max(rounds for _, rounds in events))
+            for event, rounds in events:
+                squares[:rounds] += event.first(rounds) ** 2
+            mus = tuple(np.sqrt(squares).tolist())
+            joint = replace(events[0][0], mu=max(mus, default=0.0), mus=mus, once=once)
+            parts.append((joint, len(mus)))
+            continue
         before = 0
         for last in sorted({rounds for _, rounds in events}):
             mu = math.hypot(*(event.mu for event, rounds in events if rounds >= last))

@@ -75,6 +75,7 @@ class LocalSteps:
     integer: ClassVar[None] = None  # noise at local steps is Gaussian
     unproved: ClassVar[str | None] = None
     hidden: ClassVar[bool] = False
+    factors: ClassVar[tuple[float, ...]] = ()
 
     def __post_init__(self) -> None:
         one_of("sampling", self.sampling, Literal["fresh", "epochs"])

@@ -116,11 +116,38 @@ class Event:
         more = np.ceil(counts / most) * counts * (squares[1:] / np.arange(1, most + 1)).max()
         return np.where(counts > most, more, squares[np.minimum(counts, most)])
 
+    # mu of the first, second, ... event where these differ; `mu` is then the largest of them, and
+    # that of any event beyond
+    mus: tuple[float, ...] = ()
+
+    @property
+    def convex(self) -> bool:
+        """See `SamplingScheme.convex`."""
+        return self.sampling.convex(self.relation)
+
+    def alike(self, count: int) -> list[tuple[Event, int]]:
+        """The first `count` events as events of one kind each, and how many these are."""
+        if not self.mus:
+            return [(self, count)]
+        kinds, counts = np.unique(self.first(count), return_counts=True)
+        return [
+            (replace(self, mu=mu, mus=(), once=0.0 if place else self.once), n)
+            for place, (mu, n) in enumerate(zip(kinds.tolist(), counts.tolist(), strict=True))
+        ]
+
+    def first(self, count: int) -> np.ndarray:
+        """mu of each of the first `count` events, float64 [count]."""
+        some = np.array(self.mus[:count])
+        return np.append(some, np.full(count - len(some), self.mu))
+
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
         float64 with the shape of `counts`: sqrt(counts (gaussians mu^2 + also^2) + once^2), with
         counts as they are `amounting` to.
         """
+        if self.mus:
+            squares = np.append(0.0, np.square(self.first(int(np.max(counts)))).cumsum())
+            return np.sqrt(squares[np.asarray(counts)] + self.once**2)
         counts = self.amounting(counts)
         if self.gaussians == 1 and not self.also and not self.once:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
@@ -155,6 +182,8 @@ class Mechanism:
             that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
             `rounds` is then the number of participations.
         integer: how sums of integers are taken, and their noise; None: noise is Gaussian.
+        factors: std of the noise on the sums of the first, second, ... round over that of
+            `queries`, above 0; empty: 1 in all. Rounds beyond them have the smallest.
     """
 
     sampling: Sampling
@@ -168,6 +197,7 @@ class Mechanism:
     survey: Survey | None = None
     squares: tuple[float, ...] = ()
     integer: IntegerNoise | None = None
+    factors: tuple[float, ...] = ()
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
@@ -182,6 +212,10 @@ class Mechanism:
             raise ConfigError("queries", self.queries, "at least one query")
         if all(query.per_client for query in self.queries):
             raise ConfigError("queries", self.queries, "at least one query of a sum")
+        if not all(0 < factor < math.inf for factor in self.factors):
+            raise ConfigError("factors", self.factors, "positive finite numbers, one a round")
+        differ = any(factor != 1 for factor in self.factors)
+        object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
         object.__setattr__(self, "queries", tuple(self.queries))
         object.__setattr__(self, "exclusions", tuple(self.exclusions))
 
@@ -271,12 +305,21 @@ class Mechanism:
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose: one round, and all surveys once, under this relation."""
+        """What accountants compose: one round, and all surveys once, under this relation. Where a
+        client's own rounds are counted they are taken to be those with the least noise.
+        """
         once = self.survey.mu(relation) if self.survey else 0.0
         loss = None
         if self.integer:
             loss = self.integer.skellam_loss(self._moves(relation), self.noise_multiplier)
         event = Event(self.sampling, self.mu(relation), once=once, relation=relation, skellam=loss)
+        if self.factors and self.private:
+            ordered = sorted(self.factors) if self.sampling.by_participation else self.factors
+            alone = [query for query in self.queries if query.per_client]
+            unscaled = sum((query.bound / query.std) ** 2 for query in alone)
+            inverse = (self.noise_multiplier * np.array(ordered)) ** -2 + unscaled
+            mus = (2 if relation == "replace_one" else 1) * np.sqrt(inverse)
+            return replace(event, mu=float(mus.max()), mus=tuple(mus.tolist()))
         if not (self.squares and self.private):
             return event
         # the other queries of a round have noise of their own
@@ -292,6 +335,11 @@ class Mechanism:
         costliest = max((s / n for n, s in enumerate(self.squares, 1)), default=0.0)
         together = range(1, most + 1) if self.squares else ()
         return replace(self, squares=tuple(costliest * n for n in together))
+
+    @property
+    def least_multiplier(self) -> float:
+        """`noise_multiplier` of the round with least noise."""
+        return self.noise_multiplier * min(self.factors, default=1.0)
 
     def asking(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""
@@ -317,6 +365,8 @@ class Mechanism:
         if self.stateful and relation == "replace_one" and self.sampling.coins is not None:
             known = "covered where a client may be absent, nearest: zero_out or add_remove"
             return f"clients with state ({self.stateful}) in a Poisson cohort are {known}"
+        if self.factors and self.sampling.scheme.in_epochs():
+            return f"{self.sampling.kind} of rounds whose noise differs; nearest: selection poisson"
         if not self.distributed:
             return None
         nearest = "nearest: noise.placement server"
@@ -331,7 +381,9 @@ class Mechanism:
     def unsampled(self) -> Mechanism:
         """The same mechanism for an observer who knows the cohorts: everyone in every round."""
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
-        return replace(self, sampling=everyone)
+        # which rounds a client is in is not known: those with the least noise come first
+        ordered = self.factors if self.sampling.everyone else sorted(self.factors)
+        return replace(self, sampling=everyone, factors=tuple(ordered))
 
     def of_person(self, group: int) -> Mechanism:
         """The same mechanism as it bears on `group` units of the population together, from 1 to all
@@ -375,7 +427,7 @@ class Mechanism:
 
     def round_digest(self) -> str:
         """The digest of one round, the same for runs that differ in their number of rounds."""
-        return replace(self.asking(0), rounds=1, squares=()).digest()
+        return replace(self.asking(0), rounds=1, squares=(), factors=()).digest()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal; a user-defined
@@ -406,6 +458,7 @@ class Mechanism:
         tree |= (
             {"integer": [type(self.integer).__name__, asdict(self.integer)]} if self.integer else {}
         )
+        tree |= {"factors": self.factors} if self.factors else {}
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -133,7 +133,7 @@ class LossDistribution:
             end = min(last, first + first // (2 * every) * every) if tilted else last
             pair = self._tilted(delta, end, every, also, once) if tilted else (self, also)
             tails = pair[0]._tails(first, end, every, pair[1], once)
-            epsilons += [_epsilon_at(delta, self.step, tail) for tail in tails]
+            epsilons += [epsilon_at(delta, self.step, tail) for tail in tails]
             first = end + every
         return np.array(epsilons)
 
@@ -373,7 +373,8 @@ def _log_sum(logs: np.ndarray) -> float:
     return float(top + math.log(np.exp(logs - top).sum()))
 
 
-def _epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
+def epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
+    """Epsilon at `delta` of deltas at 0, step, 2 step, ...; infinite below the last of them."""
     if deltas[-1] > delta:
         return math.inf
     i = int(np.argmax(deltas <= delta))
@@ -659,7 +660,7 @@ def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> 
             (_on_grid(*pairs[direction % len(pairs)], step, math.ceil(reach / step)), count)
             for (pairs, count), reach in zip(parts, reaches, strict=True)
         ]
-        epsilons.append(_epsilon_at(delta, step, _tail(grids)))
+        epsilons.append(epsilon_at(delta, step, _tail(grids)))
     return max(epsilons)
 
 

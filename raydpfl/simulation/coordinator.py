@@ -107,7 +107,7 @@ class Coordinator:
         total, results = self.collect(t, cohort)
         columns = joined(results)
         if self.plan.individual:
-            std = self.plan.sum_std(state.bound)
+            std = self.plan.sum_std(t, state.bound)
             spent = columns["client"], columns.pop("contribution"), std, state.states["individual"]
             self.plan.individual.spend(*spent)
         clock.lap("collect")
@@ -154,11 +154,11 @@ class Coordinator:
         per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
         limits = None
         if plan.individual:
-            std, spent = plan.sum_std(state.bound), state.states["individual"]
+            std, spent = plan.sum_std(t, state.bound), state.states["individual"]
             limits = plan.individual.limits(clients, std, spent)
         cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients), limits)
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
-        std = plan.client_std(state.bound)
+        std = plan.client_std(t, state.bound)
         most = None if state.bound is None else state.bound * plan.weight
         modular = plan.modular(t, state.bound)
         count = len(cohort)
@@ -185,7 +185,7 @@ class Coordinator:
         back into the units of what clients send.
         """
         plan, bound = self.plan, self.state.bound
-        self._added = self.noise.on_sum(t, plan.drawn_std(bound), total)
+        self._added = self.noise.on_sum(t, plan.drawn_std(t, bound), total)
         released = total if self._added is None else total + self._added
         modular = plan.modular(t, bound)
         if modular is None:
@@ -244,7 +244,7 @@ class Coordinator:
                     f"bounding.kind {bounding.kind} answers its query {query.name} with "
                     f"{worst:g}, above its bound of {query.bound:g}"
                 )
-            std = plan.side_stds.get(query.name, 0.0)
+            std = plan.side_stds.get(query.name, 0.0) * plan.factor(t)
             who = (cohort.clients, cohort.draws, plan.clients_left)
             side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)
             exact = float(answers.sum())

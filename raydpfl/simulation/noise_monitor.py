@@ -312,8 +312,8 @@ class MonitoredNoise:
         seed: of the noise.
         d: parameters of the model.
         t: the first round that it draws for.
-        sum_std: gives the accounted std of the noise on a round's sum, from its bound; None: no
-            noise is accounted for.
+        sum_std: gives the accounted std of the noise on a round's sum, from the round and its
+            bound; None: no noise is accounted for.
     """
 
     def __init__(
@@ -322,11 +322,11 @@ class MonitoredNoise:
         seed: int,
         d: int,
         t: int,
-        sum_std: Callable[[float | None], float] | None,
+        sum_std: Callable[[int, float | None], float] | None,
     ):
         self._noise = noise
         self._source = noise.on_server(seed, d)
-        self._sum_std = sum_std or (lambda bound: 0.0)
+        self._sum_std = sum_std or (lambda t, bound: 0.0)
         self._tested = noise.is_user_defined and sum_std is not None
         if not self._tested:
             return
@@ -357,7 +357,7 @@ class MonitoredNoise:
         """Tests what the clients of a round have drawn, whose sum is `total`, float64 [d]."""
         if not self._tested:
             return
-        t, std, sum_std = work.t, work.client_std, self._sum_std(work.bound)
+        t, std, sum_std = work.t, work.client_std, self._sum_std(work.t, work.bound)
         parts = [result.drawn for result in results if result.drawn]
         name = f"of {cohort} clients"
         self._unrelated = []

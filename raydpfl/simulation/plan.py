@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,8 +51,8 @@ SHOWS = ("track",)  # sections that say where a run is shown, and nothing of wha
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run is made of. All stds scale with the bound in force, so the mechanism is the
-    same in every round.
+    """Everything a run is made of. All stds scale with the bound in force, and by round as the
+    mechanism's `factors` say.
     """
 
     experiment: Experiment  # nothing left at auto but client.actors
@@ -71,6 +72,8 @@ class Plan:
     # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
     first: int = 0  # the round that it was restarted from
+    # by round, std of the noise on sums over that of `ratio` and `side_stds`; empty: 1 in all
+    factors: tuple[float, ...] = ()
 
     @property
     def cohort(self) -> int:
@@ -125,6 +128,11 @@ class Plan:
         )
         most = int(self.composed_rounds[-1]) + sum(map(len, history))
         mechanism = self.mechanism and self.mechanism.restarted(most)
+        if self.factors:  # of all releases, one after another
+            past = [range(segment.first, segment.end) for segment in history]
+            rounds = chain(*past, range(first, experiment.rounds))
+            factors = tuple(map(self.factor, rounds))
+            mechanism = replace(cast(Mechanism, mechanism), factors=factors)
         changed = replace(self, history=history, first=first, clients_left=clients_left)
         return replace(changed, mechanism=mechanism)
 
@@ -235,6 +243,9 @@ class Plan:
             self._clients(),
             dict(self.platform),
         ]
+        schedule = self.experiment.noise.meaning().get("schedule")
+        if schedule:  # as text, for keys that are numbers
+            facts.append(["schedule", str(schedule)])
         return _digest64(facts)
 
     @property
@@ -343,13 +354,17 @@ class Plan:
             )
         return weights
 
-    def sum_std(self, bound: float | None) -> float:
-        """Std of the noise on the sum of the contributions of a round with this bound; 0 when it is
+    def factor(self, t: int) -> float:
+        """Std of the noise on the sums of round t over that of `ratio` and `side_stds`."""
+        return self.factors[t] if self.factors else 1.0
+
+    def sum_std(self, t: int, bound: float | None) -> float:
+        """Std of the noise on the sum of the contributions of round t with this bound; 0 when it is
         drawn at local steps.
         """
         if not self.ratio or bound is None:
             return 0.0
-        return self.ratio * bound * self.weight
+        return self.ratio * bound * self.weight * self.factor(t)
 
     @cached_property
     def lattice(self) -> Lattice | None:
@@ -367,15 +382,15 @@ class Plan:
         how = self.mechanism.integer
         return ModularSum(step, self.lattice.square, how.bits, how.rotated, self.noise_seed, t)
 
-    def drawn_std(self, bound: float | None) -> float:
+    def drawn_std(self, t: int, bound: float | None) -> float:
         """`sum_std`, in steps where sums are of integers."""
-        return self.sum_std(bound) if self.lattice is None else self.lattice.std
+        return self.sum_std(t, bound) if self.lattice is None else self.lattice.std
 
-    def client_std(self, bound: float | None) -> float:
+    def client_std(self, t: int, bound: float | None) -> float:
         """Std of the noise that one client draws on what it sends, in steps if that is integers; 0
         when it draws none. The round with most dropouts still has the sum's.
         """
-        return self.experiment.noise.client_std(self.drawn_std(bound), self.clients_left)
+        return self.experiment.noise.client_std(self.drawn_std(t, bound), self.clients_left)
 
     def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
         """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;

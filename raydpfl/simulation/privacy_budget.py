@@ -63,8 +63,8 @@ class Account:
         plan = self.plan
         assert plan.mechanism is not None
         release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}
-        release["std"] = plan.sum_std(bound)
-        release |= {f"{name}_std": std for name, std in plan.side_stds.items()}
+        release["std"] = plan.sum_std(t, bound)
+        release |= {f"{name}_std": std * plan.factor(t) for name, std in plan.side_stds.items()}
         if plan.mechanism.survey:
             release["survey_std"] = plan.mechanism.survey.std if plan.surveyed(t) else 0.0
         asked = plan.experiment.selection.loss_query

@@ -154,7 +154,7 @@ class Recorder:
         row["bound"] = experiment.bounding.sample_bound or seen.bound
         # drawn at every client's local steps, there is none on the sum
         at_steps = self.plan.mechanism is not None and self.plan.mechanism.by_draws
-        row["noise_std"] = None if at_steps else self.plan.sum_std(seen.bound)
+        row["noise_std"] = None if at_steps else self.plan.sum_std(seen.t, seen.bound)
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
         norms = _finite(columns["norm"])

@@ -144,6 +144,7 @@ def resolve(
         mechanism=mechanism,
         individual=individual,
         platform=provenance.of(unseen),
+        factors=mechanism.factors if mechanism else (),
     )
     plan.check(shards)
     return plan

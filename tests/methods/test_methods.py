@@ -492,7 +492,7 @@ def test_noised_losses_are_accounted_for_beside_the_updates_and_calibration_take
     spent = result.guarantees[0].epsilon
     assert 8.99 < spent <= 9.0
     assert spent == pytest.approx(privacy.gaussian_epsilon(mu, 1e-5), rel=1e-6)
-    assert plan.sum_std(1.0) == pytest.approx(z)
+    assert plan.sum_std(0, 1.0) == pytest.approx(z)
     exact = resolve(experiment(**{**chosen.to_dict(), "selection": {**NOISED, "loss_std": 0.0}}))
     assert z > 1.02 * exact.mechanism.noise_multiplier
     by = {(each.accountant, each.observer): each for each in result.guarantees}
@@ -563,7 +563,7 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
     plan = resolve(dropping)
     kept = [len(dropping.selection.draw(dropping.seed, t, plan.population)) for t in range(20)]
     assert min(kept) < 20
-    assert plan.client_std(1.0) * math.sqrt(min(kept)) == pytest.approx(plan.sum_std(1.0))
+    assert plan.client_std(0, 1.0) * math.sqrt(min(kept)) == pytest.approx(plan.sum_std(0, 1.0))
     result = run(dropping, tmp_path / "out")
     assert result.rounds["cohort"].to_pylist() == kept
     assert result.rounds["lost"].to_pylist() == [20 - count for count in kept]
@@ -573,8 +573,8 @@ def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
 def test_a_virtual_cohort_leaves_its_noise_on_the_mean_and_says_whose_guarantee_it_is():
     virtual = {"virtual_cohort": 200, "virtual_population": 10_000}
     plan = resolve(experiment(noise={"kind": "gaussian", "multiplier": 2.0, **virtual}))
-    assert plan.sum_std(1.0) / 20 == pytest.approx(2.0 / 200)
-    assert plan.client_std(1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(1.0))
+    assert plan.sum_std(0, 1.0) / 20 == pytest.approx(2.0 / 200)
+    assert plan.client_std(0, 1.0) * math.sqrt(20) == pytest.approx(plan.sum_std(0, 1.0))
     assert plan.mechanism.sampling.population == 10_000 and plan.mechanism.sampling.cohort == 200
     found = plan.guarantees(4, {0: 1})
     assert any("stand for 200 of 10000" in each for each in found[0].exclusions)
@@ -618,7 +618,7 @@ class Signed(Weights):
 
 def test_a_weight_below_zero_counts_by_its_size():
     plan = resolve(experiment(weights={"kind": "test_methods:Signed"}))
-    assert plan.weight == 3.0 and plan.sum_std(1.0) == pytest.approx(3.0)  # noise multiplier 1
+    assert plan.weight == 3.0 and plan.sum_std(0, 1.0) == pytest.approx(3.0)  # noise multiplier 1
 
 
 def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(tmp_path):

@@ -41,7 +41,7 @@ def test_a_run_says_how_its_sums_were_taken_and_is_that_of_exact_sums(kind, tmp_
     said = run.finish("completed", save=True)["secure_sums"]
     assert said["bits"] == 14 and said["bits_sent"] == 14 * plan.d and said["wrapped"] == 0
     assert said["repeatable"] and 1 <= said["sensitivity"] < 1.1
-    assert plan.sum_std(0.5) == pytest.approx(said["noise_steps"] * said["step"] * 0.5)
+    assert plan.sum_std(0, 0.5) == pytest.approx(said["noise_steps"] * said["step"] * 0.5)
     # in one round with the same keys but next to no noise the clients' sum is what is left
     quiet = resolve(of(kind, multiplier=1.0, bits=32))
     lattice = replace(quiet.mechanism.integer.lattice(1.0), std=1e-3)

@@ -101,7 +101,7 @@ def test_noise_that_leaves_clients(tmp_path):
     plan = coordinator.plan
     actor = coordinator.pool.client
     rows = []
-    std = plan.client_std(0.5)
+    std = plan.client_std(0, 0.5)
     assert std == pytest.approx(3.0 * 0.5 * plan.weight / math.sqrt(8))
     for t in range(7):
         clients = np.append(np.arange(30), 29)

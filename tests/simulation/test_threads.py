@@ -288,7 +288,7 @@ class Trained:
         given = plan.weights(clients), sizes, e.client.chunk, plan.step_stds(clients)
         chunks = scheduler.chunks(cohort, *given, plan.chunk_costs(clients))
         bound = e.bounding.initial_bound
-        std = plan.client_std(bound)
+        std = plan.client_std(0, bound)
         most = None if bound is None else bound * plan.weight
         work = Work(1, plan.seed, plan.noise_seed, bound, std, Grid.of(23, most, std))
         model = models.flatten(self.actor.module).numpy()

@@ -348,7 +348,7 @@ def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     noised = resolve(asked(tmp_path, model, bounding={"kind": "clip", "bound": 1e-3}))
     watched = carried_out(noised, tmp_path / "noised")
     assert {len(total) for total in watched.totals} == {size}
-    spread = watched.totals[0].std() / noised.sum_std(1e-3)
+    spread = watched.totals[0].std() / noised.sum_std(0, 1e-3)
     assert spread == pytest.approx(1, abs=5 / (2 * size) ** 0.5)
 
 

@@ -21,6 +21,7 @@ from raydpfl.privacy.integer_noise import IntegerNoise
 from raydpfl.privacy.types import Placement
 
 DELTA = 1e-5
+FACTORS = (1e-6, 1e6)  # of the std of a round
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,13 @@ class Noise(Member):
         by_clients = clients if self.drawn_by() == "client" else None
         return survey_noise(seed, t, std, bins, by_clients)
 
+    def factor(self, t: int) -> float:
+        """Std of the noise on the sums of round t, from 0, over that of its size: here 1 in every
+        round. A class with another accounts, and calibrates, round by round; noise that is
+        correlated over the rounds has none.
+        """
+        return 1.0
+
     def whitening(self, t: int) -> np.ndarray:
         """What the released sums of rounds t, t - 1, ... have to be multiplied by and added up, so
         that the noise in the results is independent over the rounds and has the std asked for:
@@ -344,7 +352,8 @@ class Noise(Member):
             )
         if mechanism.unproved:
             exclusions += (mechanism.unproved,)
-        mechanism = replace(mechanism, exclusions=exclusions)
+        factors = self._factors(setting)
+        mechanism = replace(mechanism, exclusions=exclusions, factors=factors)
         on_sums.check_covered(setting, mechanism, self.terms_in(setting).relation)
         return mechanism
 
@@ -353,6 +362,22 @@ class Noise(Member):
         they are not.
         """
         return None
+
+    def _factors(self, setting: Setting) -> tuple[float, ...]:
+        """`factor` of every round. Raises `ConfigError` for one out of range, or of noise that is
+        correlated over the rounds, or of integers.
+        """
+        factors = tuple(float(self.factor(t)) for t in range(setting.rounds))
+        wrong = [factor for factor in factors if not FACTORS[0] <= factor <= FACTORS[1]]
+        if wrong:
+            low, high = FACTORS
+            expected = f"one whose factors of the std are from {low:g} to {high:g} in all rounds"
+            raise ConfigError("noise.schedule", wrong[0], expected)
+        integers = type(self).integers is not Noise.integers
+        if any(factor != 1 for factor in factors) and (self.correlated or integers):
+            expected = "none with noise that is correlated over the rounds, or of integers"
+            raise ConfigError("noise.schedule", self.kind, expected)
+        return factors
 
     def size(self, outline: Mechanism, facts: RunFacts) -> float:
         """The noise multiplier z = std of the noise on the sum / (bound x largest weight), all

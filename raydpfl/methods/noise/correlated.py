@@ -34,6 +34,7 @@ class CorrelatedGaussian(Gaussian):
     def _rigorous(self) -> CorrelatedGaussian:
         expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
         self._refuse("calibration", expected, "rigorous")
+        self._refuse("schedule", "none with noise that is correlated over the rounds")
         return self
 
     def span(self) -> int | None:

@@ -17,6 +17,7 @@ from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import on_sums
 from raydpfl.methods.noise.base import Noise, RunFacts
+from raydpfl.methods.noise.schedule import NoiseSchedule
 from raydpfl.privacy import LocalSteps, Mechanism, Relation, Release, Sampling, Terms, budgets
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.types import Placement
@@ -24,7 +25,7 @@ from raydpfl.privacy.types import Placement
 # the fields that determine how large the noise is
 SIZES = {
     "epsilon", "rounds", "multiplier", "std", "delta", "calibration", "v", "virtual_cohort",
-    "virtual_population", "common",
+    "virtual_population", "common", "schedule",
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class Gaussian(Noise):
         {"multiplier": 1.0, "placement": "server"},
         {"multiplier": 1.0, "common": True},
         {"multiplier": 1.0, "virtual_cohort": 18},
+        {"epsilon": 8.0, "schedule": {"decay": 0.9, "phases": [[2, 1.5]]}},
         {"multiplier": 1.0, "placement": "step"},
         {"epsilon": {"kind": "uniform", "low": 1.0, "high": 20.0}, "placement": "step"},
     )
@@ -96,6 +98,9 @@ class Gaussian(Noise):
         default=None,
         ge=1,
         description="the clients that virtual_cohort is drawn from; by default in proportion",
+    )
+    schedule: NoiseSchedule | None = Field(
+        default=None, description="the std by round, over that of the size; None: the same in all"
     )
     common: bool = Field(
         default=False, description="one noise for all runs with one seed, to compare them in pairs"
@@ -149,6 +154,9 @@ class Gaussian(Noise):
 
     def release(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude=SIZES)
+
+    def factor(self, t: int) -> float:
+        return 1.0 if self.schedule is None else self.schedule.at(t)
 
     # --- what accountants know ---
 
@@ -292,6 +300,9 @@ class Gaussian(Noise):
             raise ConfigError("privacy.accountants", [], expected)
 
     def _check_sums(self, setting: Setting) -> None:
+        if self.schedule is not None and self.calibration != "rigorous":
+            expected = "rigorous with noise.schedule: the papers' formulas are for one std"
+            raise ConfigError("noise.calibration", self.calibration, expected)
         if setting.per_sample_bound is not None:
             raise ConfigError("noise.placement", self.placement, "step, with per_sample_clip")
         if self.epsilon is not None and not isinstance(self.epsilon, int | float):
@@ -317,6 +328,7 @@ class Gaussian(Noise):
         self._refuse("rounds", f"{expected}: a client's noise is for the rounds that it is in")
         self._refuse("v", f"{expected}, whose formulas have no such constant", 4.0)
         self._refuse("virtual_cohort", f"{expected}: each client's noise is its own")
+        self._refuse("schedule", f"{expected}: a client's noise is the same at all its steps")
         if setting.relation not in ("auto", "replace_one"):
             expected = "replace_one (of a sample), for noise at local steps"
             raise ConfigError("privacy.relation", setting.relation, expected)

@@ -70,6 +70,7 @@ class SecureSum(Sourced):
     @model_validator(mode="after")
     def _of_integers(self) -> SecureSum:
         self._refuse("calibration", "rigorous: no paper's formula is for integers", "rigorous")
+        self._refuse("schedule", "none with a sum of integers, whose step is for one std")
         self._refuse("virtual_cohort", "none with a sum of integers, whose width is for those")
         if not self.repeatable:
             self._refuse("common", "false, as noise.source system is never the same", False)

@@ -35,10 +35,10 @@ class Paper(Accountant):
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
         rounds = np.arange(first, last + 1)
-        return _scale(mechanism.sampling, rounds, delta, v) / mechanism.noise_multiplier
+        return _scale(mechanism.sampling, rounds, delta, v) / mechanism.least_multiplier
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
-        z = mechanism.noise_multiplier
+        z = mechanism.least_multiplier
         return math.exp(-((epsilon * z / mechanism.sampling.q) ** 2) / (v * rounds))
 
 

@@ -14,6 +14,7 @@ from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
 from raydpfl.privacy.accountants.rdp import Rdp
 from raydpfl.privacy.mechanism import Event
 from raydpfl.privacy.tradeoff import TradeOff
+from raydpfl.privacy.unequal_rounds import Rounds
 
 _OF_CHERNOFF = 0.02  # about what delta is of its Chernoff bound
 
@@ -29,6 +30,17 @@ class Pld(Accountant):
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
+        if event.mus:
+            first, last = int(counts[0]), int(counts[-1])
+            unequal = _unequal(event, last)
+            tails = (unequal.deltas(d, first) for d in range(unequal.directions))
+            composed = np.max(
+                [[pld.epsilon_at(delta, unequal.step, each) for each in one] for one in tails],
+                axis=0,
+            )
+            if _by_rdp(event):
+                composed = np.minimum(composed, Rdp().curve(event, delta, counts))
+            return composed
         times, parts = event.sampling.scheme.charged(event.sampling, counts)
         spent = np.empty(len(counts))
         for part in np.unique(parts).tolist():
@@ -57,6 +69,10 @@ class Pld(Accountant):
     def tradeoff_of(self, event: Event, count: int) -> TradeOff:
         if not event.sampling.hidden:
             return TradeOff.gaussian(float(event.unamplified(count)))
+        if event.mus:
+            unequal = _unequal(event, count)
+            ends = [next(unequal.deltas(d, count)) for d in range(unequal.directions)]
+            return TradeOff.of_directions(unequal.step, ends)
         times, part = _charged(event, count)
         once = event.once > 0
         losses = _losses(event, times if once else event.gaussians, part, pld.tail_for(1.0, times))
@@ -66,6 +82,11 @@ class Pld(Accountant):
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
+        if event.mus:
+            composed = float(self.tradeoff_of(event, count).delta(epsilon))
+            if _by_rdp(event):
+                composed = min(composed, Rdp().delta_of(event, epsilon, count))
+            return composed
         rounds, part = _charged(event, count)
         times = rounds if event.once else event.gaussians
         asked = epsilon, rounds, event.gaussians
@@ -82,6 +103,7 @@ class Pld(Accountant):
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
         """All Gaussians over everyone are one."""
+        parts = [part for event, n in parts for part in event.alike(n)]
         secret = [part for part in parts if part[0].sampling.hidden]
         open_ones = [event.unamplified(n) for event, n in parts if not event.sampling.hidden]
         over_everyone = [math.sqrt(event.also**2 * n + event.once**2) for event, n in secret]
@@ -122,6 +144,16 @@ def _pairs(event: Event, part: int) -> tuple[pld.CurvePair, ...]:
     """The curves of one of an event's Gaussians, or of a `part` of it."""
     scheme, asked = event.sampling.scheme, (event.sampling, event.mu, event.relation)
     return scheme.part_curves(*asked, part) if part else scheme.curves(*asked)
+
+
+@lru_cache(maxsize=16)
+def _unequal(event: Event, count: int) -> Rounds:
+    """The losses of the first `count` of events that differ."""
+
+    def curves(mu: float) -> tuple[pld.CurvePair, ...]:
+        return event.sampling.scheme.curves(event.sampling, mu, event.relation)
+
+    return Rounds(curves, event.first(count), event.convex, event.once)
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,9 @@ amplifies: see `raydpfl.privacy.rdp`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +15,9 @@ from raydpfl.privacy import rdp
 from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
 from raydpfl.privacy.mechanism import Event
 from raydpfl.privacy.repetition import Repetition
+from raydpfl.privacy.unequal_rounds import in_levels
+
+_LEVELS = 64  # of noise, at which divergences are computed where it differs by round
 
 
 class Rdp(Accountant):
@@ -22,8 +27,11 @@ class Rdp(Accountant):
     needs = NEEDS["rdp"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        amounting = event.amounting(counts)
-        return rdp.epsilons(_divergences(event), delta, amounting, rdp.gaussian(event.once))
+        once = rdp.gaussian(event.once)
+        if event.mus:
+            rounds = _composed(event, int(counts[-1]))[int(counts[0]) - 1 :]
+            return np.array([rdp.epsilons(spent, delta, 1) for spent in rounds + once])
+        return rdp.epsilons(_divergences(event), delta, event.amounting(counts), once)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
@@ -39,11 +47,34 @@ class Rdp(Accountant):
 
 
 def _spent(event: Event, count: int) -> np.ndarray:
-    """Renyi divergences float64 [orders] of so many events."""
-    return _divergences(event) * event.amounting(count) + rdp.gaussian(event.once)
+    """Renyi divergences float64 [orders] of the first `count` events."""
+    once = rdp.gaussian(event.once)
+    if not event.mus:
+        return _divergences(event) * event.amounting(count) + once
+    return _composed(event, count)[-1] + once
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
+def _composed(event: Event, count: int) -> np.ndarray:
+    """Renyi divergences of the first 1, ..., `count` of events that differ, float64 [count,
+    orders]. Divergences of a mixture, and those in between two levels, are averages of their
+    exponentials (docs/proofs.md, Rounds that differ).
+    """
+    mus = event.first(count)
+    if not event.sampling.hidden:
+        return np.square(mus).cumsum()[:, None] * rdp.gaussian(1.0)
+    distinct, place = np.unique(mus, return_inverse=True)
+    levels, weights = in_levels(distinct, event.convex, _LEVELS)
+    alone = replace(event, mus=(), once=0.0)
+    known = [_divergences(replace(alone, mu=mu)) * (rdp.ORDERS - 1) for mu in levels.tolist()]
+    rows = [
+        np.logaddexp.reduce([known[i] + math.log(row[i]) for i in np.flatnonzero(row)], axis=0)
+        for row in weights
+    ]
+    return (np.array(rows) / (rdp.ORDERS - 1))[place.reshape(-1)].cumsum(axis=0)
+
+
+@lru_cache(maxsize=256)
 def _divergences(event: Event) -> np.ndarray:
     """Renyi divergences float64 [orders] of one event at `rdp.ORDERS`."""
     sampling = event.sampling

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
 from raydpfl.privacy.pld import CurvePair
@@ -93,6 +94,10 @@ class Sampling:
     @property
     def repeats(self) -> bool:
         return self.scheme.repeats()
+
+    def convex(self, relation: Relation) -> bool:
+        """As `SamplingScheme.convex`, of the schemes of the package alone."""
+        return self.scheme.convex(relation) and not is_user_defined(type(self.scheme))
 
     @property
     def by_participation(self) -> bool:
@@ -262,6 +267,12 @@ class SamplingScheme:
         orders from 2 on; without this method rdp covers Gaussian sums alone.
         """
         raise NotImplementedError
+
+    def convex(self, relation: Relation) -> bool:
+        """Whether `curves` are sums, with positive weights that do not depend on mu, of
+        `raydpfl.privacy.gaussian_delta` at mu and any function of epsilon.
+        """
+        return False
 
     def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
         """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`

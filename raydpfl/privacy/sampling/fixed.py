@@ -19,6 +19,9 @@ class FixedSizeSampling(SamplingScheme):
     def words(self, sampling):
         return f"fixed size {sampling.cohort} of {sampling.population}"
 
+    def convex(self, relation):
+        return relation == "replace_one"
+
     def curves(self, sampling, mu, relation):
         q = sampling.q
         if relation == "add_remove":

@@ -50,6 +50,9 @@ class PoissonSampling(SamplingScheme):
     def words(self, sampling):
         return f"Poisson, {sampling.cohort} of {sampling.population} expected"
 
+    def convex(self, relation):
+        return relation != "replace_one"
+
     def curves(self, sampling, mu, relation):
         if relation != "replace_one":
             return pld.poisson_curves(sampling.q, mu)

@@ -1,0 +1,143 @@
+"""Rounds whose noise differs, against the library, closed forms and equal rounds."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import experiment
+from dp_accounting import dp_event, pld, rdp
+
+from raydpfl import privacy, run
+from raydpfl.methods.noise import Gaussian
+from raydpfl.privacy import Mechanism, Query, Sampling, epsilon, epsilon_curve, unequal_rounds
+from raydpfl.privacy.accountants import named
+from raydpfl.privacy.pld import epsilon_at
+from raydpfl.simulation.resolution import resolve
+
+DELTA = 1e-5
+
+
+def of(kind, population, cohort, z, factors, rounds=None):
+    sampling = Sampling(kind, population, cohort)
+    query = Query("updates", 1.0, z)
+    return Mechanism(sampling, (query,), rounds or len(factors) or 1, factors=factors)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_phases_cost_what_the_library_says_of_their_composition(accountant):
+    phases = {1.0: 50, 2.0: 40, 0.7: 10}
+    factors = [factor for factor, count in phases.items() for _ in range(count)]
+    library = pld.PLDAccountant(value_discretization_interval=1e-3)
+    library = library if accountant == "pld" else rdp.RdpAccountant()
+    for factor, count in phases.items():
+        gaussian = dp_event.GaussianDpEvent(1.2 * factor)
+        library.compose(dp_event.PoissonSampledDpEvent(0.02, gaussian), count)
+    mechanism = of("poisson", 1000, 20, 1.2, factors)
+    spent = epsilon_curve(mechanism, "add_remove", DELTA, accountant=accountant)
+    assert spent[-1] == pytest.approx(library.get_epsilon(DELTA), rel=2e-3)
+    equal = epsilon(of("poisson", 1000, 20, 1.2, (), 50), "add_remove", DELTA, 50, accountant)
+    assert spent[49] == pytest.approx(equal, rel=1e-3)
+    assert (np.diff(spent) > 0).all()
+    back = privacy.delta(mechanism, "add_remove", float(spent[-1]), accountant=accountant)
+    assert back == pytest.approx(DELTA, rel=1e-3)
+    joint = named(accountant).together([(mechanism.event("add_remove"), 100)], DELTA)
+    assert joint == pytest.approx(spent[-1], rel=1e-3)  # as runs are composed
+
+
+def test_what_nothing_amplifies_is_one_gaussian_and_known_cohorts_count_the_least_noise():
+    factors = (2.0, 0.5, 1.0, 4.0)
+    curve = epsilon_curve(of("full", 10, 10, 1.0, factors), "zero_out", DELTA)
+    squares = np.cumsum(np.array(factors) ** -2.0)
+    assert curve == pytest.approx(privacy.gaussian_epsilon(np.sqrt(squares), DELTA))
+    for kind in ("poisson", "public"):
+        (known,) = (
+            one
+            for one in privacy.guarantees(
+                of(kind, 10, 5, 1.0, factors),
+                "zero_out",
+                DELTA,
+                accountants=["pld"],
+                participations=2,
+                rounds=2 if kind == "public" else 4,
+            )
+            if one.sampling.participations
+        )
+        assert known.epsilon == pytest.approx(float(privacy.gaussian_epsilon(math.sqrt(5), DELTA)))
+
+
+def test_a_std_of_every_round_costs_hardly_more_than_all_of_them_counted(monkeypatch):
+    factors = tuple(np.linspace(2.0, 1.0, 40))
+    exact = of("fixed", 100, 5, 1.0, factors)
+    spent = [epsilon(exact, "replace_one", DELTA, accountant=name) for name in ("pld", "rdp")]
+    monkeypatch.setattr(unequal_rounds, "LEVELS", 16)
+    curves = exact.sampling.scheme.curves
+    mus = np.array(exact.event("replace_one").mus)
+    few = unequal_rounds.Rounds(lambda mu: curves(exact.sampling, mu, "replace_one"), mus, True)
+    assert few.levels == 16
+    tail = next(few.deltas(0, len(mus)))
+    assert spent[0] <= epsilon_at(DELTA, few.step, tail) <= spent[0] * 1.01
+    assert spent[0] < spent[1]
+
+
+@pytest.mark.parametrize("mu", [0.3, 2.0, 6.0])
+def test_delta_of_a_gaussian_is_convex_in_a_power_of_the_std(mu):
+    """On which the mixture of two levels rests: m = mu^2 / 4 - 1, at least 1."""
+    power = max(1.0, mu**2 / 4 - 1)
+    epsilons = np.linspace(-6, 30, 400)
+    for other in (0.5 * mu, 0.8 * mu, 0.97 * mu):
+        for share in (0.2, 0.5, 0.9):
+            between = (share * mu**-power + (1 - share) * other**-power) ** (-1 / power)
+            mixed = share * privacy.gaussian_delta(epsilons, mu)
+            mixed = mixed + (1 - share) * privacy.gaussian_delta(epsilons, other)
+            assert (privacy.gaussian_delta(epsilons, between) <= mixed + 1e-15).all()
+
+
+def test_an_epsilon_scales_the_schedule_and_the_ledger_has_the_std_of_every_round(tmp_path):
+    noise = {"kind": "gaussian", "epsilon": 6.0, "schedule": {"decay": 0.5, "phases": [[3, 8.0]]}}
+    chosen = experiment(noise=noise, privacy={"accountants": ["pld", "rdp"]})
+    result = run(chosen, tmp_path / "out")
+    lines = (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
+    stds = np.array([json.loads(line)["std"] for line in lines])
+    assert stds / stds[0] == pytest.approx([1, 0.5, 0.25, 1])
+    assert result.rounds["noise_std"].to_pylist() == pytest.approx(stds.tolist())
+    hidden = [one for one in result.guarantees if one.sampling.knows == "cohort hidden"]
+    assert 5.9 < min(one.epsilon for one in hidden) <= 6.0
+    plan = resolve(chosen)
+    mechanism = Mechanism(
+        plan.mechanism.sampling, (Query("updates", 1.0, float(stds[0])),), 4,
+        factors=tuple(stds / stds[0]),
+    )  # fmt: skip
+    assert epsilon(mechanism, "replace_one", DELTA) == pytest.approx(hidden[0].epsilon, rel=1e-6)
+    again = plan.continued((privacy.Segment(0, 0, 3),), 1)
+    assert again.mechanism.factors == pytest.approx((1, 0.5, 0.25, 0.5, 0.25, 1))
+    assert resolve(experiment(noise={**noise, "schedule": {"decay": 0.6}})).noise_seed != (
+        plan.noise_seed
+    )
+
+
+class Halving(Gaussian):
+    """The std of round t is the size over t + 1."""
+
+    kind: str = "halving"
+    keeps: bool = True
+
+    def factor(self, t):
+        return 1 / (t + 1)
+
+    def source(self, seed, d):
+        source = super().source(seed, d)
+        if not self.keeps:
+            drawn = source.on_sum
+            source.on_sum = lambda t, std: drawn(t, std / (t + 1))
+        return source
+
+
+def test_a_class_says_the_std_of_each_round_and_is_held_to_it(tmp_path):
+    noise = {"kind": f"{__name__}:Halving", "multiplier": 2.0, "placement": "server"}
+    plan = resolve(experiment(noise=noise))
+    assert plan.mechanism.factors == (1, 1 / 2, 1 / 3, 1 / 4)
+    result = run(experiment(noise=noise), tmp_path / "out")
+    assert result.rounds["noise_std"].to_pylist() == pytest.approx([2, 1, 2 / 3, 0.5])
+    with pytest.raises(Exception, match=r"round 1 has .*was accounted for"):
+        run(experiment(noise={**noise, "keeps": False}), tmp_path / "less")
