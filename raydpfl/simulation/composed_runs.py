@@ -212,6 +212,10 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
     repeated = len(lines) - rounds if lines else 0  # released again, with noise and cohorts anew
     composed = int(plan.composed_rounds[rounds - 1]) + repeated if rounds else 0
     mechanism = cast(Mechanism, plan.mechanism)
+    epoch = mechanism.sampling.epoch
+    if epoch and repeated:  # every epoch of cohorts of one seed in full
+        touched = {(line.get("restart", 0), line["round"] // epoch) for line in lines or ()}
+        composed = epoch * len(touched)
     surveys = int(plan.surveys[rounds - 1]) if rounds else 0
     if mechanism.survey and lines:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)

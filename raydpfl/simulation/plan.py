@@ -191,8 +191,13 @@ class Plan:
 
     @property
     def repeated(self) -> int:
-        """How many releases there were in addition to those of the rounds as they count now; where
-        cohorts are allocated by epochs, each that a segment begins in counts in full.
+        """How many releases there were in addition to those of the rounds as they count now."""
+        return sum(map(len, self.history)) - self.first
+
+    @property
+    def composed_before(self) -> int:
+        """How many rounds accountants compose in addition to `composed_rounds`: those `repeated`;
+        where rounds of an epoch depend on each other, every epoch that a segment touches in full.
         """
         sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
         epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1
@@ -444,7 +449,7 @@ class Plan:
         if not self.mechanism:
             return {}
         draws = self.counted_draws() if draws is None else draws
-        composed = self.composed_rounds + self.repeated
+        composed = self.composed_rounds + self.composed_before
         return self.report.curves(draws, composed, self.surveys)
 
     def cohort_seed(self, restart: int | None = None) -> int:
@@ -492,7 +497,7 @@ class Plan:
             return []
         # how often the clients of a virtual cohort are drawn is unknown
         counts = participations if self.experiment.noise.stands_for is None else None
-        composed = int(self.composed_rounds[rounds - 1]) + self.repeated
+        composed = int(self.composed_rounds[rounds - 1]) + self.composed_before
         asked = int(self.surveys[rounds - 1])
         held = self.report.guarantees(counts, composed, asked)
         if self.individual:

@@ -243,7 +243,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     monitor = SamplingMonitor(
         selection,
         population,
-        plan.composed_rounds + max(plan.repeated, 0),
+        plan.composed_rounds + max(plan.composed_before, 0),
         plan.clients_left if noise.drawn_by() == "client" else 0,
         secret,
         separation,

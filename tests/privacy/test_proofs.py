@@ -32,7 +32,8 @@ def ticked() -> dict[tuple[str, str, str], tuple[bool, bool]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_tick_stands_where_an_accountant_covers_a_scheme_and_nowhere_else(scheme):
     ticks = ticked()
-    sampling = Sampling(scheme, 10, 10 if scheme == "full" else 5)
+    allocated = {"epoch": 2, "per_epoch": 1} if scheme == "random_allocation" else {}
+    sampling = Sampling(scheme, 10, 10 if scheme == "full" else 5, **allocated)
     for relation in get_args(Relation):
         for placement in ("server", "client"):
             run = Mechanism(sampling, (Query("updates", 1.0, 1.0),), 2, placement=placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -21,7 +22,8 @@ from raydpfl.privacy import (
     pld,
     random_allocation,
 )
-from raydpfl.privacy.accountants.pld import Pld
+from raydpfl.privacy.composition import RunRelease, together
+from raydpfl.privacy.mechanism import Survey
 
 
 def allocated(epoch, per_epoch=1, rounds=None, z=1.0, population=1000):
@@ -127,11 +129,24 @@ def test_calibrated_noise_spends_the_budget():
     assert 2.0 * (1 - 2e-3) < spent <= 2.0
 
 
-def test_several_runs_count_epochs():
+def test_several_runs_count_epochs_and_those_of_one_seed_as_one_of_less_noise():
     run = allocated(10, rounds=20)
-    event = run.event("add_remove")
-    both = Pld().together([(event, 20), (event, 20)], 1e-5)
-    assert both == pytest.approx(epsilon(run, "add_remove", 1e-5, 40), rel=1e-3)
+    seen = [RunRelease(name, run, "add_remove", 20, 2, seed, "") for name, seed in ["a0", "b1"]]
+    apart = together(seen, 1e-5, ["pld"]).guarantees[0].epsilon
+    assert apart == pytest.approx(epsilon(run, "add_remove", 1e-5, 40), rel=1e-3)
+    shorter = replace(seen[1], seed="0", rounds=13)
+    one = together([seen[0], shorter], 1e-5, ["pld"]).guarantees[0].epsilon
+    louder = epsilon(allocated(10, rounds=20, z=math.sqrt(0.5)), "add_remove", 1e-5)
+    assert one == pytest.approx(louder, rel=1e-3)
+
+
+def test_histograms_of_all_clients_are_spent_next_to_an_epoch():
+    run = replace(
+        allocated(10, rounds=20), survey=Survey("accuracy", std=5.0, clients=300, times=2)
+    )
+    alone = epsilon(run.asking(0), "add_remove", 1e-5)
+    known = replace(run, sampling=Sampling("full", 1000, 1000), rounds=2)
+    assert alone < epsilon(run, "add_remove", 1e-5) < epsilon(known, "add_remove", 1e-5)
 
 
 def test_what_is_not_covered_is_refused():

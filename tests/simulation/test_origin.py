@@ -389,6 +389,13 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
     )
     assert public.cohort_seed() == 3 != public.seed
     assert len(restarted.draws(8)) == 5 + 5 and restarted.repeated == 2
+    # of epochs of 4 rounds the old cohorts are of two, the new ones, from round 3 on, of two more
+    allocated = {"selection": {"kind": "balls_in_bins", "epoch": 4}, **LONG}
+    allocated["privacy"] = {"accountants": ["pld"]}
+    allocated = resolve(experiment(**allocated)).continued((Segment(0, 0, 5),), restart_round=3)
+    assert allocated.repeated == 2 and allocated.composed_rounds[
+        3:
+    ] + allocated.composed_before == (pytest.approx(8 + np.arange(4, 9)))
 
 
 # ---- the ledger below the checkpoint ----
